@@ -77,6 +77,22 @@ RECIPE_HOMES: dict[str, str] = {
 """What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
 
 
+def as_written(value: object) -> str:
+    """A value of a YAML file as it stands there, for an error: `[32, 64]`, and text in quotes."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(unquoted, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {unquoted(part)}' for key, part in value.items())}}}"
+    return repr(value)
+
+
+def unquoted(value: object) -> str:
+    """As `as_written`, text without quotes."""
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else as_written(value)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The words " Did you mean a, b or c?" for the nearest of `known`, or "" if nothing is near."""
     return suggestion(nearest(name, known))

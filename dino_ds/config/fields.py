@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
-from dino_ds.names import did_you_mean
+from dino_ds.names import as_written, did_you_mean
 from dino_ds.text_file import unusable_text
 
 
@@ -135,7 +135,7 @@ def _parse_numbers(value: object) -> object:
     try:
         return tuple(float(part) for part in (parts if isinstance(parts, list | tuple) else [parts]))
     except (TypeError, ValueError):
-        raise ValueError(f"{value!r} is not a number, nor several with commas between them") from None
+        raise ValueError(f"{as_written(value)} is not a number, nor several with commas between them") from None
 
 
 def check_range(value: tuple[float, float]) -> tuple[float, float]:
@@ -152,7 +152,7 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
     try:
         low, high = map(float, parts)  # type: ignore[call-overload]
     except (TypeError, ValueError):
-        raise ValueError(f"{value!r} is not auto, nor two numbers such as 0,4095") from None
+        raise ValueError(f"{as_written(value)} is not auto, nor two numbers such as 0,4095") from None
     if not (-_MOST_VALUE <= low < high <= _MOST_VALUE and high - low >= 1 / _MOST_VALUE):
         raise ValueError(f"{low:g},{high:g} is not a range: low < high, no more than {_MOST_VALUE:g}")
     return low, high
@@ -220,7 +220,7 @@ def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
         return "auto"
     words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value
     if not isinstance(words, (list, tuple)) or not words:
-        raise ValueError(f"{value!r} is not auto, nor names of evaluations such as knn,statistics")
+        raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
     for name in words:
         if name not in EVALUATIONS:
             near = did_you_mean(str(name), EVALUATIONS)

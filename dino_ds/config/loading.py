@@ -1,4 +1,4 @@
-"""Loads a recipe: defaults < a YAML file < overrides of the command line, all problems reported together.
+"""Loads a recipe: defaults < YAML files < overrides of the command line, all problems reported together.
 
 No torch here: help and checks must start at once.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
@@ -16,15 +15,15 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from dino_ds.config.fields import Length, Ramp, Section
-from dino_ds.config.recipe import Recipe
-from dino_ds.config.yaml_file import read_yaml
+from dino_ds.config.model import keys_not_of
+from dino_ds.config.problems import COMMAND_LINE, problem_lines, show_value
+from dino_ds.config.recipe import UNSURE, Recipe
+from dino_ds.config.recipe_files import read_recipe_files
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import weights_elsewhere
-from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, did_you_mean, ds_home, missing_file, nearest, suggestion
-from dino_ds.text_file import is_file
+from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, ds_home, nearest, suggestion, unquoted
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 NONE_WORDS = ("none", "null")
+_UNSET: tuple[Any, ...] = (None, {}, "{}")
 _FAR, _SURE = 0.75, 0.85
 """Least similarity of a suggestion, and of a name that only other projects use."""
 
@@ -38,13 +37,29 @@ class Option(NamedTuple):
     description: str
 
 
-def load_recipe(config: str | None, overrides: Mapping[str, str]) -> Recipe:
+class _Given(NamedTuple):
+    """What files and the command line set: dotted name -> (raw value, where it came from).
+
+    problems: a line for each name that is not known; unsure: sections and keys in which there is one. notes: a line
+    for what was left out.
+    """
+
+    values: dict[str, tuple[Any, str]]
+    problems: list[str]
+    unsure: set[str]
+    notes: list[str]
+
+
+def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[str] | None = None) -> Recipe:
     """The recipe `config` (a shipped name or a YAML path; None = the defaults) with `overrides` (dotted key -> text).
 
-    Several, with commas between them: what each one sets replaces what those before it set. Raises ConfigError with
-    one line per problem.
+    Several, with commas between them: what each one sets replaces what those before it set. `notes` gets a line for
+    what a recipe sets and another backbone has no use for. Raises ConfigError with one line per problem.
     """
-    return _validate(_collect(config, overrides))
+    given = _collect(config, overrides)
+    if notes is not None:
+        notes += given.notes
+    return _validate(given)
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | None = None) -> Recipe:
@@ -52,28 +67,22 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | No
 
     Raises ConfigError with one line per problem.
     """
-    problems: list[str] = []
-    given = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", problems)}
-    given.update(_collect(config, {}))
-    given.update(_read_overrides(overrides, problems))
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return _validate(given)
+    changes = _collect(config, overrides)
+    own = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
+    return _validate(changes._replace(values=own | changes.values))
 
 
 def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
     """The dotted names that a recipe and overrides set. Raises ConfigError as `load_recipe`."""
-    return frozenset(_collect(config, overrides))
+    given = _collect(config, overrides)
+    if given.problems:
+        raise ConfigError("\n".join(given.problems))
+    return frozenset(given.values)
 
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back to an equal recipe."""
     return yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def recipe_names() -> list[str]:
-    """The shipped recipes."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def recipe_options() -> list[Option]:
@@ -83,40 +92,37 @@ def recipe_options() -> list[Option]:
     ]
 
 
-def show_value(value: object) -> str:
-    """A value as one writes it in YAML and on the command line."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return ",".join(show_value(part) for part in value)
-    return f"{value:.10g}" if isinstance(value, float) else str(value)
-
-
-def _collect(config: str | None, overrides: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Dotted name -> (raw value, where it came from); raises ConfigError for unknown names."""
-    given: dict[str, tuple[Any, str]] = {}
-    problems: list[str] = []
-    for one in [] if config is None else [config] if is_file(config) else config.split(","):
-        path = _find_recipe(one.strip())
-        for name, value in _flatten(read_yaml(path), "", path, problems):
-            given[name] = (value, path)
-    given.update(_read_overrides(overrides, problems))
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _collect(config: str | None, overrides: Mapping[str, str]) -> _Given:
+    """What the files of `config` set, in their order, and then `overrides`. Raises ConfigError for a file."""
+    given = _Given({}, [], set(), [])
+    for path, content in [] if config is None else read_recipe_files(config):
+        _add(given, dict(_flatten(content, "", path, given)), path)
+    _add(given, dict(_read_overrides(overrides, given)), COMMAND_LINE)
     return given
 
 
-def _read_overrides(overrides: Mapping[str, str], problems: list[str]) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """As `_collect` has them; unknown names are added to `problems`."""
+def _add(given: _Given, values: dict[str, Any], origin: str) -> None:
+    """Lay `values` over what is given; a backbone that they name alone takes nothing that is another network's."""
+    before = given.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
+    if (backbone := values.get("model.backbone", before)) != before:
+        others = [key for key in keys_not_of(backbone) if key in given.values and key not in values]
+        dropped = {key: given.values.pop(key)[0] for key in others}
+        said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
+        if said:
+            given.notes.append(f"left out for model.backbone {backbone}, as it is {before}'s: {', '.join(said)}")
+    given.values.update({name: (value, origin) for name, value in values.items()})
+
+
+def _read_overrides(overrides: Mapping[str, str], given: _Given) -> Iterator[tuple[str, Any]]:
+    """Dotted name -> text, or None where that means none; unknown names are problems of `given`."""
     fields = dict(_fields())
     for name, text in overrides.items():
         if name not in fields:
-            problems.append(f"--{name}: {unknown_key(name)}")
+            given.problems.append(f"--{name}: {unknown_key(name)}")
+            given.unsure.add(name.split(".")[0])
             continue
         none = text.strip().lower() in NONE_WORDS and type(None) in _members(fields[name])
-        yield name, (None if none else text, "command line")
+        yield name, (None if none else text)
 
 
 def unknown_key(name: str) -> str:
@@ -140,28 +146,6 @@ def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
     return suggestion([called[other] for other in others] or nearest(name, known, cutoff=_FAR))
 
 
-def _find_recipe(config: str) -> str:
-    if config.endswith((".json", ".hjson")):
-        raise ConfigError(f"--config {config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
-    if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
-        raise ConfigError(f"--config {config} is a run folder: its recipe is {run}")
-    if config.endswith((".yaml", ".yml")) or "/" in config:
-        if not is_file(config) and (answer := weights_elsewhere(config)):
-            raise ConfigError(f"--config {config} is not a recipe; are weights meant? --model.init_from: {answer}")
-        if not is_file(config):
-            near = did_you_mean(Path(config).stem, recipe_names())
-            shipped = f" Shipped recipes go by name alone.{near}" if near else ""
-            raise ConfigError(f"{missing_file(config, ('.yaml', '.yml'))}{shipped}")
-        return config
-    if config not in recipe_names():
-        near = did_you_mean(config, recipe_names())
-        raise ConfigError(
-            f"no recipe is named {config!r}: there are {', '.join(recipe_names())}; "
-            f"a file of your own ends in .yaml.{near}"
-        )
-    return str(RECIPES / f"{config}.yaml")
-
-
 class _Dumper(yaml.SafeDumper):
     """Writes ranges on one line."""
 
@@ -169,8 +153,8 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 
 
-def _flatten(content: dict[str, Any], prefix: str, path: str, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, raw value) of the known keys; the others are added to `problems`."""
+def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> Iterator[tuple[str, Any]]:
+    """(dotted name, raw value) of the known keys; the others are problems of `given`."""
     known = dict(_fields())
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():
@@ -180,52 +164,33 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, problems: list[str
         elif name in sections and value is None:
             continue  # a section whose lines are all commented out
         elif name in sections and isinstance(value, dict):
-            yield from _flatten(value, f"{name}.", path, problems)
-        elif len(problems) < MOST_PROBLEMS:
-            problems.append(f"{path}: {name}: {unknown_key(name)}")
+            yield from _flatten(value, f"{name}.", path, given)
+        elif len(given.problems) < MOST_PROBLEMS:
+            given.problems.append(f"{path}: {name}: {unknown_key(name)}")
+            given.unsure.add(name.split(".")[0])
 
 
-def _validate(given: Mapping[str, tuple[Any, str]]) -> Recipe:
+def _validate(given: _Given) -> Recipe:
     nested: dict[str, Any] = {}
-    for name, (value, _) in given.items():
+    for name, (value, _) in given.values.items():
         section, _, leaf = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
-    try:
-        return Recipe.model_validate(nested)
-    except ValidationError as error:
-        lines = [line for problem in error.errors() for line in _problem_lines(problem, given)]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
-
-
-def _problem_lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[str]:
-    name = ".".join(part for part in problem["loc"] if isinstance(part, str))
-    origin = given[name][1] if name in given else None
-    where = (
-        f"--{name}: " if origin == "command line" else f"{origin}: {name}: " if origin else f"{name}: " if name else ""
-    )
-    return [where + line for line in _say(problem).splitlines()]
-
-
-def _say(problem: Any) -> str:
-    """pydantic's error in our words: what was given, what is allowed."""
-    value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        allowed = [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
-        return f"{value!r} is not one of {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
-    bounds = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
-    if kind in bounds:
-        limit = next(iter(context.values()))
-        return f"{show_value(value)} must be {bounds[kind]} {show_value(limit)}"
-    wanted = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
-    wanted |= {"string": "text", "tuple": "a range such as 0.4,1", "model": "a section"}
-    for start, words in wanted.items():
-        if kind.startswith(start):
-            return f"{value!r} is not {words}"
-    if kind in ("missing", "too_long"):
-        return f"{value!r} is not a range of two numbers such as 0.4,1"
-    return f"{value!r}: {problem['msg']}"
+    lines, unsure = list(given.problems), set(given.unsure)
+    while True:
+        try:
+            recipe = Recipe.model_validate(nested, context={UNSURE: unsure})
+            break
+        except ValidationError as error:
+            lines += problem_lines(error, given.values)
+            wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
+            if not wrong:
+                break
+            # The rest once more: what its sections make of each other is to be said at once, too.
+            unsure |= wrong
+            nested = {name: value for name, value in nested.items() if name not in wrong}
+    if lines:
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
+    return recipe
 
 
 def _fields() -> Iterator[tuple[str, FieldInfo]]:

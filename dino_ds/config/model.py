@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import Any, Literal
@@ -122,6 +123,17 @@ class ModelSection(Section):
 _OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
 _OF_ROPE = ("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale")
 _SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
+
+
+def keys_not_of(backbone: object) -> list[str]:
+    """Keys of the recipe that `backbone` can't take over from another one: arguments, and what it does not have."""
+    keys = ["arguments"]
+    with contextlib.suppress(ValueError):  # the schema refuses an unknown name
+        spec = None if backbone == FROM_SOURCE else backbone_spec(str(backbone))
+        keys += [key for key in _SPEC_KEYS if spec and not _hasoption(spec, key)]
+        keys += _OF_ANY_BACKBONE if spec and not isinstance(spec, ViTSpec) else ()
+        keys += _OF_ROPE if spec and getattr(spec, "rope", None) is None else ()
+    return [f"model.{key}" for key in dict.fromkeys(keys)]
 
 
 def _hasoption(spec: Any, name: str) -> bool:

@@ -7,11 +7,11 @@ No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.crop_checks import crop_problems, gram_problems
@@ -53,6 +53,8 @@ from dino_ds.config.sections import (
 )
 from dino_ds.errors import ConfigError
 
+UNSURE = "unsure"
+"""In a validation's context: sections that are wrong already, so that nothing is said of what follows from them."""
 _LEAST_STD = 1e-4
 """A fortieth of a level of 8 bits: the channel is empty."""
 
@@ -88,16 +90,18 @@ class Recipe(Section):
     _lengths = field_validator("length")(positive)
 
     @model_validator(mode="after")
-    def _check(self) -> Recipe:
-        problems = [
-            *crop_problems(self.crops, self.model, self._patch, self._gram_crop_size),
-            *self._length_problems(),
-            *self._objective_problems(),
-        ]
-        problems += [*self._optimizer_problems(), *self._channel_problems(), *self._teacher_problems()]
-        problems += gram_problems(self.gram, self.crops, self.teacher, self._patch)
-        if self.eval.k > self.eval.bank_images:
-            problems.append(f"eval.k {self.eval.k} is more than eval.bank_images {self.eval.bank_images}")
+    def _check(self, info: ValidationInfo) -> Recipe:
+        unsure = set((info.context or {}).get(UNSURE, ()))
+        checks: dict[Callable[[], list[str]], str] = {
+            self._crop_problems: "crops model gram teacher",
+            self._length_problems: "length stage_start data model objective optimizer gram",
+            self._objective_problems: "objective crops model teacher head ibot_head",
+            self._optimizer_problems: "optimizer",
+            self._channel_problems: "data model",
+            self._teacher_problems: "objective teacher",
+            self._eval_problems: "eval",
+        }
+        problems = [problem for check, of in checks.items() if not unsure & set(of.split()) for problem in check()]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -188,6 +192,16 @@ class Recipe(Section):
     def _patch(self) -> int:
         """Sides of crops are multiples of it, as far as is known."""
         return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
+
+    def _crop_problems(self) -> list[str]:
+        return [
+            *crop_problems(self.crops, self.model, self._patch, self._gram_crop_size),
+            *gram_problems(self.gram, self.crops, self.teacher, self._patch),
+        ]
+
+    def _eval_problems(self) -> list[str]:
+        k, images = self.eval.k, self.eval.bank_images
+        return [f"eval.k {k} is more than eval.bank_images {images}"] if k > images else []
 
     def _channel_problems(self) -> list[str]:
         given = {"data.mean": self.data.mean, "data.std": self.data.std}

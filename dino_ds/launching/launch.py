@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.config.ds_config import resolve_ds_config
-from dino_ds.config.loading import RECIPES
+from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.stages import stages_to_train
 from dino_ds.errors import ConfigError
 from dino_ds.launching.checks import Reply, check_machines
@@ -102,8 +102,9 @@ def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     """Look at all machines and show them. Raises ConfigError with all that stops the training."""
-    configs = [name for one in train["given"] for name in (one.config or "").split(",")]
-    own = [name for name in configs if name and not (RECIPES / f"{name}.yaml").is_file()]
+    configs = [one.config for one in train["given"] if one.config is not None]
+    recipes = [file.path for config in configs for file in read_recipe_files(config)]
+    own = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)
     files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None

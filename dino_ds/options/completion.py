@@ -10,7 +10,8 @@ from dino_ds.backbones import BACKBONES, FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.config.fields import SOURCES
-from dino_ds.config.loading import recipe_names, recipe_options
+from dino_ds.config.loading import recipe_options
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.definition import Command
 from dino_ds.options.run import CompletionOptions

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_schema import REFUSED, SECTIONS
-from dino_ds.config.loading import recipe_names, recipe_options
+from dino_ds.config.loading import recipe_options
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import EXIT_CODES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command, Option

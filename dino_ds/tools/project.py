@@ -11,8 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
-from dino_ds.config.loading import RECIPES, load_recipe, recipe_names
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.recipe_files import RECIPES, recipe_names
 from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.data.root import check_root
 from dino_ds.durable import why_not_writable

@@ -19,7 +19,8 @@ import dino_ds.cli as cli
 from dino_ds import __version__
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
-from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
+from dino_ds.config.loading import load_recipe, recipe_options
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command

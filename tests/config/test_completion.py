@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from dino_ds.config.loading import recipe_names, recipe_options
+from dino_ds.config.loading import recipe_options
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.completion import bash, fish
 

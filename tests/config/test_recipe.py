@@ -14,8 +14,9 @@ import yaml
 from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length
-from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe, recipe_names, recipe_options
+from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
 from dino_ds.names import DS_HOMES, RECIPE_HOMES
 
@@ -76,6 +77,78 @@ def test_several_recipes_go_one_over_another(write):
     assert load_recipe(write(dump_recipe(recipe), "again.yaml"), {}) == recipe
     assert "counts from the beginning of the run" in _problems(optimizer__warmup="3 steps from step 2")[0]
     assert _problems(f"vitb16,{stage},vitb17")[0].startswith("no recipe is named 'vitb17'")
+
+
+def test_a_file_extends_a_shipped_recipe_or_a_file_beside_it(write, tmp_path: Path, monkeypatch):
+    """Keys over keys, lists replaced whole, through any number of files, from any working folder; what a run writes
+    down has all of it."""
+    write("extends: cifar10\ncrops: {global_scale: [0.5, 0.9]}\noptimizer: {lr: 1e-3}\n", "base.yaml")
+    (tmp_path / "more").mkdir()
+    path = write("extends: ../base.yaml\noptimizer: {min_lr: 2e-5}\n", "more/mine.yaml")
+    monkeypatch.chdir("/")
+    recipe = load_recipe(path, {})
+    over = {"crops.global_scale": "0.5,0.9", "optimizer.lr": "1e-3", "optimizer.min_lr": "2e-5"}
+    assert recipe == load_recipe("cifar10", over)
+    assert "extends" not in dump_recipe(recipe) and load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    assert keys_set_by(path, {}) == keys_set_by("cifar10", over)
+
+
+@pytest.mark.parametrize(
+    "base,problem",
+    [
+        ("cifar", "extends: no recipe is named 'cifar': there are .* Did you mean cifar10"),
+        ("nope.yaml", "extends: .*/nope.yaml does not exist"),
+        ("{root}", "extends: {root} is not a recipe|extends: .*does not exist"),
+        ("[cifar10, mine.yaml]", r"extends: \[cifar10, mine.yaml\] is not one recipe: give"),
+        ("cifar10,vits16", "extends: 'cifar10,vits16' is not one recipe: give"),
+        ("mine.yaml", "mine.yaml extends .*mine.yaml: a circle"),
+        ("other.yaml", "other.yaml extends .*mine.yaml: a circle"),
+    ],
+)
+def test_what_can_t_be_extended_is_said_in_one_line(write, tmp_path: Path, base: str, problem: str):
+    write("extends: mine.yaml\n", "other.yaml")
+    path = write(f"extends: {base.format(root=tmp_path)}\n", "mine.yaml")
+    (line,) = _problems(path)
+    assert re.search(problem.format(root=tmp_path), line) and line.startswith(path)
+
+
+@pytest.mark.parametrize("backbone", ["convnext_atto", "efficientnet_b0", "mobilenetv3_small_050"])
+def test_another_backbone_drops_what_is_the_recipe_s_network_s(write, backbone: str):
+    """Arguments of the recipe's network, and sizes that the other lacks, with a line that names them; what is given
+    beside the name stays, and so do the arguments of the same network."""
+    mine = write(f"extends: resnet18\nmodel: {{backbone: {backbone}}}\n")
+    for config, overrides in (("resnet18", {"model.backbone": backbone}), (mine, {})):
+        notes: list[str] = []
+        recipe = load_recipe(config, overrides, notes)
+        assert (recipe.model.backbone, recipe.model.arguments) == (backbone, "{}")
+        expected = f"left out for model.backbone {backbone}, as it is resnet18's: model.arguments"
+        assert len(notes) == 1 and notes[0].startswith(expected) and "zero_init_last: false" in notes[0]
+    given = {"model.backbone": "resnet34", "model.arguments": '{"zero_init_last": true}'}
+    for overrides, arguments in ((given, '{"zero_init_last": true}'), ({"model.backbone": "resnet18"}, None)):
+        notes = []
+        found = load_recipe("resnet18", overrides, notes).model.arguments
+        assert found == (arguments or load_recipe("resnet18", {}).model.arguments) and not notes
+    notes = []
+    load_recipe("cifar10", {"model.backbone": backbone}, notes)
+    assert "model.patch_size 8, model.width 128, model.depth 2, model.heads 4" in notes[0]
+
+
+def test_all_mistakes_of_a_file_are_said_at_once_as_they_are_written(write):
+    """Unknown keys, values of a wrong kind, and sections that contradict each other; not what only follows from a
+    mistake: 20 is no multiple of the default's patches of 16, and the file's are misspelt."""
+    text = "optimizer: {lr: fast, kind: sgd}\ncrops: {global_size: [32, 64], local_scale: [0.5, 0.2]}\n"
+    text += "head: {prototype: 48}\nteacher: {distill: features}\neval: {k: 30, bank_images: 20}\n"
+    lines = [line.partition("my.yaml: ")[2] or line for line in _problems(write(text))]
+    assert lines == [
+        "head.prototype: not a recipe key. Did you mean head.prototypes or ibot_head.prototypes?",
+        "crops.global_size: [32, 64] is not a whole number",
+        "crops.local_scale: [0.5, 0.2] is not a range of areas: two numbers with 0 < low <= high <= 1",
+        "optimizer.lr: 'fast' is not a number",
+        "teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)",
+        "eval.k 30 is more than eval.bank_images 20",
+    ]
+    lines = _problems(write("crops: {global_size: 20, local_size: 20}\nmodel: {patch_sise: 10}\n"))
+    assert len(lines) == 1 and "model.patch_sise" in lines[0]
 
 
 def test_yaml_traps_are_closed(write):
@@ -162,7 +235,7 @@ def test_all_problems_are_reported_together():
     )
     assert sorted(problems) == [
         "--crops.global_scale: [0.5, 0.4] is not a range of areas: two numbers with 0 < low <= high <= 1",
-        "--crops.local_scale: ['1'] is not a range of two numbers such as 0.4,1",
+        "--crops.local_scale: [1] is not a range of two numbers such as 0.4,1",
         "--crops.num_local: 'x' is not a whole number",
         "--data.download: 'maybe' is not true or false",
         "--data.source: 'cifar' is not one of folder, photos, cifar10, cifar100, stl10, imagenette, food101, "

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.config.loading import RECIPES, recipe_options
+from dino_ds.config.loading import recipe_options
+from dino_ds.config.recipe_files import RECIPES
 from dino_ds.options.commands import COMMANDS
 from tests.hostile.guard import command, examples
 from tests.hostile.mutate import NASTY, broken_text, nasty

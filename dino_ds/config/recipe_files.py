@@ -1,0 +1,88 @@
+"""Finds and reads the files of a recipe: a shipped one by its name, or YAML files, and those that these extend."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dino_ds.config.yaml_file import read_yaml
+from dino_ds.errors import ConfigError
+from dino_ds.hubs import weights_elsewhere
+from dino_ds.names import as_written, did_you_mean, missing_file
+from dino_ds.text_file import is_file
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+EXTENDS = "extends"
+"""The key of a file with what it goes over: a shipped recipe's name, or a file beside it."""
+
+
+class RecipeFile(NamedTuple):
+    """A file of a recipe, and its keys without `extends`."""
+
+    path: str
+    content: dict[str, Any]
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def read_recipe_files(config: str) -> list[RecipeFile]:
+    """The files of `config` (a shipped name, a YAML path, or several with commas between them), each after those that
+    it goes over. Raises ConfigError for what can't be found or read, and for files that extend each other in a circle.
+    """
+    names = [config] if is_file(config) else config.split(",")
+    return [file for name in names for file in _read_chain(_find(name.strip(), "--config "))]
+
+
+def _read_chain(path: str) -> list[RecipeFile]:
+    chain: list[RecipeFile] = []
+    while True:
+        content = read_yaml(path)
+        base = content.pop(EXTENDS, None)
+        chain.insert(0, RecipeFile(path, content))
+        if base is None:
+            return chain
+        path = _find_base(base, path)
+        if any(os.path.samefile(path, file.path) for file in chain):
+            circle = " extends ".join([*(file.path for file in reversed(chain)), path])
+            raise ConfigError(f"{circle}: a circle; take one of these lines out")
+
+
+def _find_base(base: object, path: str) -> str:
+    """The file that the one at `path` extends; a relative name is beside it."""
+    start = f"{path}: {EXTENDS}: "
+    if not isinstance(base, str) or (base not in recipe_names() and "," in base):
+        raise ConfigError(
+            f"{start}{as_written(base)} is not one recipe: give a shipped recipe's name or a YAML file, which may "
+            "extend another one"
+        )
+    if base.endswith((".yaml", ".yml")) or "/" in base:
+        base = str(Path(path).parent / os.path.expanduser(base))
+    return _find(base, start)
+
+
+def _find(config: str, start: str) -> str:
+    """The file of one recipe; `start` is what an error begins with."""
+    if config.endswith((".json", ".hjson")):
+        raise ConfigError(f"{start}{config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
+    if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
+        raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
+    own = "" if start.startswith("--") else start
+    if config.endswith((".yaml", ".yml")) or "/" in config:
+        if not is_file(config) and (answer := weights_elsewhere(config)):
+            raise ConfigError(f"{start}{config} is not a recipe; are weights meant? --model.init_from: {answer}")
+        if not is_file(config):
+            near = did_you_mean(Path(config).stem, recipe_names())
+            shipped = f" Shipped recipes go by name alone.{near}" if near else ""
+            raise ConfigError(f"{own}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
+        return config
+    if config not in recipe_names():
+        near = did_you_mean(config, recipe_names())
+        raise ConfigError(
+            f"{own}no recipe is named {config!r}: there are {', '.join(recipe_names())}; "
+            f"a file of your own ends in .yaml.{near}"
+        )
+    return str(RECIPES / f"{config}.yaml")
