@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ _SECONDS_TO_LEAVE = 60.0
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
-    words = drop_local_rank(sys.argv[1:] if argv is None else argv)
+    words, run_dir = drop_local_rank(sys.argv[1:] if argv is None else argv), None
     debug = any(word in ("--debug", "--debug=true") for word in words)
     try:
         if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
@@ -62,7 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
-            _dispatch(words)
+            command, options, files = prepare(words)
+            run_dir = Path(options.run_dir) if command is TRAIN else None
+            _dispatch(command, options, files)
         sys.stdout.flush()
     except SystemExit as stop:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
@@ -72,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.kill(os.getpid(), signal.SIGPIPE)
         if debug:
             traceback.print_exc()
-        _exit(_say(error, words, debug))
+        _exit(_say(error, run_dir, debug))
 
 
-def _say(error: BaseException, words: list[str], debug: bool) -> int:
+def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     """Tell people of an error; returns the exit code."""
     if isinstance(error, UserError):
         _say_error(str(error), error.said_by_me, debug=debug)
@@ -86,7 +88,7 @@ def _say(error: BaseException, words: list[str], debug: bool) -> int:
     if is_out_of_memory(error):
         _say_error(_memory_text(error), said_by_me=True)
         return OutOfMemory.exit_code
-    _say_bug(error, words, debug)
+    _say_bug(error, run_dir, debug)
     return 1
 
 
@@ -105,10 +107,8 @@ def _nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _dispatch(words: list[str]) -> None:
+def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
     import fire
-
-    command, options, files = prepare(words)
 
     def call() -> None:  # fire would go on with what a command returns
         _call(command, options, files)
@@ -127,28 +127,54 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
         check_hostfile()
-    options, files = read(command, parse_flags(command, rest))
-    if "recipe" in files and files["recipe"].model.backbone == FROM_SOURCE:
+    flags = parse_flags(command, rest)
+    options, files = read(command, flags)
+    if "recipe" in files:
+        notes = files["given"][0].notes if command is TRAIN else files.pop("notes")
+        files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
+        if command is not TRAIN:
+            _say_notes(notes)
+    if command is TRAIN:
+        _check_start(options, files)
+    return command, options, files
+
+
+def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
+    """`recipe` with the network of the weights and the form of the images that it names. Raises UserError."""
+    if recipe.model.backbone == FROM_SOURCE:
         from dino_ds.weights.start import as_source
 
-        files["recipe"] = as_source(files["recipe"], getattr(options, "run_dir", None))
-    if command is TRAIN:
-        from dino_ds.data.root import check_photos, check_root
+        recipe = as_source(recipe, run_dir)
+    if recipe.data.root is None:
+        return recipe
+    from dino_ds.data.own_images import with_own_images
 
-        check_photos(files["recipe"].data.source, files["recipe"].data.root)
-        files["recipe"].check_learning_rates()
-        files["recipe"].check_batch()
-        files["recipe"].check_teacher()
-        batch, ranks = files["recipe"].data.global_batch, int(os.environ.get("WORLD_SIZE", 1))
-        resolve_ds_config(files["ds"], files["ds_path"], batch, ranks)
-        # Before the slow imports: what can't start should not take half a minute to say so.
-        # Ranks of other machines look later, all together: the first ones would wait for them.
-        on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
-        if files["recipe"].data.source == "folder" and on_first_machine:
-            check_root(files["recipe"].data.root)
-        _check_weights(files["recipe"])
-        RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
-    return command, options, files
+    return with_own_images(recipe, given, notes)
+
+
+def _check_start(options: Any, files: dict[str, Any]) -> None:
+    """Before the slow imports: what can't start should not take half a minute to say so. Raises UserError."""
+    from dino_ds.data.root import check_photos, check_root
+
+    recipe = files["recipe"]
+    check_photos(recipe.data.source, recipe.data.root)
+    recipe.check_learning_rates()
+    recipe.check_batch()
+    recipe.check_teacher()
+    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    # Ranks of other machines look later, all together: the first ones would wait for them.
+    on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
+    if recipe.data.source == "folder" and on_first_machine:
+        check_root(recipe.data.root)
+    _check_weights(recipe)
+    RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _say_notes(notes: list[str]) -> None:
+    """What was understood otherwise than it is written; `train` writes it into its log."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
 
 
 def _check_weights(recipe: Recipe) -> None:
@@ -207,12 +233,12 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
         time.sleep(_SECONDS_FOR_RANK_0)
 
 
-def _say_bug(error: BaseException, words: list[str], debug: bool) -> None:
-    """What no part of the program has foreseen: one line, and where the traceback is."""
+def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
+    """What no part of the program has foreseen: one line, and where the traceback is: in the run's folder, if any."""
     rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "the traceback is above" if debug else "--debug shows the traceback"
-    if not debug and (run_dir := _run_dir_of(words)) is not None:
+    if not debug and run_dir is not None and (run_dir / "config.yaml").exists():
         path = run_dir / f"error-{rank}.txt"
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())
@@ -220,17 +246,6 @@ def _say_bug(error: BaseException, words: list[str], debug: bool) -> None:
     # Not only rank 0: the others' errors may be its cause, and each is another one.
     prefix = f"rank {rank}: " if "RANK" in os.environ else ""
     print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
-
-
-def _run_dir_of(words: list[str]) -> Path | None:
-    """The run folder of a `train` command line, where it has come to hold a run."""
-    found = find_command(words)
-    if found is None or found[0] is not TRAIN:
-        return None
-    with contextlib.suppress(UserError):
-        path = Path(read(found[0], parse_flags(*found))[0].run_dir)
-        return path if (path / "config.yaml").exists() else None
-    return None
 
 
 def _exit(code: int) -> None:

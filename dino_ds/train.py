@@ -36,7 +36,7 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import DataError, UserError, unwritable
+from dino_ds.errors import ConfigError, DataError, UserError, unwritable
 from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.failures import Failures
@@ -141,6 +141,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
             init_distributed()
             with held(lock, heartbeats, beat) as lock_notes:
                 try:
+                    _agree_on_folder(path)
                     start, machine = _choose_ds_config(recipe, request)
                     memory = predict(recipe, start.config, machine)
                     predicted_gib = memory.gib if memory else None
@@ -164,6 +165,12 @@ def _train(recipe: Recipe, request: _Request) -> None:
                             run.recipe, source, run.config.micro_batch, run.step.engine.device, run.state.position
                         )
                     )
+
+
+def _agree_on_folder(path: Path) -> None:
+    """Raises ConfigError, on all ranks, where each has chosen a run folder and another run took one meanwhile."""
+    if len(folders := set(distributed.gather_objects(str(path)))) > 1:
+        raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
 def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine]:
@@ -191,18 +198,18 @@ def _open_folder(
     Raises UserError, before it looks into an image: for images that are not there, then for too few, then ConfigError
     for more memory predicted than there is.
     """
-    data, config = recipe.data, start.config
+    data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         source = build_source(data.source, data.root, "train", data.download)
         _check_count(source, data)
+        folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
             check_fits(recipe, start, machine)
     folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
     folder.agree()
-    return folder, source, [*config.notes, *getattr(source, "notes", ()), *found]
+    return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found]
 
 
 def _check_count(source: Source, data: DataSection) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
+from dino_ds.config.own_recipe import own_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.text_file import MAX_BYTES, read_bytes
@@ -54,20 +55,23 @@ class Origin:
 
 @dataclass(frozen=True)
 class Given:
-    """A recipe as it was given: the names, and the options of the command line."""
+    """A recipe as it was given: the names, and the options of the command line. notes: lines for people, of what was
+    understood otherwise than it is written."""
 
     config: str | None
     overrides: Mapping[str, str]
+    notes: list[str] = field(default_factory=list, compare=False)
 
-    def of_start(self, run_dir: Path, origin: Path | None, resumes: bool) -> Recipe:
-        """The recipe of a start in `run_dir`: of a stage that is there already by the file that it has written, else
-        over that of the run `origin`, else by itself. Raises ConfigError, CheckpointError.
+    def of_start(self, run_dir: Path, origin: Path | None, resumes: bool, by_own: bool = False) -> Recipe:
+        """The recipe of a start in `run_dir`: of a run that is there already by the file that it has written, if that
+        is a stage or `by_own`; else over that of the run `origin`, else by itself. Raises ConfigError, CheckpointError.
         """
         own = run_dir / "config.yaml"
-        if resumes and own.is_file() and (before := load_recipe(str(own), {})).stage_start is not None:
+        if resumes and own.is_file() and (by_own or load_recipe(str(own), {}).stage_start is not None):
+            recipe = self.over(own_recipe(run_dir, self.overrides, self.notes), forget=False)
             there = Origin.read(run_dir)
-            return self.begun(self.over(before, forget=False), there.first_step if there else 0)
-        recipe = self.over(recipe_of(origin)) if origin else load_recipe(self.config, self.overrides)
+            return self.begun(recipe, there.first_step if there else 0) if recipe.stage_start else recipe
+        recipe = self.over(recipe_of(origin)) if origin else load_recipe(self.config, self.overrides, self.notes)
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
         if origin and origin.resolve() == run_dir.resolve():

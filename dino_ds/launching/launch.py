@@ -48,6 +48,8 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     build_command(plan)  # refuses what can't be forwarded
     if not options.skip_checks:
         _check(plan, train)
+    for note in train["given"][0].notes:
+        print(f"note     {note}", flush=True)
     for run_dir, words in _runs(train_words, train):
         command = build_command(build_plan(options, words))
         print(f"command  {shlex.join(command)}", flush=True)
@@ -63,7 +65,9 @@ def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Pa
     """The folder and the words of what is to be trained: of one run, or of each of `--stages` that is not over."""
     options = train["options"]
     if options.stages is None:
-        yield Path(options.run_dir), words
+        named = any(word.partition("=")[0] == "--run_dir" for word in words)
+        # The ranks are not to choose a folder each: another run may have begun meanwhile.
+        yield Path(options.run_dir), words if named else (*words, "--run_dir", options.run_dir)
         return
     kept = without(words, "--stages", "--run_dir", "--from", "--resume")
     resume = ["--resume", "auto"] if options.resume else []

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.backbones import FROM_SOURCE
+from dino_ds.config.default_folder import default_folder
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Given, check_chain, split_origin, stage_folder
-from dino_ds.errors import ConfigError
+from dino_ds.config.stages import Given, check_chain, holds_run, split_origin, stage_folder
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import Flags, check_required
@@ -20,7 +21,10 @@ from dino_ds.options.run import TrainOptions
 
 
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
-    """An instance of the command's options, and its function's other keywords. Raises ConfigError."""
+    """An instance of the command's options, and its function's other keywords. Raises ConfigError.
+
+    `notes` among them, lines for people, are not the function's; `train` has them in its `given`.
+    """
     check_required(command, flags)
     given = {**flags.fixed}
     config, ds_config = given.pop("config", command.recipe), given.pop("ds_config", command.ds_config)
@@ -34,7 +38,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
             if command is TRAIN:
                 options, files = _read_train(options, config, flags.recipe)
             else:
-                files["recipe"] = load_recipe(config, flags.recipe)
+                files["notes"] = list[str]()
+                files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
             if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
                 problems.append(
                     "no images are given: --data.root FOLDER, --data.source NAME, "
@@ -81,14 +86,32 @@ def _read_train(
         raise ConfigError(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
-    if not options.run_dir:
-        if config is None and origin is not None and options.stages is None:
-            raise ConfigError("--from without --config: name the new run's folder with --run_dir")
-        options = dataclasses.replace(options, run_dir=f"runs/{'-'.join(Path(c or 'vits16').stem for c in configs)}")
-    options = dataclasses.replace(options, run_dir=os.path.expanduser(options.run_dir))  # as a shell does it
-    given = tuple(Given(one, overrides) for one in configs)
+    named = bool(options.run_dir)
+    if not named and config is None and origin is not None and options.stages is None:
+        raise ConfigError("--from without --config: name the new run's folder with --run_dir")
+    place, note = options.run_dir, ""
+    if not named:
+        name = "-".join(Path(one or "vits16").stem for one in configs)
+        place, note = default_folder(name, options.resume is not False, os.environ)
+    options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
+    given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    recipe = given[0].of_start(first, origin, options.resume is not False)
+    alone = named and config is None and origin is None
+    if alone and options.stages is None and options.resume not in (False, "auto"):
+        _check_resumed(Path(options.run_dir), overrides)
+    recipe = given[0].of_start(first, origin, options.resume is not False, by_own=alone)
     if recipe.model.backbone != FROM_SOURCE:
         check_chain(recipe, given[1:])
     return options, {"recipe": recipe, "given": given}
+
+
+def _check_resumed(run_dir: Path, overrides: Mapping[str, str]) -> None:
+    """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's."""
+    stages = sorted(folder.name for folder in run_dir.glob("[0-9]*_*") if holds_run(folder))
+    if stages and not holds_run(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds stages of training: give their --stages again with --resume, or continue one of them, "
+            f"--run_dir {run_dir / stages[-1]}"
+        )
+    if not holds_run(run_dir) and "data.root" not in overrides:
+        raise CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir")

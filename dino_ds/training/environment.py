@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dino_ds import __version__, distributed
+from dino_ds.config.own_recipe import STARTED_IN
 from dino_ds.config.recipe import Recipe
 from dino_ds.health.files import now
 
@@ -65,6 +66,7 @@ def describe_start() -> dict[str, Any]:
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "launcher": next((name for name, variable in _LAUNCHERS.items() if variable in os.environ), ""),
         "ranks": distributed.world_size(),
+        STARTED_IN: os.getcwd(),
     }
 
 
@@ -74,7 +76,7 @@ def read_starts(run_dir: Path) -> list[dict[str, Any]]:
         found = json.loads((run_dir / "environment.json").read_text())
         starts = found.get("starts") or ([found] if "command" in found else [])
         return [
-            {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks")}
+            {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", STARTED_IN)}
             for start in starts[-_MOST_STARTS:]
             if isinstance(start, dict)
         ]

@@ -1,0 +1,68 @@
+"""A recipe of other images, started on the user's own: what of it can't stay."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection
+
+from dino_ds.config.fields import BENCHMARKS
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.encoded import EXTENSIONS
+
+_FORMS = (".txt", ".tar", ".parquet")
+_LOOKED_AT = 2000
+"""Entries of a tree of folders, to see whether it holds images."""
+_SETS = {
+    "cifar10": "cifar-10-",
+    "cifar100": "cifar-100-",
+    "stl10": "stl10_binary",
+    "imagenette": "imagenette2",
+    "food101": "food-101",
+    "flowers102": "flowers-102",
+    "pets": "oxford-iiit-pet",
+    "eurosat": "eurosat",
+}
+"""What torchvision calls the folder, or the archive, of a data set within its root."""
+_WITHOUT_LABELS = ("statistics", *BENCHMARKS)
+"""Evaluations that need no labelled test images."""
+
+
+def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) -> Recipe:
+    """`recipe` as it is meant where data.root names images of the user's and the recipe was written for others.
+
+    data.source is folder then, and eval.evals goes without those that need test images of the same classes, where none
+    are named. given: the keys of the command line, which all stay. `notes` gets a line for each change.
+    """
+    changes, data, settings = dict[str, str](), recipe.data, recipe.eval
+    root = data.root
+    if root is not None and "data.source" not in given and not data.own_files and _holds_images(root, data.source):
+        changes["data.source"] = "folder"
+        notes.append(f"data.root {root} names images: data.source is folder, not {data.source} as in the recipe")
+    own = changes or (data.own_files and {"data.root", "data.source"} & set(given))
+    if own and settings.root is None and settings.evals != "auto" and "eval.evals" not in given:
+        kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
+        if left_out := [name for name in settings.evals if name not in kept]:
+            changes["eval.evals"] = ",".join(kept) or "auto"
+            notes.append(
+                f"the recipe's eval.evals {', '.join(left_out)} are left out: they need labelled test images "
+                "(--eval.root FOLDER)"
+            )
+    return change_recipe(recipe, changes) if changes else recipe
+
+
+def _holds_images(root: str, source: str) -> bool:
+    """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
+    path = os.path.expanduser(root)
+    if source == "photos":
+        return True  # those of the package have no root
+    if not os.path.isdir(path):
+        return path.lower().endswith(_FORMS)
+    try:
+        if any(name.startswith(_SETS[source]) for name in os.listdir(path)):
+            return False
+    except OSError:
+        return False  # the source says why
+    names = (name for _, _, files in os.walk(path) for name in files)
+    return any(name.lower().endswith((*EXTENSIONS, *_FORMS)) for name in itertools.islice(names, _LOOKED_AT))
