@@ -99,84 +99,6 @@ def train(
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
     second Ctrl-C is a KeyboardInterrupt, and saves nothing.
     """
-    own = {
-        "config": config,
-        "ds_config": ds_config,
-        "run_dir": run_dir,
-        "max_steps": max_steps,
-        "resume": resume or None,
-    }
-    if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
-        raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    words = words_of(COMMANDS["train"], own, options)
-    if ranks is None:
-        return Run(_train_here(words, callbacks))
-    with _as_it_was():
-        from dino_ds.launching.child import launch_from_python
-
-        launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
-        asked = prepare(launch)[2]["train"]
-        folders = _folders(asked["options"], asked["given"])
-        launch += [] if run_dir else [f"--run_dir={asked['options'].run_dir}"]
-        launch_from_python(launch, folders, callbacks)
-    return Run(folders[-1])
-
-
-def embed(model: Place, root: Place | None = None, out: Place | None = None, **options: Any) -> Embeddings | Path:
-    """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
-    returned then. Raises UserError; warns of images that can't be read: their rows are NaN."""
-    from dino_ds.tools.embed import write
-
-    with _torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "embeddings.pt" if out is None else out
-        facts = write(_prepare("embed", {"model": model, "root": root, "out": place}, options)[0])
-        for note in facts["notes"]:
-            warnings.warn(note, stacklevel=2)
-        if out is not None:
-            return Path(facts["out"])
-        import torch
-
-        found = torch.load(place, weights_only=True)
-        return Embeddings(found["features"].numpy(), found["names"], found["labels"].numpy(), found["classes"])
-
-
-def evaluate(
-    model: Place,
-    evals: Sequence[str] = ("knn",),
-    root: Place | None = None,
-    test_root: Place | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """`dino-ds eval`: what it prints with --json; numbers are in `["results"][EVAL]["results"]`. Raises UserError."""
-    from dino_ds.tools.evaluate import Evaluated, run_evals
-
-    own = {"model": model, "evals": evals, "root": root, "test_root": test_root}
-    done: list[Evaluated] = []
-    with _torch_as_it_was():
-        run_evals(_prepare("eval", own, options)[0], done.append)
-    for note in done[0].subject.notes:
-        warnings.warn(note, stacklevel=2)
-    return done[0].to_json()
-
-
-def report(run: Place, *, compare: Sequence[Place] | None = None, out: Place | None = None) -> Path:
-    """`dino-ds report`: write the HTML page of a run, or of several, and return its path. Raises ConfigError."""
-    from dino_ds.report.command import write_page
-
-    return write_page(_prepare("report", {"run": run, "compare": compare, "out": out}, {})[0])[0]
-
-
-def plan(
-    config: Place | None = None,
-    *,
-    gpu: str | None = None,
-    gpus: int = 1,
-    nodes: int = 1,
-    ds_config: Place | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """`dino-ds plan`: what it prints with --json. Raises ConfigError."""
-
     own = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps}
     own["resume"] = None if resume is False else resume
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
@@ -184,9 +106,9 @@ def plan(
     words = words_of(COMMANDS["train"], own, options)
     if ranks is None:
         return Run(_train_here(words, callbacks))
-    with _as_it_was():
-        from dino_ds.launching.child import launch_from_python
+    from dino_ds.launching.child import launch_from_python
 
+    with _as_it_was():
         launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
         asked = prepare(launch)[2]["train"]
         folders = _folders(asked["options"], asked["given"])

@@ -26,9 +26,8 @@ def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> 
     newest = first if last == 1 else f"{first}-{last}"
     if _several_machines(environment):
         if resumes and last > 1:
-            raise ConfigError(
-                f"there are {len(numbers)} runs of {name}: on several machines name one, --run_dir {newest}"
-            )
+            several = f"there are {len(numbers)} runs of {name}"
+            raise ConfigError(f"{several}: on several machines name the one to resume, --run_dir {newest}")
         return first, ""
     if resumes:
         return newest, f"run folder {newest}, the newest of {len(numbers)} of {name}" if len(numbers) > 1 else ""

@@ -103,11 +103,112 @@ def test_a_run_folder_in_the_home_is_there_and_not_in_a_folder_of_that_name(call
     assert calls[0][0].run_dir == str(Path.home() / "runs/a")
 
 
-def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path):
+def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("data: {source: photos}")
     cli.main(["train", "--config", str(tmp_path / "mine.yaml")])
     cli.main(["train", "--config", "quickstart"])
     assert [options.run_dir for options, _ in calls] == ["runs/mine", "runs/quickstart"]
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "folder", "note"),
+    [
+        ("quickstart-x quickstart-02 other", "", "quickstart", ""),
+        ("quickstart", "", "quickstart-2", "runs/quickstart holds a run, which --resume --run_dir runs/quickstart"),
+        ("quickstart quickstart-2 quickstart-10", "", "quickstart-11", "runs/quickstart-10 holds a run"),
+        ("quickstart-3", "", "quickstart-4", "runs/quickstart-3 holds a run"),
+        ("quickstart", "--resume", "quickstart", ""),
+        ("quickstart quickstart-2", "--resume", "quickstart-2", "the newest of 2"),
+        ("quickstart quickstart-2", "--resume auto", "quickstart-2", "the newest of 2"),
+        ("", "--resume auto", "quickstart", ""),
+        ("quickstart-2/1_a", "", "quickstart-3", "runs/quickstart-2 holds a run"),
+        ("quickstart", "--run_dir runs/quickstart", "quickstart", ""),
+    ],
+)
+def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
+    there: str, words: str, folder: str, note: str, calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """By what holds a run: of two starts of one recipe none meets the other's folder, unless that is named."""
+    monkeypatch.chdir(tmp_path)
+    for name in there.split():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    (tmp_path / "runs/quickstart-99").mkdir(parents=True)  # it holds none
+    cli.main(["train", "--config", "quickstart", *words.split()])
+    ((options, files),) = calls
+    assert options.run_dir == f"runs/{folder}"
+    assert [note in line for line in files["given"][0].notes] == ([True] if note else [])
+
+
+def test_on_several_machines_the_ranks_choose_no_folder(
+    calls: list[Any], errors: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each would look by itself, through its own cache of a network disk: the first name, or the one that is given."""
+    monkeypatch.chdir(tmp_path)
+    told = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (told | {"LOCAL_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    for name in ("quickstart", "quickstart-2"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    (line,) = errors("train", "--config", "quickstart", "--resume")
+    assert "on several machines name the one to resume, --run_dir runs/quickstart-2" in line
+    cli.main(["train", "--config", "quickstart"])
+    assert calls.pop()[0].run_dir == "runs/quickstart"  # which is refused when all ranks are there
+    monkeypatch.setenv("LOCAL_SIZE", "4")
+    cli.main(["train", "--config", "quickstart"])
+    assert calls.pop()[0].run_dir == "runs/quickstart-3"
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "evals", "notes"),
+    [
+        ("--config cifar10 --data.root {imgs}", "folder", "auto", ["data.source is folder, not cifar10"]),
+        ("--config cifar10 --data.root {imgs}/list.txt", "folder", "auto", ["data.source is folder, not cifar10"]),
+        ("--config cifar10 --data.root {set}", "cifar10", "auto", []),
+        ("--config cifar10 --data.root {none}", "cifar10", "auto", []),
+        ("--config cifar10 --data.root {imgs} --data.source cifar10", "cifar10", "auto", []),
+        (
+            "--config quickstart_dinov2 --data.root {imgs}",
+            "folder",
+            ("statistics",),
+            ["data.source is folder, not photos", "eval.evals knn, ridge are left out"],
+        ),
+        ("--config quickstart_dinov3 --data.source folder --data.root {imgs}", "folder", ("statistics",), ["left out"]),
+        (
+            "--config quickstart --data.root {imgs} --eval.root {imgs}",
+            "folder",
+            ("knn", "ridge", "statistics"),
+            ["data.source"],
+        ),
+        ("--config quickstart --data.root {imgs} --eval.evals knn", "folder", ("knn",), ["data.source"]),
+        ("--config quickstart", "photos", ("knn", "ridge", "statistics"), []),
+        ("--data.root {imgs}", "folder", "auto", []),
+    ],
+)
+def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
+    words: str, source: str, evals: object, notes: list[str], calls: list[Any], tmp_path: Path
+):
+    """A folder of images is one; evaluations that the recipe has for its own images are left out. Both are said; what
+    the command line names stays as it is."""
+    places = {name: tmp_path / name for name in ("imgs", "set", "none")}
+    for file in ("imgs/train/a/1.jpg", "imgs/list.txt", "set/cifar-10-batches-py/data_batch_1", "set/example.png"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    cli.main(["train", "--run_dir", str(tmp_path / "run"), *words.format(**places).split()])
+    ((_, files),) = calls
+    assert files["recipe"].data.source == source and files["recipe"].eval.evals == evals
+    said = files["given"][0].notes
+    assert len(said) == len(notes) and all(note in line for note, line in zip(notes, said, strict=True))
+
+
+def test_other_commands_say_what_they_understood(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "1.jpg").touch()
+    words = ["look-data", "--config", "resnet18", "--model.backbone", "convnext_atto", "--data.root", str(tmp_path)]
+    _, _, files = cli.prepare(words)
+    assert files["recipe"].model.arguments == "{}" and "notes" not in files
+    assert capsys.readouterr().err.startswith("dino_ds: note: left out for model.backbone convnext_atto")
 
 
 @pytest.mark.parametrize(
@@ -418,7 +519,9 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data imgs", 2, "--data.root imgs"),
         ("train --data.root my images", 2, '--data.root "my images"'),
         ("train --data.root imgz", 2, "Did you mean imgs?"),
-        ("train --config quickstart --data.root imgs", 2, "say --data.source folder"),
+        ("train --config quickstart --data.source photos --data.root imgs", 2, "say --data.source folder"),
+        ("train --config quickstart --data.root imgz", 2, "Did you mean imgs?"),
+        ("train --resume --run_dir nope", 3, "nothing to resume: nope holds no run"),
         ("train --data.root imgs.zip", 2, "unpack archives"),
         ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt list of paths"),
