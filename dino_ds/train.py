@@ -54,6 +54,7 @@ from dino_ds.training.caller import Caller
 from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.training.gram import notes_on_snapshot
 from dino_ds.training.hold import held
+from dino_ds.training.length_checks import check_lengths
 from dino_ds.training.loggers import Logger, open_loggers
 from dino_ds.training.loop import Loop
 from dino_ds.training.memory_guard import MemoryGuard
@@ -237,7 +238,12 @@ def _build(
     images = describe_images(source, folder.recipe.data.root)
     other_images = OtherImages(folder.recipe, images, folder.allows_other_images)
     begin = choose_beginning(folder, checkpoints, other_images, request.options.from_, request.given)
-    recipe, last_step = folder.recipe, folder.last_step(epoch_steps, request.options.max_steps)
+    recipe, max_steps = folder.recipe, request.options.max_steps
+    last_step = folder.last_step(epoch_steps, max_steps)
+    begin.check_ahead(
+        last_step, str(folder.path), f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
+    )
+    late = check_lengths(recipe, epoch_steps)
     evaluations = EvalRunner.build(recipe, source, epoch_steps)
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
     folder.adopt_run_id(begin.own.manifest if begin.own else None)
@@ -249,7 +255,7 @@ def _build(
     about_teacher = functools.partial(folder.about_teacher, recipe.model.spec(), teacher)
     description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
     saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
-    notes = begin.notes + same_images(source, images)
+    notes = begin.notes + late + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
     elif begin.own is None and begin.before is None:

@@ -282,12 +282,17 @@ class Recipe(Section):
             "objective.teacher_temp_warmup": self.objective.teacher_temp_warmup,
             "gram.start": self.gram.start,
         }
-        return [
+        longer = [
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
             "with --max_steps)"
             for name, part in parts.items()
             if part.unit == self.length.unit and part.value > self.length.value
         ]
+        frozen = self.model.freeze_backbone
+        if frozen.unit == self.length.unit and frozen.value >= self.length.value:
+            why = f"is not shorter than length {self.length}: the backbone would never learn"
+            longer.append(f"model.freeze_backbone {frozen} {why}")
+        return longer
 
 
 def _text(values: Iterable[float]) -> str:

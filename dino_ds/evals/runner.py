@@ -31,8 +31,9 @@ Results = dict[str, dict[str, Any]]
 class EvalRunner(AtStep):
     """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
 
-    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher. All ranks
-    must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
+    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher, and the
+    step of that. All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not
+    possible.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class EvalRunner(AtStep):
         self.raw: float | None = None
         self.untrained: float | None = None
         self.latest: float | None = None
+        self._latest_step: int | None = None
         for name in names:
             self._check(name)
 
@@ -152,6 +154,7 @@ class EvalRunner(AtStep):
         self._notes += context.notes
         if "knn" in results:
             (self.latest,) = results["knn"]["results"].values()
+            self._latest_step = moment.step
             self.raw = raw
             self.untrained = self.latest if moment.step == 0 else self.untrained
         return results
@@ -200,15 +203,18 @@ class EvalRunner(AtStep):
         if self.latest is None:
             return []
         warning = self.warning()
-        return [f"k-NN     {self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
+        at = "" if self._latest_step is None else f"at step {self._latest_step}: "  # unknown from an older version
+        return [f"k-NN     {at}{self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "of": self._compared}
+        measured = {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "step": self._latest_step}
+        return {**measured, "of": self._compared}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+            self._latest_step = state.get("step")
 
 
 @contextmanager

@@ -166,7 +166,8 @@ def rolling_chart(series: Series, metrics: Metrics) -> Chart:
 
 
 def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """The newest and the best accuracy of the teacher beside its baselines, in percent; None without evaluations.
+    """The newest and the best accuracy of the teacher, each with its step, beside its baselines, in percent; None
+    without evaluations.
 
     The untrained network is the teacher at step 0.
     """
@@ -174,7 +175,8 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     if not len(curve.finite):
         return None
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
-    found = {"teacher": curve.last, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
+    newest = int(curve.x[np.isfinite(curve.y)][-1])
+    found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
     if curve.x[0] == 0:
         found["untrained"] = float(curve.y[0])
     found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}

@@ -78,9 +78,11 @@ def _write(page: Path, runs: list[RunFiles]) -> None:
 
 
 def _line(facts: dict[str, Any]) -> str:
-    knn = f", k-NN {percent(facts['knn'].get('teacher'))}" if facts["knn"] else ""
+    found, planned = facts["knn"], facts["planned_steps"]
+    knn = f", k-NN {percent(found.get('teacher'))} at step {number(found['step'])}" if found else ""
+    of = f" of {number(planned)}" if planned else ""
     return (
-        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}, loss {nats(facts['loss'])}{knn}, "
+        f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{knn}, "
         f"{duration(facts['training_seconds'])} in steps, {number(facts['images_per_second'], 3)} images/s, "
         f"{gib(facts['memory_gib'])}"
     )

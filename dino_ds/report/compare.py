@@ -92,7 +92,7 @@ def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
     wait = "data_wait_fraction"
     terms = {name: key for name, key in _TERMS.items() if any(one.get(key) is not None for one in facts)}
     rows: dict[str, Callable[..., Cell]] = {
-        "state": lambda one: state_badge(one["state"]),
+        "state": lambda one: state_badge(one),
         "trained": lambda one: one["trained"],
         "steps": lambda one: number(one["step"]),
         "images": lambda one: number(one["images"]),
@@ -101,6 +101,7 @@ def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
         "= teacher entropy + KL": lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}",
         **{name: lambda one, key=key: nats(one.get(key)) for name, key in terms.items()},
         "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
+        "k-NN at step": lambda one: number((one["knn"] or {}).get("step")),
         "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
         "untrained / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),
         "images per second": lambda one: number(one["images_per_second"], 3),

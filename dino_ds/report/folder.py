@@ -38,8 +38,8 @@ class Evaluation:
 
 @dataclass
 class RunFiles:
-    """One run. state: finished, stopped, failed, running or unfinished; traces: files that tell more of incidents;
-    notes: what is missing or broken."""
+    """One run. state: finished, stopped (before its length), failed, running or unfinished; traces: files that tell
+    more of incidents; notes: what is missing or broken."""
 
     path: Path
     name: str
@@ -55,6 +55,11 @@ class RunFiles:
     traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """The last step with metrics."""
+        return int(max(curve.x[-1] for curve in self.metrics.curves.values()))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -168,6 +173,8 @@ def _checkpoints(folder: Path) -> dict[int, float]:
 
 
 def _state(run: RunFiles) -> str:
+    if run.log.ended == "finished" and run.step < (run.log.planned_steps or 0):
+        return "stopped"
     if run.log.ended:
         return run.log.ended
     try:

@@ -36,7 +36,7 @@ KINDS = (
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)Z ")
 _FACTS = re.compile(r"(images|length|engine|kernels|memory|saves) {2,}(.*)")
 _ENDS = {"done": "finished", "stopped": "stopped", "error": "failed", "images": ""}
-_STEPS = re.compile(r"(\d+) steps = (\d+) images = ([\d.]+) epochs(?:, stopping after step (\d+))?")
+_STEPS = re.compile(r"(\d+) steps = (\d+) images = ([\d.]+) epochs")
 _MEMORY = re.compile(r"predicted peak ([\d.]+) GiB at (.+?): (.+)")
 _PART = re.compile(r"(.+) ([\d.]+)")
 
@@ -62,9 +62,9 @@ class RunLog:
 
     @property
     def planned_steps(self) -> int | None:
-        """At which the run ends, or would end."""
+        """Steps of the recipe's length; a start may have been told to end before (--max_steps)."""
         found = _STEPS.match(self.facts.get("length", ""))
-        return int(found[4] or found[1]) if found else None
+        return int(found[1]) if found else None
 
     @property
     def memory_parts(self) -> dict[str, float]:

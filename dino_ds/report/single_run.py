@@ -29,7 +29,7 @@ from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {
     "finished": "finished",
-    "stopped": "stopped on request",
+    "stopped": "stopped",
     "failed": "ended by an error",
     "running": "still running",
     "unfinished": "not finished",
@@ -43,7 +43,7 @@ def draw_run(run: RunFiles) -> str:
         "run.html",
         run=run,
         facts=facts,
-        state=state_badge(run.state),
+        state=state_badge(facts),
         images=_images(run),
         cards=_cards(facts),
         baselines=_baselines(facts["knn"] or {}),
@@ -61,8 +61,11 @@ def draw_run(run: RunFiles) -> str:
     )
 
 
-def state_badge(state: str) -> Tag:
-    return Tag(_STATES[state], f"state {state}")
+def state_badge(facts: dict[str, Any]) -> Tag:
+    """The state of a run; how far it was where it has not reached its length."""
+    state, step, planned = facts["state"], facts["step"], facts["planned_steps"]
+    at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
+    return Tag(f"{_STATES[state]}{at}", f"state {state}")
 
 
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:

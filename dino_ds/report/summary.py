@@ -27,7 +27,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "run": str(run.path),
         "state": run.state,
         "trained": trained(run),
-        "step": int(max(curve.x[-1] for curve in metrics.curves.values())),
+        "step": run.step,
         "planned_steps": run.log.planned_steps,
         "images": _count(metrics["images"]),
         "epoch": _count(metrics["epoch"]),

@@ -47,6 +47,15 @@ class Beginning:
             return None
         return str(self.before.folder), teacher_weights(self.before)
 
+    def check_ahead(self, last_step: int, run: str, ends: str) -> None:
+        """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
+        done = self.own.manifest.step if self.own is not None else 0
+        if done > last_step:
+            raise ConfigError(
+                f"{ends} lies behind: {run} has done {done} steps, and would end at {last_step}; give more, or leave "
+                "it out"
+            )
+
     def load(self, saver: Saver) -> list[str]:
         """Put it into the parts of the run, once they are built; lines for people."""
         if self.own is not None:

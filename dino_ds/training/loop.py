@@ -234,9 +234,11 @@ class Loop:
         run, path, model = self._run, self._run.path, self._run.recipe.model
         knows = model.spec().timm_model(model.backbone) is not None
         how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
+        steps = run.step.schedules.steps
+        of = f" of {steps}" if run.last_step < steps else ""  # --max_steps
         self._remove_stop_file()
         self._log.info(
-            f"done     step {run.step.applied_steps}; the run is in {path}",
+            f"done     step {run.step.applied_steps}{of}; the run is in {path}",
             f"teacher  {path / 'teacher.safetensors'}; {how}",
             f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
             *(run.evaluations.summary() if run.evaluations else []),

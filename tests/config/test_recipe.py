@@ -252,6 +252,9 @@ def test_what_must_fit_together():
     ]
     assert _problems(model__heads="5") == ["model: width 384 is not a multiple of heads 5"]
     assert "optimizer.warmup 10 epochs is longer than length 5 epochs" in _problems(length="5 epochs")[0]
+    for frozen in ("100 epochs", "120 epochs"):  # as long is too long: nothing would be learned
+        (line,) = _problems(model__freeze_backbone=frozen)
+        assert line.startswith(f"model.freeze_backbone {frozen} is not shorter than length 100 epochs")
     assert _problems(data__download="true") == [
         "data: download true needs a torchvision data.source, and 'folder' is none"
     ]

@@ -113,6 +113,9 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     same.load_state_dict(state)
     other.load_state_dict(state)
     assert (same.raw, same.untrained, same.latest) == (first.raw, first.untrained, first.latest)
+    assert same.summary()[0] == first.summary()[0] == f"k-NN     at step 0: {first.knn_summary()}"
+    same.load_state_dict({key: value for key, value in state.items() if key != "step"})  # of an older version
+    assert same.summary()[0] == f"k-NN     {first.knn_summary()}"
     _evaluate(other, 2)
     assert other.untrained is None and other.raw is not None
     for changes in ({"limit": 12}, {"test_images": 6}, {"temperature": 1.0}):

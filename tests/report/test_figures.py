@@ -84,7 +84,7 @@ def test_figures_of_a_run():
     curves = {"images": _curve(100, 300), "images_per_second": _curve(100, 50)}
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarise_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
-    assert found == {"teacher": 40, "best": 50, "best_step": 5}
+    assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
 
 
 def test_what_a_folder_says(tmp_path):

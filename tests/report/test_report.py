@@ -22,7 +22,7 @@ from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
 from dino_ds.report.origin import launched
 from dino_ds.training.environment import describe_start, read_starts
-from tests.report.runs import DONE, LOG, make_run, record, save_picture
+from tests.report.runs import DONE, LOG, knn, make_run, record, save_picture
 from tests.training.harness import image_folder, train_tiny
 
 
@@ -73,7 +73,22 @@ def test_the_page_has_every_part(tmp_path, capsys):
     assert page.tags.count("svg") >= 9
     assert page.tags.count("img") == 3
     assert all(address.startswith("data:") for address in page.addresses)
-    assert "k-NN 76.2 %" in capsys.readouterr().out
+    assert "k-NN top-1 of the teacher's features at step 100; best 78.2 % at step 50" in page.text
+    assert "step 100 of 100, loss" in (line := capsys.readouterr().out) and "k-NN 76.2 % at step 100" in line
+
+
+@pytest.mark.parametrize("end", [DONE.replace("100", "30"), "stopped  by SIGTERM at step 30; saved step 30\n"])
+def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path, capsys, end):
+    """By --max_steps, or on request: of the recipe's length, and what was measured before its last step."""
+    folder = make_run(tmp_path / "run", log=LOG.replace("2.2 epochs", "2.2 epochs, stopping after step 30") + end)
+    lines = [json.dumps(line) for line in (knn(0, 62.0), record(10), record(20), knn(20, 70.0), record(30))]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = _report(folder)
+    assert "stopped at 30 of 100" in page.text and "features at step 20" in page.text
+    line = capsys.readouterr().out
+    assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
+    both = _report(folder, make_run(tmp_path / "whole")).text
+    assert "state stopped at 30 of 100 finished" in both and "k-NN at step 20 100" in both
 
 
 def test_json_is_one_object(tmp_path, capsys):
@@ -86,7 +101,8 @@ def test_json_is_one_object(tmp_path, capsys):
     assert found["training_seconds"] == pytest.approx(10.0)
     assert found["loss"] == pytest.approx(found["teacher_entropy"] + found["kl"])
     assert found["knn"] == {
-        "teacher": 76.2, "best": 78.2, "best_step": 50, "untrained": 62.0, "raw_pixels": 35.3, "chance": 5.6,
+        "teacher": 76.2, "step": 100, "best": 78.2, "best_step": 50, "untrained": 62.0, "raw_pixels": 35.3,
+        "chance": 5.6,
     }  # fmt: skip
     assert found["evaluations"]["knn"]["results"]["knn_10"] == 76.2
     assert found["memory_gib"] == 0.8
@@ -295,7 +311,7 @@ def test_how_a_run_ended_and_what_went_wrong():
         (f"{DONE}{LOG}", ""),
     ):
         assert read_log([*LOG.splitlines(), *text.splitlines()]).ended == ended
-    assert read_log([LOG.splitlines()[1] + ", stopping after step 30"]).planned_steps == 30
+    assert read_log([LOG.splitlines()[1] + ", stopping after step 30"]).planned_steps == 100
 
 
 def test_incidents_have_the_times_of_the_log(tmp_path):
@@ -327,9 +343,9 @@ def test_a_real_run_is_understood(tmp_path, capsys):
     run(ReportOptions(run=str(tmp_path / "run"), json=True))
     found = json.loads(capsys.readouterr().out)
     assert found["notes"] == []
-    assert (found["state"], found["step"], found["planned_steps"]) == ("finished", 4, 4)
+    assert (found["state"], found["step"], found["planned_steps"]) == ("stopped", 4, 12)
     assert not {key for key, value in found.items() if value is None}
-    assert found["knn"].keys() == {"teacher", "best", "best_step", "untrained", "raw_pixels", "chance"}
+    assert found["knn"].keys() == {"teacher", "step", "best", "best_step", "untrained", "raw_pixels", "chance"}
     assert read_run(tmp_path / "run").log.memory_parts
     files = [str(tmp_path / "run" / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
     batch = load_recipe(files[0], {}).data.global_batch

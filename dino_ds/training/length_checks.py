@@ -1,0 +1,31 @@
+"""Lengths that are longer than the run, once an epoch's steps are known: the schema compares those of one unit."""
+
+from __future__ import annotations
+
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import ConfigError
+
+
+def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
+    """Lines for people about what ends no sooner than the run; an epoch has `epoch_steps` optimizer steps.
+
+    Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or Gram
+    anchoring that never begins.
+    """
+    batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
+    last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"
+    never = {"model.freeze_backbone": (recipe.model.freeze_backbone, "the backbone would never learn")}
+    if recipe.gram.weight:
+        never["gram.start"] = recipe.gram.start, "Gram anchoring would never begin"
+    for name, (part, so) in never.items():
+        if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
+            raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")
+    late = {
+        "optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak"),
+        "objective.freeze_prototypes": (recipe.objective.freeze_prototypes, "the prototypes stay as they were drawn"),
+    }
+    return [
+        f"{name} {part} is {steps} steps, and {length} is {last}: {so}"
+        for name, (part, so) in late.items()
+        if (steps := part.in_steps(batch, epoch_steps)) > last
+    ]
