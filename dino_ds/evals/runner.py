@@ -234,6 +234,7 @@ def _with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError 
     words = {
         "(--images)": "(eval.bank_images, eval.test_images)",
         "--images": "--eval.bank_images",
+        "with --test_root DIR": "with --eval.root DIR, or leave this out with --eval.evals auto",
         "--test_root": "--eval.root",
         "--benchmark_root": "--eval.benchmark_root",
         "--k": "--eval.k",

@@ -45,7 +45,7 @@ COMMANDS_ELSEWHERE = {
     **dict.fromkeys(("list", "recipes", "models"), "dino-ds train --help lists the recipes"),
     **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
     "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
-    "resume": "dino-ds train with the run's own options and --resume",
+    "resume": "dino-ds train --resume --run_dir RUN",
     "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
     "test": "dino-ds eval evaluates a model; make test runs this project's tests",
 }

@@ -20,7 +20,9 @@ Resume = bool | int | Literal["auto"]
 class TrainOptions:
     """train: images in, a teacher out"""
 
-    run_dir: Annotated[str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE")] = ""
+    run_dir: Annotated[
+        str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE, or the next free RECIPE-2, ...")
+    ] = ""
     from_: Annotated[
         str | None,
         Help("begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe", "none"),
@@ -33,7 +35,11 @@ class TrainOptions:
         None
     )
     resume: Annotated[
-        Resume, Help("continue from the newest whole checkpoint in --run_dir; auto: or start; N: from that of step N")
+        Resume,
+        Help(
+            "continue --run_dir from its newest whole checkpoint, without --config by its own recipe; auto: or start; "
+            "N: from that of step N"
+        ),
     ] = False
     allow_change: Annotated[
         str | None, Help("KEY,KEY: what may differ from the checkpoint's though it changes what is learned", "none")
