@@ -170,7 +170,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
 
 def _agree_on_folder(path: Path) -> None:
     """Raises ConfigError, on all ranks, where each has chosen a run folder and another run took one meanwhile."""
-    if len(folders := set(distributed.gather_objects(str(path)))) > 1:
+    if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk may have another name elsewhere
         raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 

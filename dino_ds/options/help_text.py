@@ -52,7 +52,8 @@ dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer
 - **ds JSON** (`--ds_config FILE.json`; override with `--ds.section.key value`): *how fast and on what hardware*.
   Swapping it does not change what is learned, up to rounding; clipping is the exception.
 - A key in the wrong file, an unknown one, one set twice or one without effect is an error.
-- Defaults < recipe file < command line. A file may begin `extends: NAME` or `extends: FILE.yaml` and set what differs. A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
+- Defaults < recipe file < command line. `extends: NAME` or `extends: FILE.yaml` in a file: it sets what differs.
+- A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
 - `none` on the command line and `null` in YAML unset an optional value.
 - global batch = micro-batch x accumulation x ranks: the recipe owns the product, the ds JSON its factors (`"auto"`).
 

@@ -21,7 +21,7 @@ class TrainOptions:
     """train: images in, a teacher out"""
 
     run_dir: Annotated[
-        str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE, or the next free RECIPE-2, ...")
+        str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE, or runs/RECIPE-2, ...")
     ] = ""
     from_: Annotated[
         str | None,
