@@ -91,9 +91,9 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
 
 def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
     """A JPEG whose shorter side is `side`, upright; None: the file stays as it is. Raises UnreadableImage."""
-    image = EncodedImage(data, name, None)
+    image = EncodedImage(data, name, None, channels=None)
     shorter = min(image.width, image.height)
-    if shorter <= side or image.deep or open_raster(data, channels=3) is not None:  # a JPEG has 8 bits
+    if shorter <= side or image.deep or open_raster(data, channels=None) is not None:  # a JPEG has 8 bits
         return None
     if image.width * image.height > _MAX_PIXELS:
         raise UnreadableImage(name, f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS}")
@@ -108,7 +108,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
 
 def _ending(data: bytes, name: str) -> str:
     try:
-        return _ENDINGS[EncodedImage(data, name, None).format]
+        return _ENDINGS[EncodedImage(data, name, None, channels=None).format]
     except Exception:
         raise UnreadableImage(name, "not an image of a known format") from None
 
