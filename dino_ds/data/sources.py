@@ -72,8 +72,8 @@ def _build_own(path: str, root: str | None) -> Any:
         raise DataError(f"{path} has no images with data.root {root}")
     if images > _MOST_IMAGES:
         raise DataError(
-            f"{path} has {images} images with data.root {root}, at most {_MOST_IMAGES} are taken, as every loader process"
-            " holds their order: let len() say how many there are, or how many an epoch of an endless stream has"
+            f"{path} has {images} images with data.root {root}, at most {_MOST_IMAGES} are taken, as every process"
+            " of a run holds their order: let len() say how many there are, or how many an epoch of a stream has"
         )
     _check_names(source, path, images)
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
