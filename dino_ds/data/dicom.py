@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.raster import EXTRA, Raster, black_first, spread
+from dino_ds.data.images import black_first
+from dino_ds.data.raster import EXTRA, Raster, spread
 
 MARK, MARK_AT = b"DICM", 128
 """What a file has at this byte."""

@@ -12,7 +12,6 @@ from PIL import Image, ImageCms, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.raster import black_first
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
 """Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
@@ -124,6 +123,14 @@ def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
         alpha = values[:, :, 3:].astype(np.uint64)
         values = ((values[:, :, :3] * alpha + _WHITE * (_WHITE - alpha) + _WHITE // 2) // _WHITE).astype(np.uint16)
     return values
+
+
+def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
+    """Integers of `bits` bits, the lowest of which is white -> the lowest is black. Raises ValueError for others."""
+    if values.dtype.kind != ("i" if signed else "u"):
+        raise ValueError(f"{values.dtype} values of which 0 is white: save them so that 0 is black")
+    both_ends = -1 if signed else (1 << bits) - 1
+    return values.dtype.type(both_ends) - values
 
 
 def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:

@@ -88,14 +88,6 @@ def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
-def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
-    """Integers of `bits` bits, the lowest of which is white -> the lowest is black. Raises ValueError for others."""
-    if values.dtype.kind != ("i" if signed else "u"):
-        raise ValueError(f"{values.dtype} values of which 0 is white: save them so that 0 is black")
-    both_ends = -1 if signed else (1 << bits) - 1
-    return values.dtype.type(both_ends) - values
-
-
 def spread(values: np.ndarray, bits: int) -> np.ndarray:
     """Stored uint8 of fewer than 8 bits -> 0 to 255, as other files of so few bits are read; all else as it is."""
     if values.dtype != np.uint8 or bits >= 8:

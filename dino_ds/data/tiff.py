@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, is_deep, reads_all_bits
-from dino_ds.data.raster import EXTRA, Raster, bands_last, black_first, check_type, spread
+from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits
+from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
 
 TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """How they begin, the last two as BigTIFF."""

@@ -70,7 +70,8 @@ class Backbone(nn.Module):
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 
         Resized, cut to its center and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
-        limits they must not exceed. Raises ConfigError where the model knows no range or a file can't be read.
+        limits they must not exceed. A file is turned upright, Pillow's image is taken as it lies. Raises ConfigError
+        where the model knows no range or a file can't be read.
         """
         channels, name = self.network.spec.in_chans, "this image"
         try:

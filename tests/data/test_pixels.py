@@ -27,6 +27,7 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import LabelledImages, Reading
 from dino_ds.tools.data_statistics import _FactsOf
+from dino_ds.tools.shard_writer import Shrink, repack
 from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk
 from tests.sample import sampled
 
@@ -240,13 +241,15 @@ def of_mode(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", SHOWN)
 def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
-    """By training and by evaluations: the numbers of other color spaces and of palettes are never taken for RGB."""
+    """By training, by evaluations and by shards: the numbers of other color spaces and of palettes are never taken for RGB."""
     source, expected = Arrays(of_mode(mode)), np.asarray(SHOWN[mode])
     lost = 1 if mode == "LAB" else 0
     for found in (open_image(source, 0, None).decode(), load_image(source, 0, None)):
         assert np.abs(np.asarray(found, np.int16) - expected).mean() <= lost
     for ours, theirs in zip(*(trained(one, False, 3) for one in (source, twin_of(expected))), strict=True):
         assert (ours.float() - theirs.float()).abs().mean() <= lost
+    _, shard = repack(source, 0, Shrink(None, 90))
+    np.testing.assert_array_equal(EncodedImage(shard, "file", None).decode(), open_image(source, 0, None).decode())
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("LA", 2), ("RGBA", 4), ("CMYK", 4)])
