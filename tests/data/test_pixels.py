@@ -241,7 +241,7 @@ def of_mode(mode: str) -> Image.Image:
 
 @pytest.mark.parametrize("mode", SHOWN)
 def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
-    """By training, by evaluations and by shards: the numbers of other color spaces and of palettes are never taken for RGB."""
+    """By training, evaluations and shards: numbers of other color spaces and of palettes are never taken for RGB."""
     source, expected = Arrays(of_mode(mode)), np.asarray(SHOWN[mode])
     lost = 1 if mode == "LAB" else 0
     for found in (open_image(source, 0, None).decode(), load_image(source, 0, None)):
