@@ -15,18 +15,19 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.dicom import MARK, MARK_AT, open_dicom
 from dino_ds.data.images import (
     FORMATS,
     ValueRange,
-    check_keeps_bits,
     deep_values,
+    in_channels,
     is_deep,
     is_grey,
-    prepared,
+    pillow_values,
     to_rgb,
     to_unit,
 )
@@ -35,7 +36,7 @@ from dino_ds.data.tiff import TIFFS, open_tiff
 
 MAX_PIXELS = 50_000_000
 """Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
-_ORIENTATION = 0x0112
+_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
@@ -61,20 +62,20 @@ def load_image(
 ) -> Image.Image | np.ndarray:
     """Image `index` for evaluations: RGB of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
 
-    Raises UnreadableImage, for files also where they have not so many `channels`.
+    The pixels that training gets. Raises UnreadableImage, also where it has not so many `channels`.
     """
-    image: Any
-    if hasattr(source, "read"):
-        file = EncodedImage(source.read(index), source.name(index), MAX_PIXELS, channels=channels)
-        check_channels(file, channels, source.name(index))
-        image = file.expanded(file.values())
-        image = Image.fromarray(image) if image.dtype == np.uint8 and channels == 3 else image
-    else:
-        image = source.load(index)
-    image = prepared(image, value_range, source.name(index))
-    if isinstance(image, Image.Image) and image.mode != "RGB":  # of a class of the user's: its channels, as in training
-        return np.asarray(image).reshape(image.height, image.width, -1)
-    return image
+    name, limit = source.name(index), MAX_PIXELS if hasattr(source, "read") else None
+    image = open_image(source, index, limit, channels=channels)
+    check_channels(image, channels, name)
+    return prepared(in_channels(image.values(), channels), value_range, name)
+
+
+def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> Image.Image | np.ndarray:
+    """(h, w, c) as evaluations take it: an RGB image of 8 bits, other channels of 8 bits as they are, deeper ones as
+    `to_unit` gives them."""
+    if values.dtype != np.uint8:
+        return to_unit(values, value_range, name)
+    return Image.fromarray(values) if values.shape[2] == 3 else values
 
 
 def open_image(
@@ -88,12 +89,11 @@ def open_image(
     if read is not None:
         return EncodedImage(read(index), source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
-    if isinstance(image, Image.Image):
-        check_keeps_bits(image, name)
-    return DecodedImage(np.array(image), name, max_pixels, value_range)
+    values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else np.array(image)
+    return DecodedImage(values, name, max_pixels, value_range)
 
 
-def open_raster(data: bytes, channels: int) -> Raster | None:
+def open_raster(data: bytes, channels: int | None) -> Raster | None:
     """A file that Pillow can't read, or not whole; None: Pillow's. Raises any Exception for broken files."""
     if data.startswith(NPY):
         return open_npy(data)
@@ -129,14 +129,19 @@ class DecodedImage:
 class EncodedImage:
     """A file of which only the header has been looked at; `width` and `height` (pixels) are the upright image's.
 
-    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted, and the attribute says what
-    there are: a grey file has one where one is wanted, else three, as everything else that Pillow reads. `format` and
-    `mode` are Pillow's words. Raises UnreadableImage, before memory is taken, if it is no image or has more than
-    `max_pixels` pixels (None = any number); every three channels count as one image.
+    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted (None: however many there
+    are), and the attribute says what there are: a grey file has one where one is wanted, else three, as everything else
+    that Pillow reads. `format` and `mode` are Pillow's words. Raises UnreadableImage, before memory is taken, if it is
+    no image or has more than `max_pixels` pixels (None = any number); every three channels count as one image.
     """
 
     def __init__(
-        self, data: bytes, name: str, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
+        self,
+        data: bytes,
+        name: str,
+        max_pixels: int | None,
+        value_range: ValueRange | None = None,
+        channels: int | None = 3,
     ) -> None:
         self._data, self._name, self._range = data, name, value_range
         if not data:
@@ -144,20 +149,26 @@ class EncodedImage:
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
             image = self._image = open_raster(data, channels) or Image.open(io.BytesIO(data), formats=FORMATS)
-            width, height, self.mode, self.format = image.width, image.height, image.mode, image.format or ""
+            self.mode, self.format = image.mode, image.format or ""
             orientation: Any
             if isinstance(image, Raster):
                 self.deep, stored, orientation = image.deep, image.channels, image.orientation
-                _check_size(width, height, name, max_pixels, stored)
+                _check_size(image.width, image.height, name, max_pixels, stored)
             else:
-                _check_size(width, height, name, max_pixels)
+                _check_size(image.width, image.height, name, max_pixels)
                 self.deep, stored = is_deep(image, data), 1 if is_grey(image) else 3
                 orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
+            self._orient(image, orientation)
         self._is_grey = stored == channels == 1
         self.channels = 3 if stored == 1 and channels != 1 else stored
-        self._upright = _EXIF_TRANSFORMS.get(orientation)
-        lies = self._upright is not None and orientation >= 5
-        self.width, self.height = (height, width) if lies else (width, height)
+
+    def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
+        """Sets the upright size, and what turns the decoder's pixels upright: once, also where Pillow does it."""
+        (width, height), turn = image.size, _EXIF_TRANSFORMS.get(orientation)
+        self._upright = turn
+        if isinstance(image, TiffImageFile):  # Pillow turns these, and gives the size before that or after it
+            width, height, self._upright = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT], None
+        self.width, self.height = (height, width) if turn and orientation >= 5 else (width, height)
 
     def decode(self, shrink: int = 1) -> np.ndarray:
         """(h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
@@ -165,32 +176,29 @@ class EncodedImage:
         `shrink`: how many times smaller a JPEG comes, 1, 2, 4 or 8. Raises UnreadableImage, also for a deep file
         without a range and for values beyond it.
         """
-        return self.expanded(_as_trained(self.values(shrink), self._range, self._name))
-
-    def expanded(self, values: np.ndarray) -> np.ndarray:
-        """`values` (h, w) in all channels; others as they are."""
-        return values if values.ndim == 3 else np.repeat(values[:, :, None], self.channels, axis=2)
+        return in_channels(_as_trained(self.values(shrink), self._range, self._name), self.channels)
 
     def values(self, shrink: int = 1) -> np.ndarray:
-        """uint8 (h, w, 3), or what a grey, deep or other file stores: (h, w) or (h, w, c), unscaled.
+        """Upright: uint8 (h, w, 3), or what a grey, deep or other file stores, (h, w) or (h, w, c), unscaled.
 
         Raises UnreadableImage.
         """
         with self._naming_errors():
-            image = self._image
-            if isinstance(image, Raster):
-                return self._turned(image.read())
-            if self.deep:
-                return self._turned(deep_values(image, self._data))
-            if image.format == "JPEG" and image.mode in ("RGB", "L"):
-                array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
-                if array is not None:
-                    return self._turned(array)
-            upright = image if self._upright is None else ImageOps.exif_transpose(image)
-            return np.array(upright.convert("L") if self._is_grey else to_rgb(upright))
+            values = self._stored(shrink)
+            return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
-    def _turned(self, array: np.ndarray) -> np.ndarray:
-        return array if self._upright is None else np.ascontiguousarray(self._upright(array))
+    def _stored(self, shrink: int) -> np.ndarray:
+        """As the file's decoder gives it."""
+        image = self._image
+        if isinstance(image, Raster):
+            return image.read()
+        if self.deep:
+            return deep_values(image, self._data)
+        if image.format == "JPEG" and image.mode in ("RGB", "L"):
+            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
+            if array is not None:
+                return array
+        return np.array(image.convert("L") if self._is_grey else to_rgb(image))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.raster import EXTRA, Raster
+from dino_ds.data.images import black_first
+from dino_ds.data.raster import EXTRA, Raster, spread
 
 MARK, MARK_AT = b"DICM", 128
 """What a file has at this byte."""
@@ -28,10 +29,11 @@ _SPARE = 1 << 16
 
 
 def open_dicom(data: bytes) -> Raster:
-    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
+    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 black_first; or RGB.
 
-    Integers stay integers where slope and intercept are. Raises ValueError for several frames, palettes and modality
-    LUTs, where pydicom or a decoder is missing, and any Exception for broken files.
+    Integers stay integers where slope and intercept are; fewer than 8 bits without these become 0 to 255. Raises
+    ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, where pydicom or a
+    decoder is missing, and any Exception for broken files.
     """
     try:
         import pydicom
@@ -52,17 +54,21 @@ def open_dicom(data: bytes) -> Raster:
         width, height, bits = (int(found[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
         slope, intercept = (float(found.get(name) or 0) for name in ("RescaleSlope", "RescaleIntercept"))
         rescale = (slope if "RescaleSlope" in found else 1.0, intercept)
+        stored_bits = int(found.BitsStored)
+        highest = int(found.get("HighBit", stored_bits - 1))
+        if highest != stored_bits - 1:
+            raise ValueError(f"{stored_bits} bits up to bit {highest} of a DICOM file: write them as its lowest bits")
         _check_coding(found, width * height * int(found.SamplesPerPixel) * bits // 8)
     rescaled = colour in _GREYS and rescale != (1, 0)
-    deep = bits != 8 or bool(found.PixelRepresentation) or rescaled
+    signed = bool(found.PixelRepresentation)
+    deep = bits > 8 or signed or rescaled
 
     def read() -> np.ndarray:
         with _quiet():
             stored = np.array(found.pixel_array)
         if colour == "MONOCHROME1":
-            black = -(1 << int(found.BitsStored) - 1) if found.PixelRepresentation else 0
-            stored = (2 * black + (1 << int(found.BitsStored)) - 1 - stored.astype(np.int64)).astype(stored.dtype)
-        return _rescaled(stored, *rescale) if rescaled else stored
+            stored = black_first(stored, stored_bits, signed)
+        return _rescaled(stored, *rescale) if rescaled else spread(stored, stored_bits)
 
     return Raster("DICOM", width, height, int(found.SamplesPerPixel), deep, read)
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
+from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Labels, Listing, printable
 from dino_ds.text_file import opened
 
@@ -19,7 +20,11 @@ EXTENSIONS = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif", ".npy",
     ".dcm",
 )  # fmt: skip
-OTHER_KINDS = tuple(b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split())
+HDF5 = (".h5", ".hdf5", ".he5")
+OTHER_KINDS = (
+    *b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split(),
+    *(ending.encode() for ending in HDF5),
+)
 """Endings of images that nothing here reads: left out, but not in silence."""
 
 MAX_BYTES = 1 << 30
@@ -55,7 +60,7 @@ class EncodedImages(ABC):
         Raises UnreadableImage.
         """
         image = EncodedImage(self.read(index), self.name(index), MAX_PIXELS)
-        values = image.expanded(image.values())
+        values = in_channels(image.values(), image.channels)
         return values if image.deep or image.channels != 3 else Image.fromarray(values)
 
 

@@ -90,5 +90,5 @@ def _size(source: Source, index: int) -> int:
     file_bytes = getattr(source, "file_bytes", None)
     try:
         return int(file_bytes(index)) if file_bytes else _NO_SIZE
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a NUL in the path
         return _NO_SIZE

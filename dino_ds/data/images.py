@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import UnreadableImage
 
@@ -17,7 +18,11 @@ FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF
 ValueRange = tuple[float, float]
 """The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
 _BITS_PER_SAMPLE = 258
+PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
+"""A tag of TIFFs, and its value where the lowest number is white."""
 _WHITE = 65535
+_STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
+"""Modes whose channels may be wanted as they are, and how many these are."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
 """How Pillow calls the values of which it keeps one byte, and can be made to give both."""
 
@@ -40,6 +45,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         converted = ImageCms.applyTransform(image, ImageCms.buildTransform(lab, srgb, "LAB", "RGB"))
         assert converted is not None
         return converted
+    if mode == "La":
+        image = image.convert("LA")  # Pillow's only way out of it
     if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         # What lies under full transparency is arbitrary, so it must not become visible.
         layer = image.convert("RGBA")
@@ -72,10 +79,29 @@ def reads_all_bits(image: ImageFile.ImageFile) -> bool:
     return image.mode[0] in "IF" or all(map(_BOTH_BYTES.fullmatch, _raw_modes(image)))
 
 
-def check_keeps_bits(image: Image.Image, name: str) -> None:
-    """Raises UnreadableImage for an opened file of more than 8 bits a channel of which Pillow would give only 8."""
+def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
+    """What an image of any mode shows, (h, w, c) in its own type: as a file of this mode is read where `channels` are
+    wanted, but RGBA, CMYK and gray with alpha as they are stored where so many are wanted.
+
+    It is taken as it lies: only a file is turned upright by its orientation. Raises UnreadableImage for a file of more
+    than 8 bits a channel of which Pillow would give only 8.
+    """
     if isinstance(image, ImageFile.ImageFile) and image.mode[0] not in "IF" and is_deep(image, b""):
         raise UnreadableImage(name, f"more than 8 bits a channel, and Pillow's {image.mode} has 8: give it as an array")
+    if _STORED.get(image.mode) == channels:
+        return np.array(image)
+    try:
+        if image.mode[0] in "IF":
+            return in_channels(deep_values(image), channels)
+        shown = image.convert("L") if channels == 1 and is_grey(image) else to_rgb(image)
+        return in_channels(np.array(shown), channels)
+    except ValueError as error:
+        raise UnreadableImage(name, str(error)) from None
+
+
+def in_channels(values: np.ndarray, channels: int) -> np.ndarray:
+    """(h, w, c): gray (h, w) in one channel where one is wanted, else in three; (h, w, c) as it is."""
+    return values if values.ndim == 3 else np.repeat(values[:, :, None], 1 if channels == 1 else 3, axis=2)
 
 
 def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
@@ -87,7 +113,9 @@ def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
         _mend_byte_order(image)
         # Pillow scales the deeper PGMs, which say what white is, to 16 bits.
         is_short = image.mode[0] == "I" and (image.mode != "I" or image.format == "PPM")
-        return np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
+        grey = np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
+        is_white_zero = isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
+        return black_first(grey, 16) if is_white_zero else grey
     values = None if data is None else _both_bytes(image, data)
     if values is None:
         raise ValueError(f"more than 8 bits a channel can't be read from {image.format} {image.mode}: make it RGB PNG")
@@ -95,6 +123,14 @@ def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
         alpha = values[:, :, 3:].astype(np.uint64)
         values = ((values[:, :, :3] * alpha + _WHITE * (_WHITE - alpha) + _WHITE // 2) // _WHITE).astype(np.uint16)
     return values
+
+
+def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
+    """Integers of `bits` bits, the lowest of which is white -> the lowest is black. Raises ValueError for others."""
+    if values.dtype.kind != ("i" if signed else "u"):
+        raise ValueError(f"{values.dtype} values of which 0 is white: save them so that 0 is black")
+    both_ends = -1 if signed else (1 << bits) - 1
+    return values.dtype.type(both_ends) - values
 
 
 def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
@@ -134,17 +170,6 @@ def extremes(values: np.ndarray, name: str) -> ValueRange:
     if not math.isfinite(low + high):
         raise UnreadableImage(name, "NaN or infinite pixels")
     return low, high
-
-
-def prepared(image: Image.Image | np.ndarray, value_range: ValueRange | None, name: str) -> Image.Image | np.ndarray:
-    """What evaluations take of a loaded image: 8 bits as they are, (h, w, c) of deeper ones as `to_unit` gives them."""
-    if isinstance(image, Image.Image):
-        check_keeps_bits(image, name)
-        if image.mode[0] not in "IF":
-            return image
-        image = deep_values(image)
-    image = image.reshape(*image.shape[:2], -1)
-    return image if image.dtype == np.uint8 else to_unit(image, value_range, name)
 
 
 def range_text(value_range: Sequence[float]) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +20,10 @@ _IMAGE_NAMES = ("image", "img", "jpg", "png")
 _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 _OPEN_FILES = 32
 """Files a process keeps open at most, with what their footers say."""
+_MOST_BYTES = 1 << 30
+"""Of a column in a row group: one image is read with its whole group, by each loader process."""
+_NUMBERS = 1 << 16
+"""Rows of plain numbers that are read at a time."""
 
 
 class ParquetImages(EncodedImages):
@@ -25,7 +31,7 @@ class ParquetImages(EncodedImages):
 
     The image column is of type binary or struct with `bytes`; a label column of whole numbers or texts gives classes,
     with the names that Hugging Face stores beside the schema. Raises ConfigError without pyarrow, DataError where a
-    file can't be read or has no such column.
+    file can't be read, has no such column, or has row groups that are too large.
     """
 
     def __init__(self, files: list[str]) -> None:
@@ -41,8 +47,15 @@ class ParquetImages(EncodedImages):
                 for group in range(opened.num_row_groups):
                     groups.append((first, number, group))
                     first += opened.metadata.row_group(group).num_rows
-                if label is not None:
-                    labels += opened.read([label], use_threads=False).column(0).to_pylist()
+                    if _bytes_of(opened, group, self._column) > _MOST_BYTES:
+                        raise DataError(
+                            f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
+                            " and each is read with its whole group: write groups of 100 rows (row_group_size=100)"
+                        )
+                    if label is not None:
+                        labels += itertools.chain.from_iterable(
+                            part.to_pylist() for part in _read_parts(opened, group, label)
+                        )
             except DataError:
                 raise
             except Exception as error:  # pyarrow has its own family of errors beside Python's
@@ -97,8 +110,30 @@ def import_parquet() -> Any:
 
 @lru_cache(maxsize=1)  # neighbouring rows cost one read; more groups would be too much memory in each worker
 def _read_group(file: str, group: int, column: str) -> Any:
+    import pyarrow
+
+    return pyarrow.chunked_array(_read_parts(_open_parquet(file), group, column))
+
+
+def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
+    """A column of a row group, in parts. Raises ValueError where it becomes too large: a file of a few kilobytes can
+    say that every row is the same gigabyte, and its footer counts that once."""
+    total, size = 0, _bytes_of(opened, group, column)
+    rows = max(1, _MOST_BYTES // size) if size else _NUMBERS
     # One thread: loader processes share out the cores, and threads of a library do not survive a fork.
-    return _open_parquet(file).read_row_group(group, [column], use_threads=False).column(0)
+    for batch in opened.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
+        total += batch.nbytes
+        if total > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES >> 20} MiB in the column {column} of row group {group}")
+        yield batch.column(0)
+
+
+def _bytes_of(opened: Any, group: int, column: str) -> int:
+    """What the footer says that texts and bytes of a column take in a row group before they are compressed."""
+    about = opened.metadata.row_group(group)
+    chunks = [about.column(place) for place in range(about.num_columns)]
+    own = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
+    return sum(one.total_uncompressed_size for one in own if one.physical_type == "BYTE_ARRAY")
 
 
 @lru_cache(maxsize=_OPEN_FILES)

@@ -31,6 +31,10 @@ class Raster:
     orientation: int = 1
 
     @property
+    def size(self) -> tuple[int, int]:
+        return self.width, self.height
+
+    @property
     def mode(self) -> str:
         """In Pillow's words, where it has some."""
         return {1: "L", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
@@ -47,7 +51,8 @@ def open_npy(data: bytes) -> Raster:
     check_type(dtype)
     begin = stream.tell()
     if len(shape) not in (2, 3) or min(shape) < 1:
-        raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w)")
+        several = "; save one file an image" if len(shape) > 3 else ""
+        raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w){several}")
     if math.prod(shape) * dtype.itemsize != len(data) - begin:
         raise ValueError(f"an array of shape {shape} in {dtype} does not have {len(data) - begin} bytes")
     axis = band_axis(shape) if len(shape) == 3 else None
@@ -81,3 +86,11 @@ def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
     if axis is not None:
         array = array.take(0, axis) if array.shape[axis] == 1 else np.moveaxis(array, axis, -1)
     return np.array(array, array.dtype.newbyteorder("="), order="C")
+
+
+def spread(values: np.ndarray, bits: int) -> np.ndarray:
+    """Stored uint8 of fewer than 8 bits -> 0 to 255, as other files of so few bits are read; all else as it is."""
+    if values.dtype != np.uint8 or bits >= 8:
+        return values
+    white = (1 << bits) - 1
+    return ((values.astype(np.uint16) * 255 + white // 2) // white).astype(np.uint8)

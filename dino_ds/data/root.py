@@ -10,17 +10,21 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+
 from dino_ds.config.fields import SOURCES
-from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.encoded import EXTENSIONS, HDF5
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
+from dino_ds.data.raster import band_axis
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.hubs import images_elsewhere
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
 _ENDINGS = (".txt", ".tar", ".parquet")
+_SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
 
 
@@ -136,10 +140,25 @@ def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards
 
 def _wrong_file(path: str, root: str) -> str:
     """What to say about a file that images can't be read from."""
+    name, ending = printable(path), Path(path).suffix.lower()
+    if ending == ".npy" and (shape := _shape_of_many(path)):
+        return f"{name} is an array {shape}, not (h, w), (h, w, c) or (c, h, w): {_SPLIT}, and give their folder"
     if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
-        return f"{printable(path)} is a single image: give the folder that it is in, --data.root {folder}"
-    return f"{printable(path)} (data.root {root}) is none of {_FORMS}; unpack archives and compressed files first"
+        return f"{name} is a single image: give the folder that it is in, --data.root {folder}"
+    if ending in HDF5:
+        return f"{name} is HDF5, which is not read: {_SPLIT}, or give your own class that reads it as --data.source"
+    return f"{name} (data.root {root}) is none of {_FORMS}; unpack archives and compressed files first"
+
+
+def _shape_of_many(path: str) -> tuple[int, ...]:
+    """The shape of a .npy file's array where that is not of one image; () for all else."""
+    shape: tuple[int, ...] = ()
+    with contextlib.suppress(Exception):  # what else is wrong with a file is said of the images in its folder
+        shape = np.load(path, mmap_mode="r").shape
+        if len(shape) == 2 or (len(shape) == 3 and band_axis(shape) is not None):
+            return ()
+    return shape
 
 
 def _archives_in(folder: str) -> list[str]:

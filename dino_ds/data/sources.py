@@ -18,6 +18,7 @@ from dino_ds.own_code import find_own
 __all__ = ["Source", "UnreadableImage", "build_source"]
 
 _METHODS = ("__len__", "load", "name")
+_MOST_IMAGES = 10**9
 
 
 def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:
@@ -69,6 +70,12 @@ def _build_own(path: str, root: str | None) -> Any:
         ) from error
     if images < 1:
         raise DataError(f"{path} has no images with data.root {root}")
+    if images > _MOST_IMAGES:
+        raise DataError(
+            f"{path} has {images} images with data.root {root}, at most {_MOST_IMAGES} are taken, as every process"
+            " of a run holds their order: let len() say how many there are, or how many an epoch of a stream has"
+        )
+    _check_names(source, path, images)
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
     try:
@@ -79,3 +86,17 @@ def _build_own(path: str, root: str | None) -> Any:
             "connections in load, not in __init__"
         ) from error
     return source
+
+
+def _check_names(source: Any, path: str, images: int) -> None:
+    """Raises ConfigError where the first or the last image has no text as its name."""
+    for index in {0, images - 1}:
+        try:
+            name = source.name(index)
+        except Exception as error:
+            what = f"raised {type(error).__name__}: {one_line(error)}"
+        else:
+            if isinstance(name, str):
+                continue
+            what = f"gave {one_line(repr(name))}"
+        raise ConfigError(f"{path}.name({index}) {what}; it must give a text, the image's name in messages")

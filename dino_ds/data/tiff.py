@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.images import is_deep, reads_all_bits
-from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type
+from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits
+from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
 
 TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 """How they begin, the last two as BigTIFF."""
-_SAMPLES, _PHOTOMETRIC = 277, 262
+_SAMPLES = 277
 _GREY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
 """Kinds of description that are believed to say what pages are: tifffile's own, ImageJ's."""
@@ -28,11 +28,13 @@ _NAMED, _UNNAMED = "SC", "QI"
 """Axes of bands: samples and channels, and pages of which the file doesn't say what they are."""
 
 
-def open_tiff(data: bytes, wanted: int) -> Raster | None:
-    """The bands of a file as they are stored, of which `wanted` are used. None: Pillow reads all of it, as RGB or grey.
+def open_tiff(data: bytes, wanted: int | None) -> Raster | None:
+    """The bands of a file as they are stored, of which `wanted` are used (None: however many there are). None: Pillow
+    reads all of it, as RGB or grey.
 
-    Pages of one shape are bands; thumbnails and overviews don't count. Raises ValueError for volumes and films, for
-    pages of several shapes, for compressions that are not known, and any Exception for broken files.
+    Pages of one shape are bands where so many are wanted; thumbnails and overviews don't count. Raises ValueError for
+    volumes and films, for pages of several shapes, for compressions that are not known, and any Exception for broken
+    files.
     """
     if _is_rgb_or_grey(data, wanted):
         return None
@@ -52,14 +54,16 @@ def open_tiff(data: bytes, wanted: int) -> Raster | None:
         return None
     kept = [i for i, axis in enumerate(axes) if shape[i] > 1 or axis in "YX"]
     sides, names = tuple(shape[i] for i in kept), "".join(axes[i] for i in kept)
-    axis = _axis(names, sides)
+    axis = _axis(names, sides, wanted)
     check_type(series.dtype)
     if page.compression != 1:
         _check_codec(int(page.compression))
     _check_parts(series, len(data), math.prod(sides))
 
     def read() -> np.ndarray:
-        return bands_last(series.asarray(maxworkers=1).reshape(sides), axis)
+        values, bits = series.asarray(maxworkers=1), int(page.bitspersample)
+        values = spread(black_first(values, bits) if page.photometric == WHITE_IS_ZERO else values, bits)
+        return bands_last(values.reshape(sides), axis)
 
     height, width = (sides[names.index(side)] for side in "YX")
     tag = page.tags.get("Orientation")
@@ -67,7 +71,7 @@ def open_tiff(data: bytes, wanted: int) -> Raster | None:
     return Raster("TIFF", width, height, channels, series.dtype != np.uint8, read, 1 if tag is None else tag.value)
 
 
-def _is_rgb_or_grey(data: bytes, wanted: int, first_page: bool = False) -> bool:
+def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -> bool:
     """Whether Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more of them."""
     try:
         with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
@@ -76,7 +80,7 @@ def _is_rgb_or_grey(data: bytes, wanted: int, first_page: bool = False) -> bool:
                 return False
             if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
                 return False
-            colour = image.tag_v2.get(_PHOTOMETRIC)
+            colour = image.tag_v2.get(PHOTOMETRIC)
             return not is_deep(image, data) or reads_all_bits(image) or colour not in _GREY_OR_RGB
     except Image.UnidentifiedImageError:
         return False
@@ -103,8 +107,8 @@ def _only_series(tif: Any) -> Any:
     return whole[0]
 
 
-def _axis(names: str, sides: tuple[int, ...]) -> int | None:
-    """Of the bands; None: there is one band. Raises ValueError where others than bands lie behind each other."""
+def _axis(names: str, sides: tuple[int, ...], wanted: int | None) -> int | None:
+    """The axis of the bands; None: there is one band. Raises ValueError where others lie behind each other, or may."""
     rest = names.replace("Y", "").replace("X", "")
     if len(names) - len(rest) != 2 or len(rest) > 1 or rest not in _NAMED + _UNNAMED:
         text = " x ".join(map(str, sides))
@@ -113,10 +117,11 @@ def _axis(names: str, sides: tuple[int, ...]) -> int | None:
         return None
     axis = names.index(rest)
     bands, (height, width) = sides[axis], sides[:axis] + sides[axis + 1 :]
-    if rest in _UNNAMED and bands >= min(height, width):
+    fits = bands < min(height, width)
+    if rest in _UNNAMED and not (fits and wanted in (None, bands)):
         raise ValueError(
-            f"{bands} pages of {width} x {height} pixels are taken for {bands} bands only where sides are longer: "
-            "write (h, w, c) by tifffile.imwrite with planarconfig='contig'"
+            f"{bands} pages of {width} x {height} pixels: of a volume or film write one image a file; bands write as "
+            f"(h, w, c) by tifffile.imwrite with planarconfig='contig'{f', or set model.in_chans {bands}' * fits}"
         )
     return axis
 

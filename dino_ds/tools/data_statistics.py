@@ -86,7 +86,7 @@ class _FactsOf(Dataset[Facts]):
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         try:
             if read is None:
-                size, image = None, open_image(self._source, index, self._max_pixels)
+                size, image = None, open_image(self._source, index, self._max_pixels, channels=self._channels)
             else:
                 data, name = read(index), self._source.name(index)
                 size, image = len(data), EncodedImage(data, name, self._max_pixels, channels=self._channels)

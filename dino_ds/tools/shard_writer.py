@@ -22,6 +22,7 @@ from PIL import Image
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage, open_raster
 from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.images import pillow_values
 from dino_ds.durable import replacing
 from dino_ds.errors import DataError
 
@@ -30,6 +31,7 @@ _MAX_PIXELS = 178956970
 """Pillow's own limit: shrinking is how images come below the recipe's."""
 _MOST_PARTS = 64
 """Folders deeper than this can't be made everywhere."""
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _ENDINGS = {name: f".{name.lower()}" for name in ("PNG", "WEBP", "BMP", "GIF", "PPM")}
 _ENDINGS |= {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif", "NPY": ".npy", "DICOM": ".dcm"}
 
@@ -79,6 +81,8 @@ def repack(source: Source, index: int, shrink: Shrink) -> tuple[str, bytes]:
 
 
 def _as_png(image: Image.Image | Any, name: str) -> bytes:
+    if isinstance(image, Image.Image) and image.mode not in _PNG_MODES:
+        image = pillow_values(image, 3, name)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
             what = f"{image.dtype} of shape {image.shape}"
@@ -91,9 +95,9 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
 
 def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
     """A JPEG whose shorter side is `side`, upright; None: the file stays as it is. Raises UnreadableImage."""
-    image = EncodedImage(data, name, None)
+    image = EncodedImage(data, name, None, channels=None)
     shorter = min(image.width, image.height)
-    if shorter <= side or image.deep or open_raster(data, channels=3) is not None:  # a JPEG has 8 bits
+    if shorter <= side or image.deep or open_raster(data, channels=None) is not None:  # a JPEG has 8 bits
         return None
     if image.width * image.height > _MAX_PIXELS:
         raise UnreadableImage(name, f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS}")
@@ -108,7 +112,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
 
 def _ending(data: bytes, name: str) -> str:
     try:
-        return _ENDINGS[EncodedImage(data, name, None).format]
+        return _ENDINGS[EncodedImage(data, name, None, channels=None).format]
     except Exception:
         raise UnreadableImage(name, "not an image of a known format") from None
 

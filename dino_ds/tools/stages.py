@@ -116,14 +116,14 @@ class _Stages:
 
     def _decode(self, index: int) -> tuple[dict[str, float], np.ndarray]:
         limit, value_range = self._recipe.data.max_pixels, self._recipe.data.known_range
+        channels = self._recipe.model.in_chans
         read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         begin = time.perf_counter()
         if read is None:
-            array = open_image(self._source, index, limit, value_range).decode()
+            array = open_image(self._source, index, limit, value_range, channels).decode()
             return {"load": time.perf_counter() - begin}, array
         data = read(index)
         middle = time.perf_counter()
-        channels = self._recipe.model.in_chans
         array = EncodedImage(data, self._source.name(index), limit, value_range, channels).decode()
         return {"read": middle - begin, "decode": time.perf_counter() - middle}, array
 

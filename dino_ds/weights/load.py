@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from dino_ds.backbones import BackboneOptions, backbone_name, backbone_spec
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.decode import load_image
+from dino_ds.data.decode import load_image, prepared
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.eval_crops import EvalCrop
-from dino_ds.data.images import is_grey, prepared, to_rgb
+from dino_ds.data.images import pillow_values
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.base import Backbone as AnyBackbone
@@ -70,7 +70,8 @@ class Backbone(nn.Module):
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 
         Resized, cut to its center and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
-        limits they must not exceed. Raises ConfigError where the model knows no range or a file can't be read.
+        limits they must not exceed. A file is turned upright, Pillow's image is taken as it lies. Raises ConfigError
+        where the model knows no range or a file can't be read.
         """
         channels, name = self.network.spec.in_chans, "this image"
         try:
@@ -81,15 +82,11 @@ class Backbone(nn.Module):
                 raise ConfigError(
                     f"a {type(image).__name__} is not an image: give Pillow's, an array (h, w, c) or a file"
                 )
-            ready = prepared(image, self.value_range, name)
+            values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else image
+            return self._crop(prepared(values.reshape(*values.shape[:2], -1), self.value_range, name))
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
-        if isinstance(ready, Image.Image):
-            one_channel = channels == 1 and is_grey(ready)
-            return self._crop(np.asarray(ready.convert("L"))[:, :, None] if one_channel else to_rgb(ready))
-        grey = isinstance(image, Image.Image) and ready.shape[2] == 1 and channels == 3
-        return self._crop(np.repeat(ready, 3, axis=2) if grey else ready)
 
     def forward(self, images: Tensor) -> Tensor:
         """As `features`."""

@@ -8,6 +8,7 @@ import struct
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image, ImageOps
 
 from dino_ds.config.sections import DataSection
@@ -29,6 +30,8 @@ def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
     half = Image.new("LA", (8, 8), (0, 128))
     hole = palette.copy()
     hole.info["transparency"] = palette.getpixel((0, 0))
+    opaque, stream = np.full((8, 8, 2), (200, 255), np.uint8), io.BytesIO()
+    tifffile.imwrite(stream, opaque, photometric="minisblack", extrasamples=["assocalpha"])
     return {
         "RGB png": (encoded(color, "PNG"), ORANGE),
         "RGB jpeg": (encoded(color, "JPEG", quality=100, subsampling=0), ORANGE),
@@ -38,6 +41,7 @@ def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
         "palette with transparency": (encoded(hole, "PNG", transparency=palette.getpixel((0, 0))), (255,) * 3),
         "alpha": (encoded(see_through, "PNG"), (255,) * 3),
         "grey and alpha": (encoded(half, "PNG"), (127,) * 3),
+        "premultiplied grey and alpha": (stream.getvalue(), (200,) * 3),
         "CMYK": (encoded(color.convert("CMYK"), "JPEG", quality=100), ORANGE),
         "LAB": (encoded(Image.new("LAB", (8, 8), (255, 128, 128)), "TIFF"), (255,) * 3),
         "gif": (encoded(palette, "GIF"), ORANGE),

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.image_set import ImageSet
 from dino_ds.errors import DataError
 from dino_ds.text_file import MAX_LINE_BYTES, read_lines
 from tests.data import files
@@ -63,6 +64,8 @@ def test_lines_that_are_no_images_are_unreadable_one_by_one(root):
         with pytest.raises(UnreadableImage, match=reason) as caught:
             source.load(index)
         assert str(caught.value).isprintable()
+    described = ImageSet.of(source, None)
+    assert described.count == 5 and sorted(described.sample.values())[:3] == [-1, -1, -1]
 
 
 def test_lists_of_nothing_are_an_error(root, tmp_path):

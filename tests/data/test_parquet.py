@@ -9,19 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.data import parquet
 from dino_ds.data.base import UnreadableImage
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import png, read, reds
 
 
 def write(path: Path, columns: dict, names: list[str] | None = None, rows: int = 3) -> Path:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pyarrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table(columns)
     if names:
         features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
         table = table.replace_schema_metadata({b"huggingface": json.dumps(features).encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(table, path, row_group_size=rows)
+    writer.write_table(table, path, row_group_size=rows)
     return path
 
 
@@ -78,6 +79,26 @@ def test_files_that_vanish_or_are_none_are_named(tmp_path):
 def test_unclear_columns_are_listed(tmp_path, columns, message):
     with pytest.raises(DataError, match=message):
         read(write(tmp_path / "a.parquet", columns))
+
+
+def test_a_group_too_large_is_refused_before_it_is_read_and_rows_that_repeat_while_they_are(tmp_path, monkeypatch):
+    """17 kB can stand for any number of rows of half a gigabyte, which the footer counts once."""
+    sizes = [300_000, 300_001, 300_002, 300_003]
+    repeated, whole = [bytes(400_000)] * 4, [bytes(size) for size in sizes]
+    monkeypatch.setattr(parquet, "_MOST_BYTES", 1_000_000)
+    source = read(write(tmp_path / "repeated.parquet", {"image": repeated, "label": [0, 1, 0, 1]}, rows=4))
+    with pytest.raises(UnreadableImage, match="more than 0 MiB in the column image of row group 0"):
+        source.read(3)
+    path = write(tmp_path / "whole.parquet", {"image": whole}, rows=4)
+    with pytest.raises(
+        DataError, match=r"row group 0 of .*whole.parquet holds more than 0 MiB .*: write groups of 100"
+    ):
+        read(path)
+    with pytest.raises(DataError, match="more than 0 MiB in the column label of row group 0"):
+        read(write(tmp_path / "labels.parquet", {"image": [b"1"] * 4, "label": ["x" * 400_000] * 4}, rows=4))
+    monkeypatch.setattr(parquet, "_MOST_BYTES", 1_300_000)
+    source = read(path)
+    assert [source.read(index) for index in range(4)] == whole
 
 
 def test_without_pyarrow_one_line_says_what_to_install(tmp_path, monkeypatch):

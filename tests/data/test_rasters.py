@@ -104,7 +104,8 @@ def test_thumbnails_and_overviews_are_not_bands():
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (tif(BANDS), "40 pages of 6 x 48 pixels are taken for 40 bands only where .* planarconfig='contig'"),
+        (tif(BANDS), "40 pages of 6 x 48 pixels: of a volume .* image a file; bands .* planarconfig='contig'$"),
+        (tif(FIRST[:5]), "5 pages of 48 x 40 pixels: of a volume or film write one image .*, or set model.in_chans 5$"),
         (tif(FIRST, imagej=True, metadata={"axes": "ZYX"}), "6 x 40 x 48, axes ZYX: a volume, a film or several"),
         (tif(FIRST, ome=True, metadata={"axes": "ZYX"}), "an OME volume or film"),
         (tif(np.stack([FIRST, FIRST])), "2 x 6 x 40 x 48, axes QQYX: .*; write one image a file"),
@@ -120,6 +121,18 @@ def test_thumbnails_and_overviews_are_not_bands():
 )  # fmt: skip
 def test_what_is_not_an_image_of_bands_is_said(data, reason):
     assert re.match(reason, refused(data))
+
+
+@pytest.mark.parametrize("how", [{}, {"metadata": None, "photometric": "minisblack"}])
+def test_pages_are_bands_only_where_so_many_are_wanted(how):
+    """A stack of pages may as well be a volume: no run is told to take its slices as channels without more."""
+    volume = Files(tif(np.repeat(FIRST, 3, 0), **how))
+    said = "can be read; the first is .*18 pages of 48 x 40 pixels: of a volume or film write one image a file; bands "
+    with pytest.raises(DataError, match=said):
+        with_value_range(load_recipe(None, {}), volume)
+    with_value_range(load_recipe(None, {"model.in_chans": "18"}), volume)
+    for wanted in (18, None):
+        assert EncodedImage(volume.contents[0], "file", None, channels=wanted).channels == 18
 
 
 def test_pages_of_several_shapes_are_said():
@@ -246,8 +259,8 @@ def test_another_number_of_channels_is_said_at_the_start():
 
 
 def test_shards_take_these_files_as_they_are():
-    for layout in ("interleaved", "NumPy, bands last"):
-        source, ending = Files(LAYOUTS[layout]), {"i": ".tif", "N": ".npy"}[layout[0]]
+    for layout in ("interleaved", "NumPy, bands last", "a page a band"):
+        source, ending = Files(LAYOUTS[layout]), ".npy" if "NumPy" in layout else ".tif"
         source.member = lambda index: "a/0"
         for shrink in (Shrink(None, 90), Shrink(16, 90)):
             assert repack(source, 0, shrink) == (f"a/0{ending}", LAYOUTS[layout])
@@ -306,14 +319,47 @@ def test_dicom_gives_the_values_that_pixels_stand_for():
         found = stored(data, 1)
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == expected.dtype
+    for signed in (
+        dicom(GREY.astype(np.int16), PhotometricInterpretation="MONOCHROME1"),
+        dicom(-1 - GREY.astype("i2")),
+    ):
+        np.testing.assert_array_equal(stored(signed, 1), -1 - GREY.astype(np.int16))
     assert EncodedImage(dicom(SHALLOW[..., 0].copy()), "f", None, channels=3).decode().shape == (40, 48, 3)
     with pytest.raises(ConfigError, match=r"int32, values -1023 to 2815; .* give --data.value_range -1023,2815"):
         with_value_range(load_recipe(None, {}), Files(dicom(GREY, **ct)))
 
 
+BITS = np.arange(40 * 48).reshape(40, 48) % 3 == 0
+ONE_BIT = {
+    "BitsAllocated": 1,
+    "BitsStored": 1,
+    "HighBit": 0,
+    "PixelData": np.packbits(BITS, bitorder="little").tobytes(),
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (dicom(BITS.astype(np.uint8), **ONE_BIT), BITS * 255),
+        (dicom(BITS.astype(np.uint8), **ONE_BIT, PhotometricInterpretation="MONOCHROME1"), ~BITS * 255),
+        (dicom(SHALLOW[..., 0] >> 4, BitsStored=4, HighBit=3), (SHALLOW[..., 0] >> 4) * 17),
+        (tif(FIRST.astype(np.uint8) >> 4, bitspersample=4, **PLANAR), (BANDS.astype(np.uint8) >> 4) * 17),
+    ],
+)
+def test_fewer_bits_than_8_span_0_to_255(data, expected):
+    """As Pillow gives those of PNG and of gray TIFF: 8-bit images always do."""
+    channels = expected.size // BITS.size
+    found = EncodedImage(data, "file", None, channels=channels)
+    assert not found.deep
+    np.testing.assert_array_equal(found.decode(), expected.reshape(40, 48, channels))
+
+
 @pytest.mark.parametrize(
     ("tags", "reason"),
     [
+        ({"BitsStored": 12, "HighBit": 15}, "12 bits up to bit 15 of a DICOM file: write them as its lowest bits"),
+        ({"BitsStored": 12, "HighBit": 12}, "12 bits up to bit 12 of a DICOM file"),
         ({"NumberOfFrames": 2, "PixelData": GREY.tobytes() * 2}, "2 frames in one DICOM file: write one frame a file"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "colours as PALETTE COLOR in a DICOM file"),
         ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),

@@ -166,8 +166,8 @@ def test_limits_that_fp32_rounds_are_within_the_range():
         assert found.min() >= 0 and found.max() <= 1
 
 
-@pytest.mark.parametrize("form", [np.asarray, Image.fromarray])
-def test_evaluations_take_grey_images_of_a_class_as_training_does(form):
+@pytest.mark.parametrize(("form", "channels"), [(np.asarray, 1), (Image.fromarray, 1), (Image.fromarray, 3)])
+def test_evaluations_take_grey_images_of_a_class_as_training_does(form, channels):
     grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
     class Grey:
@@ -177,8 +177,11 @@ def test_evaluations_take_grey_images_of_a_class_as_training_does(form):
         def load(self, index: int) -> object:
             return form(grey)
 
-    for found in (load_image(Grey(), 0, None), open_image(Grey(), 0, None).decode()):
-        np.testing.assert_array_equal(found, grey[:, :, None])
+    for found in (
+        load_image(Grey(), 0, None, channels),
+        open_image(Grey(), 0, None, channels=channels).decode(),
+    ):
+        np.testing.assert_array_equal(found, grey[:, :, None].repeat(channels, 2))
 
 
 def test_evaluations_crop_deep_images_as_those_of_8_bits():
@@ -339,7 +342,9 @@ def test_sources_of_arrays_and_their_channels():
     deep = Arrays(*[np.full((4, 4, 5), 1000 * i, np.uint16) for i in range(20)])
     assert with_value_range(recipe_for(5), deep)[0].data.value_range == (0, 65535)
     assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
-    assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
+    assert load_image(deep, 1, (0, 2000), 5).tolist() == np.full((4, 4, 5), 0.5).tolist()
+    with pytest.raises(UnreadableImage, match=r"arrays/1 \(5 channels, 3 are wanted\)"):
+        load_image(deep, 1, (0, 2000))
     with pytest.raises(ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5$"):
         with_value_range(recipe_for(3), deep)
 

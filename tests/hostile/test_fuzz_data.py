@@ -42,6 +42,7 @@ IMAGES = {
     **{form: encoded(_PICTURE, form) for form in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM")},
     "TIFF": encoded(_PICTURE, "TIFF", compression="tiff_lzw"),
     "progressive JPEG": encoded(_PICTURE, "JPEG", progressive=True, exif=_EXIF),
+    "oriented TIFF": encoded(_PICTURE, "TIFF", tiffinfo={0x0112: 6}),
 }
 
 
@@ -64,7 +65,7 @@ def test_broken_images(form):
         pixels = decode(data)
         assert pixels is None or (pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3)
 
-    assert decode(IMAGES[form]).shape == (16, 12, 3) if "prog" in form else (12, 16, 3)
+    assert decode(IMAGES[form]).shape == ((16, 12, 3) if " " in form else (12, 16, 3))
     check()
 
 
@@ -72,6 +73,7 @@ RLE = "1.2.840.10008.1.2.5"
 RASTERS = {
     **{name: LAYOUTS[name] for name in ("interleaved LZW tiles", "bands of deflate", "ImageJ", "NumPy, bands last")},
     "pages": LAYOUTS["a page a band, by tifffile"],
+    "oriented TIFF of 16 bits": tif(GREY, photometric="miniswhite", extratags=[(0x0112, "H", 1, 6, True)]),
     "DICOM": dicom(GREY, RescaleSlope=1, RescaleIntercept=-9),
     "DICOM of run lengths": dicom(GREY, RLE),
 }
@@ -79,7 +81,7 @@ RASTERS = {
 
 @pytest.mark.parametrize("form", RASTERS)
 def test_broken_rasters(form):
-    channels = 1 if "DICOM" in form else 6
+    channels = 1 if "DICOM" in form or "oriented" in form else 6
 
     @examples(12)
     @given(data=broken_bytes(RASTERS[form]))
@@ -87,7 +89,7 @@ def test_broken_rasters(form):
         pixels = decode(data, channels)
         assert pixels is None or (pixels.dtype == np.float32 and pixels.ndim == 3)
 
-    assert decode(RASTERS[form], channels).shape == (40, 48, channels)
+    assert decode(RASTERS[form], channels).shape == ((48, 40, 1) if "oriented" in form else (40, 48, channels))
     check()
 
 

@@ -1,0 +1,269 @@
+"""One picture in every kind of file and every orientation: whatever reads it gets the same upright pixels."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from PIL import Image, ImageCms, ImageOps
+
+from dino_ds.config.crops import dino_groups
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset
+from dino_ds.data.cutting import cut_crops
+from dino_ds.data.decode import DecodedImage, EncodedImage, load_image, open_image
+from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.eval_crops import EvalCrop
+from dino_ds.data.find_range import with_value_range
+from dino_ds.data.images import to_unit
+from dino_ds.data.multicrop import CropParameters, MultiCrop
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.errors import ConfigError
+from dino_ds.evals.features import LabelledImages, Reading
+from dino_ds.tools.data_statistics import _FactsOf
+from dino_ds.tools.shard_writer import Shrink, repack
+from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk
+from tests.sample import sampled
+
+WIDTH, HEIGHT = 44, 28
+RANGE = (0.0, 65535.0)
+PHOTO = photo(WIDTH, HEIGHT)
+RGB, GREY = np.asarray(PHOTO), np.asarray(PHOTO.convert("L"))
+DEEP, DEEP_GREY = (values.astype(np.uint16) * 257 + 13 for values in (RGB, GREY))
+SIX = np.dstack([DEEP, DEEP[::-1]])
+STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a),
+    7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
+    8: lambda a: np.rot90(a, -1),
+}
+"""How an upright picture lies in a file, by the EXIF tag's value."""
+
+
+def exif(orientation: int) -> Image.Exif:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    return tags
+
+
+def by_pillow(form: str, mode: str, **options: object) -> Callable[[int], bytes]:
+    picture = np.asarray(PHOTO.convert("L").convert(mode) if mode in ("1", "LA") else PHOTO.convert(mode))
+    palette = PHOTO.convert(mode).getpalette() if mode == "P" else None
+
+    def write(orientation: int) -> bytes:
+        lies = np.ascontiguousarray(STORED[orientation](picture))
+        image = Image.fromarray(lies) if mode in ("1", "L", "P", "RGB", "RGBA", "LA") else Image.fromarray(lies, mode)
+        if palette:
+            image.putpalette(palette)
+        how = {"tiffinfo": {0x0112: orientation}} if form == "TIFF" else {"exif": exif(orientation)}
+        return encoded(image, form, **how, **options)
+
+    return write
+
+
+def by_tifffile(picture: np.ndarray, **options: object) -> Callable[[int], bytes]:
+    def write(orientation: int) -> bytes:
+        stream = io.BytesIO()
+        tag = [(0x0112, "H", 1, orientation, True)]
+        tifffile.imwrite(stream, np.ascontiguousarray(STORED[orientation](picture)), extratags=tag, **options)
+        return stream.getvalue()
+
+    return write
+
+
+def deep_png(picture: np.ndarray) -> Callable[[int], bytes]:
+    def write(orientation: int) -> bytes:
+        data = png16(np.ascontiguousarray(STORED[orientation](picture)))
+        return data[:33] + png_chunk(b"eXIf", exif(orientation).tobytes().removeprefix(b"Exif\0\0")) + data[33:]
+
+    return write
+
+
+def white_first(picture: np.ndarray) -> Callable[[int], bytes]:
+    return by_tifffile(np.iinfo(picture.dtype).max - picture, photometric="miniswhite")
+
+
+INTERLEAVED = {"planarconfig": "contig", "photometric": "minisblack"}
+KINDS: dict[str, Callable[[int], bytes]] = {
+    **{f"TIFF {mode}": by_pillow("TIFF", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr")},
+    **{f"TIFF {mode} LZW": by_pillow("TIFF", mode, compression="tiff_lzw") for mode in ("L", "RGB")},
+    "TIFF JPEG": by_pillow("TIFF", "RGB", compression="jpeg"),
+    "TIFF of 16 bits": by_tifffile(DEEP_GREY),
+    "TIFF of 16 bits, LZW": by_tifffile(DEEP_GREY, compression="lzw"),
+    "TIFF of 16 bits, RGB": by_tifffile(DEEP, photometric="rgb"),
+    "TIFF, white first": white_first(GREY),
+    "TIFF of 16 bits, white first": white_first(DEEP_GREY),
+    "TIFF of 6 bands": by_tifffile(SIX, **INTERLEAVED),
+    **{f"PNG {mode}": by_pillow("PNG", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA")},
+    "PNG of 16 bits": deep_png(DEEP_GREY),
+    "PNG of 16 bits, RGB": deep_png(DEEP),
+    **{f"JPEG {mode}": by_pillow("JPEG", mode) for mode in ("L", "RGB", "CMYK")},
+    "JPEG, progressive, 4:4:4": by_pillow("JPEG", "RGB", progressive=True, subsampling=0),
+    **{f"WebP {mode}": by_pillow("WEBP", mode, lossless=True) for mode in ("RGB", "RGBA")},
+    "AVIF": by_pillow("AVIF", "RGB"),
+}
+
+
+def reference(kind: str, data: bytes) -> np.ndarray:
+    """(h, w, c) of the upright picture, by Pillow, or of deep files as they were written."""
+    if "6 bands" in kind:
+        return SIX
+    if "16 bits" in kind:
+        return DEEP if "RGB" in kind else DEEP_GREY[:, :, None].repeat(3, 2)
+    return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+
+
+def twin_of(pixels: np.ndarray) -> Files | Arrays:
+    """The same picture, upright and without loss."""
+    if pixels.shape[2] == 6:
+        return Arrays(pixels)
+    return Files(png16(pixels) if pixels.dtype == np.uint16 else encoded(Image.fromarray(pixels), "PNG"))
+
+
+def trained(source: Files | Arrays, deep: bool, channels: int) -> list[torch.Tensor]:
+    """Crops of both sizes of two epochs, before colors are changed."""
+    options = LoaderOptions(augment="device", value_range=RANGE if deep else None, channels=channels)
+    groups = dino_groups(16, (0.4, 1.0), 8, (0.05, 0.4), 2)
+    normalisation = Normalisation.usual(channels)
+    dataset = MultiCropDataset(source, MultiCrop(groups, "dino", normalisation=normalisation), options)
+    batches = [dataset.__getitems__([(epoch, 0)]) for epoch in range(2)]
+    assert not any(batch.bad for batch in batches)
+    return [crop for batch in batches for crop in batch.crops.values()]
+
+
+def by_family(cell: tuple[str, int]) -> tuple[object, ...]:
+    """Every kind, and each orientation of every format and depth."""
+    kind, orientation = cell
+    return kind, (kind.split()[0], "16 bits" in kind or "bands" in kind, orientation)
+
+
+@pytest.mark.parametrize(("kind", "orientation"), sampled(itertools.product(KINDS, STORED), by_family))
+def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
+    """Training uncut, in a box of its own size and in its drawn boxes; evaluations and embed; look-data; `load`."""
+    channels, deep = 6 if "6 bands" in kind else 3, "16 bits" in kind or "6 bands" in kind
+    value_range = RANGE if deep else None
+    data = KINDS[kind](orientation)
+    source, pixels = Files(data), reference(kind, data)
+    twin, shown = twin_of(pixels), to_unit(pixels, RANGE, "") if deep else pixels
+    assert pixels.shape == (HEIGHT, WIDTH, channels)
+
+    image = EncodedImage(data, "file", None, value_range, channels)
+    assert (image.width, image.height) == (WIDTH, HEIGHT)
+    np.testing.assert_array_equal(image.decode(), shown)
+    [crop] = cut_crops(image, [CropParameters((7, 5, 23, 21), False)], [16], [None])
+    np.testing.assert_array_equal(crop.numpy(), shown[5:21, 7:23])
+    for ours, theirs in zip(*(trained(one, deep, channels) for one in (source, twin)), strict=True):
+        assert torch.equal(ours, theirs)
+
+    cut = EvalCrop(HEIGHT, Normalisation.usual(channels))
+    expected = cut(shown if deep else Image.fromarray(pixels))
+    reading = Reading(cut, value_range=value_range, channels=channels)
+    for found in (cut(load_image(source, 0, value_range, channels)), LabelledImages(source, [0], reading)[0][0]):
+        assert torch.equal(found, expected)
+
+    seen, wanted = (_FactsOf(one, 10**6, channels)[0] for one in (source, twin))
+    assert (seen.width, seen.height, seen.hash) == (WIDTH, HEIGHT, wanted.hash)
+    np.testing.assert_allclose(np.broadcast_to(seen.mean, channels), pixels.mean((0, 1)))
+    if channels == 3:
+        np.testing.assert_array_equal(np.asarray(EncodedImages.load(source, 0)), pixels)
+
+
+@pytest.mark.parametrize("orientation", STORED)
+def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
+    """A large photograph is decoded at a half, a quarter or an eighth of its size, and its boxes are the upright's."""
+    upright = photo(40, 25).resize((320, 200), Image.Resampling.BICUBIC)
+    stored = Image.fromarray(np.ascontiguousarray(STORED[orientation](np.asarray(upright))))
+    data, plain = (encoded(stored, "JPEG", quality=95, **how) for how in ({"exif": exif(orientation)}, {}))
+    image, untold = EncodedImage(data, "file", None), EncodedImage(plain, "file", None)
+    assert (image.width, image.height) == (320, 200)
+    for shrink in (1, 2, 4, 8):
+        np.testing.assert_array_equal(STORED[orientation](image.decode(shrink)), untold.decode(shrink))
+    boxes = [(0, 0, 320, 200), (240, 20, 320, 84)]
+    [whole, small], [theirs, other] = (
+        cut_crops(one, [CropParameters(box, False) for box in boxes], [32, 32], [None, None])
+        for one in (image, DecodedImage(np.array(upright), "file", None))
+    )
+    for ours, expected in ((whole, theirs), (small, other)):
+        assert (ours.float() - expected.float()).abs().mean() <= 3
+
+
+def test_an_orientation_that_only_the_xmp_of_a_tiff_knows_is_applied_once():
+    """Pillow turns such a file, but gives the size before that."""
+    xmp = {700: b'<x:xmpmeta tiff:Orientation="6"/>'}
+    image = EncodedImage(encoded(Image.fromarray(STORED[6](RGB).copy()), "TIFF", tiffinfo=xmp), "file", None)
+    assert (image.width, image.height) == (WIDTH, HEIGHT)
+    np.testing.assert_array_equal(image.decode(), RGB)
+
+
+def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
+    """Of 8 and 16 bits alike; of others nothing says which number is black."""
+    shallow, deep = (EncodedImage(KINDS[kind](1), "file", None) for kind in KINDS if "white first" in kind)
+    np.testing.assert_array_equal(deep.values(), DEEP_GREY)
+    np.testing.assert_array_equal(shallow.decode()[:, :, 0], GREY)
+    for values in (GREY.astype(np.float32), GREY.astype(np.int16)):
+        data = by_tifffile(values, photometric="miniswhite")(1)
+        with pytest.raises(UnreadableImage, match=f"{values.dtype} values of which 0 is white: save them so that 0"):
+            EncodedImage(data, "file", None).values()
+
+
+# Pillow's images of a class of the user's
+
+SHOWN = {
+    "RGB": RGB,
+    "YCbCr": PHOTO.convert("YCbCr").convert("RGB"),
+    "HSV": PHOTO.convert("HSV").convert("RGB"),
+    "LAB": RGB,
+    "P": PHOTO.convert("P").convert("RGB"),
+    "L": PHOTO.convert("L").convert("RGB"),
+    "1": PHOTO.convert("1").convert("RGB"),
+    "RGBA": RGB,
+    "LA": PHOTO.convert("L").convert("RGB"),
+    "CMYK": PHOTO.convert("CMYK").convert("RGB"),
+}
+
+
+def of_mode(mode: str) -> Image.Image:
+    if mode == "LAB":
+        srgb, lab = ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB")
+        return ImageCms.applyTransform(PHOTO, ImageCms.buildTransform(srgb, lab, "RGB", "LAB"))
+    return PHOTO.convert("L").convert(mode) if mode == "LA" else PHOTO.convert(mode)
+
+
+@pytest.mark.parametrize("mode", SHOWN)
+def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
+    """By training, evaluations and shards: numbers of other color spaces and of palettes are never taken for RGB."""
+    source, expected = Arrays(of_mode(mode)), np.asarray(SHOWN[mode])
+    lost = 1 if mode == "LAB" else 0
+    for found in (open_image(source, 0, None).decode(), load_image(source, 0, None)):
+        assert np.abs(np.asarray(found, np.int16) - expected).mean() <= lost
+    for ours, theirs in zip(*(trained(one, False, 3) for one in (source, twin_of(expected))), strict=True):
+        assert (ours.float() - theirs.float()).abs().mean() <= lost
+    _, shard = repack(source, 0, Shrink(None, 90))
+    np.testing.assert_array_equal(EncodedImage(shard, "file", None).decode(), open_image(source, 0, None).decode())
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("1", 1), ("LA", 2), ("RGBA", 4), ("CMYK", 4)])
+def test_so_many_channels_as_pillow_s_image_stores_are_taken_as_they_are(mode, channels):
+    stored = np.asarray(of_mode(mode).convert("L") if mode == "1" else of_mode(mode)).reshape(HEIGHT, WIDTH, channels)
+    for found in (open_image(Arrays(of_mode(mode)), 0, None, channels=channels).decode(),
+                  load_image(Arrays(of_mode(mode)), 0, None, channels)):  # fmt: skip
+        np.testing.assert_array_equal(found, stored)
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("P", 1), ("YCbCr", 1), ("RGB", 4), ("HSV", 6)])
+def test_no_advice_leads_to_palette_indices_or_other_color_spaces(mode, channels):
+    source = Arrays(of_mode(mode))
+    with pytest.raises(UnreadableImage, match=f"3 channels, {channels} are wanted"):
+        load_image(source, 0, None, channels)
+    with pytest.raises(ConfigError, match=r"have 3 channels; set --model\.in_chans 3"):
+        with_value_range(load_recipe(None, {"model.in_chans": str(channels)}), source)
