@@ -340,7 +340,7 @@ def test_sources_of_arrays_and_their_channels():
     assert with_value_range(recipe_for(5), deep)[0].data.value_range == (0, 65535)
     assert with_value_range(recipe_for(5, "-5,20000"), deep)[0].data.value_range == (-5, 20000)
     assert load_image(deep, 1, (0, 2000)).tolist() == np.full((4, 4, 5), 0.5).tolist()
-    with pytest.raises(ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5$"):
+    with pytest.raises(ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5 "):
         with_value_range(recipe_for(3), deep)
 
 
