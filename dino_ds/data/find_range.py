@@ -182,7 +182,9 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
         raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
-        keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
+        keeps = (
+            "" if recipe.model.init_from is None else "; model.init_from stays: weights for other channels are adapted"
+        )
         raise ConfigError(
             f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
             f"; set {_fitting_flags(recipe, source, channels.most_common(1)[0][0])}{keeps}"

@@ -30,16 +30,27 @@ def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     CheckpointError where something else than a convolution depends on the number of channels.
     """
     before, spec = channels_of(weights), weights.spec
+    if before < 1:
+        raise CheckpointError(f"its {_PATCHES} is for images without channels")
     names = [_PATCHES] if spec is None else first_convolutions(spec, channels, weights.image_size)
-    found = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None and tensor.ndim == 4}
-    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in found.items()}
+    own = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None}
+    own = {name: tensor for name, tensor in own.items() if tensor.ndim == 4 and tensor.shape[1] == before}
+    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in own.items()}
     adapted = replace(weights, backbone=backbone, spec=None if spec is None else _with_channels(spec, channels))
-    how = f"channels repeat the {before} in order, each divided by the number of its copies"
-    if channels < before:
+    return adapted, _said(names, before, channels, spec is None or _keeps_gray(weights, adapted))
+
+
+def _said(names: list[str], before: int, channels: int, is_same: bool) -> str:
+    if channels > before:
+        how = f"channels repeat the {before} in order, each divided by the number of its copies"
+    else:
         how = f"each channel is the sum of the {before}" + (f", divided by {channels}" if channels > 1 else "")
-    is_same = spec is None or _keeps_gray(weights, adapted)
-    gray = "gray images keep their features" if is_same else "gray images may have other features than before"
-    return adapted, f"adapted from {before} to {channels} channels ({', '.join(names) or 'no tensor'}): {how}; {gray}"
+    how = f"adapted from {before} to {channels} channels ({', '.join(names)}): {how}"
+    if not names:
+        how = f"made for {before} channels, and none of its tensors depends on their number"
+    return (
+        f"{how}; {'gray images keep their features' if is_same else 'gray images may have other features than before'}"
+    )
 
 
 def adapt_convolution(weight: Tensor, channels: int) -> Tensor:

@@ -51,7 +51,10 @@ def place(tmp_path_factory):
         for i in range(16):
             _write(place / f"{count}/{i:02d}.tif", _bands(i, count))
     image_folder(place / "photographs")
-    assert run_on_ranks(train_tiny, place / "photographs", place / "rgb", max_steps=2, world=1) == [None]
+    changes = _start(place, 3) | {"model.init_from": "none"}
+    assert run_on_ranks(train_tiny, place / "photographs", place / "rgb", max_steps=2, changes=changes, world=1) == [
+        None
+    ]
     return place
 
 
@@ -65,7 +68,7 @@ def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
     (said,) = run_on_ranks(train_tiny, place / "4", run, max_steps=1, changes=start, world=1)
     assert said.startswith("model.in_chans is 3, and images of data.source folder have 4 channels; set --model.in_cha")
     assert "(measured on 16 images; dino-ds look-data with these measures more)" in said and "\n" not in said
-    assert said.endswith("; model.init_from stays: its weights are adapted") and not run.exists()
+    assert said.endswith("; model.init_from stays: weights for other channels are adapted") and not run.exists()
     flags = _flags(said)
     assert flags.keys() == {"model.in_chans", "data.mean", "data.std"}
     np.testing.assert_allclose([float(value) for value in flags["data.mean"].split(",")], MEANS, atol=2e-3)
@@ -107,14 +110,16 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
-    """Every format gives the features of the run, for files of as many bands; and a gray image those of the start."""
+    """Every format gives the features of the run, for files of as many bands; and a gray image those of the start, with
+    a mean and a deviation that are the same for all channels."""
     changes = _start(place, count)
     assert run_on_ranks(train_tiny, place / str(count), tmp_path / "run", max_steps=1, changes=changes, world=1) == [
         None
     ]
     model, first = dino_ds.load(tmp_path / "run"), dino_ds.load(place / "rgb")
-    gray = torch.randn(3, 1, 32, 32, generator=torch.Generator().manual_seed(0))
-    assert_same(model.features(gray.expand(-1, count, -1, -1)), first.features(gray.expand(-1, 3, -1, -1)))
+    gray = np.random.default_rng(0).integers(0, 256, (40, 48, 1), dtype=np.uint8)
+    one, three = (model.preprocess(gray.repeat(n, axis=2))[None] for model, n in ((model, count), (first, 3)))
+    assert_same(model.features(one), first.features(three))
     paths = sorted((place / str(count)).glob("*.tif"))[:3]
     files = torch.stack([model.preprocess(path) for path in paths])
     assert files.shape == (3, count, 32, 32)

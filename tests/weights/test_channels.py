@@ -189,6 +189,14 @@ def test_what_is_no_convolution_of_the_images_is_refused(tmp_path):
     assert "\n" not in str(e.value)
 
 
+def test_a_patch_embedding_without_channels_is_refused(tmp_path):
+    state = build_backbone(PLAIN, 32).state_dict() | {"patch_embed.proj.weight": torch.empty(64, 0, 8, 8)}
+    torch.save(state, tmp_path / "x.pth")
+    start = STARTS["a ViT of ours"]
+    with pytest.raises(CheckpointError, match=r"patch_embed\.proj\.weight is for images without channels"):
+        build_network(_recipe(start, str(tmp_path / "x.pth"), 4), PerformanceOptions())
+
+
 @pytest.mark.parametrize(("channels", "asks"), [(1, False), (2, True), (4, True), (3, False)])
 def test_mean_and_deviation_are_asked_for(tmp_path, channels, asks):
     """Of channels that are neither gray nor RGB nothing is known: in one line, with what prints them."""
