@@ -41,13 +41,12 @@ def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
 
 
 def _said(names: list[str], before: int, channels: int, is_same: bool) -> str:
-    if channels > before:
-        how = f"channels repeat the {before} in order, each divided by the number of its copies"
-    else:
-        how = f"each channel is the sum of the {before}" + (f", divided by {channels}" if channels > 1 else "")
-    how = f"adapted from {before} to {channels} channels ({', '.join(names)}): {how}"
+    how = f"they repeat the {before} in order, each divided by the number of its copies"
+    if channels < before:
+        how = f"each is the sum of the {before}, divided by {channels}" if channels > 1 else f"the sum of the {before}"
+    how = f"its channels are adapted from {before} to {channels} ({', '.join(names)}): {how}"
     if not names:
-        how = f"made for {before} channels, and none of its tensors depends on their number"
+        how = f"it was made for {before} channels, and none of its tensors depends on their number"
     return (
         f"{how}; {'gray images keep their features' if is_same else 'gray images may have other features than before'}"
     )

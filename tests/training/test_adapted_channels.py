@@ -74,7 +74,7 @@ def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
     np.testing.assert_allclose([float(value) for value in flags["data.mean"].split(",")], MEANS, atol=2e-3)
     np.testing.assert_allclose([float(value) for value in flags["data.std"].split(",")], 0.1 / 12**0.5, atol=2e-3)
     assert run_on_ranks(train_tiny, place / "4", run, max_steps=1, changes=start | flags, world=1) == [None]
-    assert "adapted from 3 to 4 channels (patch_embed.proj.weight)" in log_of(run)
+    assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)
 
 
 def test_a_range_that_must_be_given_is_in_the_same_message(tmp_path):
@@ -162,4 +162,4 @@ def test_paths_as_a_user_gives_them(place, tmp_path):
     assert run_on_ranks(train_tiny, place / "1", Path(tmp_path / "run"), max_steps=1, changes=changes, world=1) == [
         None
     ]
-    assert "each channel is the sum of the 3; gray images keep" in log_of(tmp_path / "run")
+    assert ": the sum of the 3; gray images keep" in log_of(tmp_path / "run")

@@ -127,9 +127,9 @@ def test_gray_images_keep_their_features(tmp_path, kind, channels):
         found, wanted = (one.eval().features(_gray(n)) for one, n in ((network.backbone, channels), (theirs, 3)))
     assert_same(found, wanted)
     said = network.started_from
-    assert f"adapted from 3 to {channels} channels (" in said and "; gray images keep their features" in said
-    how = {1: "each channel is the sum of the 3;", 2: "each channel is the sum of the 3, divided by 2;"}
-    assert how.get(channels, "channels repeat the 3 in order, each divided by the number of its copies;") in said
+    assert f"; its channels are adapted from 3 to {channels} (" in said and "; gray images keep their features" in said
+    how = {1: ": the sum of the 3;", 2: ": each is the sum of the 3, divided by 2;"}
+    assert how.get(channels, ": they repeat the 3 in order, each divided by the number of its copies;") in said
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (1, 5), (6, 3), (6, 4), (4, 6), (3, 3)])
