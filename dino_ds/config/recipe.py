@@ -216,6 +216,7 @@ class Recipe(Section):
         channels = self.model.in_chans
         return [
             f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {channels}: give one a channel"
+            f"{f', or set --model.in_chans {len(values)}' if values else ''}"
             for name, values in known.items()
             if len(values) != channels and (self.model.backbone != FROM_SOURCE or not values)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text, why_not_scaled
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
@@ -167,7 +168,7 @@ def with_value_range(
         if distributed.rank() == 0:
             known = recipe.data.known_range or earlier()
             sample = look_at_values([source], recipe.model.in_chans)
-            _check_images(recipe, sample, hasattr(source, "read"))
+            _check_images(recipe, source, sample)
             chosen, words = (known, "") if known else sample.decide()
             found = chosen, [*([words] if words else []), *find_misfits(sample.deep, chosen)]
     chosen, notes = distributed.gather_objects(found)[0]
@@ -175,13 +176,52 @@ def with_value_range(
     return recipe.model_copy(update={"data": data}), notes
 
 
-def _check_images(recipe: Recipe, sample: Sample, is_files: bool) -> None:
+def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
     wanted, channels = recipe.model.in_chans, sample.channels
-    if is_files and not sample.images and sample.problem:
+    if hasattr(source, "read") and not sample.images and sample.problem:
         raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
+        keeps = (
+            "" if recipe.model.init_from is None else "; model.init_from stays: weights for other channels are adapted"
+        )
         raise ConfigError(
             f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
-            f"; set --model.in_chans {channels.most_common(1)[0][0]}"
+            f"; set {_fitting_flags(recipe, source, channels.most_common(1)[0][0])}{keeps}"
         )
+
+
+def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
+    """The options with which a run takes images of so many `channels`, with what was measured on some of them."""
+    flags, value_range = [f"--model.in_chans {channels}"], recipe.data.known_range
+    if value_range is None:
+        sample = look_at_values([source], channels)
+        try:
+            value_range, _ = sample.decide()
+        except ConfigError:
+            value_range = sample.measured
+            flags.append(f"--data.value_range {range_text(value_range)}")
+    if channels in (1, 3) and recipe.data.mean is None:
+        return " ".join(flags)
+    moments = list(_moments(source, channels, value_range))
+    if not moments:
+        return " ".join([*flags, "and data.mean and data.std of as many"])
+    found = Normalisation.measured(moments)
+    flags += [f"--data.mean {range_text(found.mean)}", f"--data.std {range_text(found.std)}"]
+    return f"{' '.join(flags)} (measured on {len(moments)} images; dino-ds look-data with these measures more)"
+
+
+def _moments(source: Source, channels: int, value_range: ValueRange | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Of up to 64 images of so many `channels` the means by channel of values and of their squares, black 0, white 1.
+
+    Images that can't be read or lie beyond the range are left out.
+    """
+    for index in evenly_spaced_indices(len(source), _SAMPLE):
+        try:
+            image = open_image(source, index, MAX_PIXELS, value_range, channels)
+            pixels = image.decode() if image.channels == channels else None
+        except Exception:  # as in a sample
+            continue
+        if pixels is not None:
+            values = pixels.reshape(-1, channels).astype(np.float64) / (255 if pixels.dtype == np.uint8 else 1)
+            yield values.mean(0), np.square(values).mean(0)

@@ -130,12 +130,7 @@ def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRa
         mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
         scale = max(white - black, 1e-30)
         moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))
-    if not moments:
-        return None
-    mean, square = (np.mean(part, axis=0) for part in zip(*moments, strict=True))
-    std = np.sqrt(np.maximum(square - mean**2, 0))
-    rounded = (tuple(np.round(np.clip(values, least, 1), 4).tolist()) for values, least in ((mean, 0), (std, 1e-4)))
-    return Normalisation(*rounded)
+    return Normalisation.measured(moments) if moments else None
 
 
 def advise_normalisation(measured: Normalisation, used: Normalisation, is_given: bool) -> str:

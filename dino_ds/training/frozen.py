@@ -53,11 +53,7 @@ def find_teacher(recipe: Recipe) -> FrozenSource | None:
 
 def _check(source: FrozenSource, recipe: Recipe) -> None:
     teacher, spec = source.name, source.spec
-    if spec.in_chans != recipe.model.in_chans:
-        raise ConfigError(
-            f"{teacher} is for images of {spec.in_chans} channels, and this run's have {recipe.model.in_chans} "
-            "(model.in_chans): take a teacher for as many"
-        )
+    source.check_channels(recipe.model.in_chans)
     with torch.device("meta"):
         backbone = build_backbone(spec, source.image_size)
     steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]

@@ -83,10 +83,7 @@ def _make_room(network: Network, dtype: torch.dtype) -> None:
 
 def _check_fits(recipe: Recipe, network: Network, source: FrozenSource) -> None:
     ours = recipe.model.spec()
-    if source.spec.in_chans != ours.in_chans:
-        raise ConfigError(
-            f"{source.name} takes images of {source.spec.in_chans} channels, and this run's have {ours.in_chans}"
-        )
+    source.check_channels(ours.in_chans)
     if recipe.gram.refresh_every.value:
         stays = "set gram.refresh_every 0, or take another teacher"
         if source.spec != ours:

@@ -13,9 +13,8 @@ _NUMBERS = {
     "width": "width {}",
     "depth": "{} blocks",
     "heads": "{} attention heads",
-    "in_chans": "{} channels",
 }
-FLAGS = (*_NUMBERS, "registers")
+FLAGS = (*_NUMBERS, "in_chans", "registers")
 
 
 def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:

@@ -165,8 +165,9 @@ def _recognised(
     """The spec, and `tensors` as they are or the `network` inside; None: another one."""
     if asked is not None:
         for own in (tensors, network):
-            if _fits(own, asked):
-                return asked, own
+            stored = _with_stored_channels(asked, own)
+            if _fits(own, stored):
+                return stored, own
     first = network.get("conv1.weight")
     if first is not None and first.ndim == 4 and 1 <= first.shape[1] <= _MOST_CHANNELS:
         for name in _RESNETS:
@@ -178,6 +179,15 @@ def _recognised(
             if own.keys() & shapes_of(asked)[0].keys():
                 return asked, own
     return None
+
+
+def _with_stored_channels(asked: ForeignSpec, tensors: Mapping[str, Tensor]) -> ForeignSpec:
+    """`asked` for images of as many channels as the first convolution of theirs has among `tensors`."""
+    for name, shape in shapes_of(asked)[0].items():
+        found = tuple(tensors[name].shape) if name in tensors else ()
+        if len(shape) == len(found) == 4 and shape[1] == asked.in_chans and 1 <= found[1] <= _MOST_CHANNELS:
+            return replace(asked, in_chans=found[1])
+    return asked
 
 
 def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:

@@ -18,7 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.errors import CheckpointError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.weights.find import checkpoint_of, find_weights, teacher_parts
 from dino_ds.weights.fit import describe
 from dino_ds.weights.normalisation import normalisation_of, range_of
@@ -50,6 +50,15 @@ class FrozenSource:
     def name(self) -> str:
         """As the user gave it, for messages."""
         return f"{self.key} {self.place}"
+
+    def check_channels(self, ours: int) -> None:
+        """Raises ConfigError where the images of this run have other channels: what never learns is not adapted."""
+        if self.spec.in_chans != ours:
+            raise ConfigError(
+                f"{self.name} is for images of {self.spec.in_chans} channels, and this run's have {ours} "
+                "(model.in_chans): take a teacher for as many, such as a run on these images that started with "
+                f"--model.init_from {self.place}, which adapts its weights"
+            )
 
     def head(self, name: str) -> HeadSection:
         """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""

@@ -18,6 +18,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
+from dino_ds.weights.channels import adapt_channels, channels_of
 from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
 from dino_ds.weights.dinov3 import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.find import find_weights
@@ -31,10 +32,12 @@ _MASK_TOKEN = "backbone.mask_token"
 def find_start(
     model: ModelSection, value_range: ValueRange | None = None, normalisation: Normalisation | None = None
 ) -> Weights:
-    """The weights of `model.init_from`; the notes say what their files do not state and what differs here.
+    """The weights of `model.init_from`, adapted to the channels of `model`; the notes say how, what their files do not
+    state and what differs here.
 
-    value_range: of this run's images deeper than 8 bits; normalisation: of all its images, None: the usual. Raises
-    CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`.
+    value_range: of this run's images deeper than 8 bits; normalisation: of all its images, or None for the usual one.
+    Raises CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`;
+    ConfigError where the channels are others and nothing says their mean and standard deviation.
     """
     assert model.init_from is not None
     ours = model.spec()
@@ -47,6 +50,10 @@ def find_start(
         notes = [*weights.notes, *(_notes_on_vit if is_vit else _notes_on_other)(weights, model)]
         if weights.kind == "dino_ds":
             notes += _notes_on_images(weights, value_range, normalisation or Normalisation.usual(ours.in_chans))
+        if channels_of(weights) != ours.in_chans:
+            _ask_for_normalisation(model, channels_of(weights), normalisation)
+            weights, how = adapt_channels(weights, ours.in_chans)
+            notes = [how, *notes]
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     return replace(weights, notes=notes)
@@ -57,10 +64,11 @@ def _notes_on_vit(weights: Weights, model: ModelSection) -> list[str]:
     ours = model.spec()
     assert isinstance(ours, ViTSpec)
     found = describe(weights, ours.heads)
-    if other := differences(found.arch, ours):
-        flags = flags_for(found.arch, model)
+    theirs = replace(found.arch, in_chans=ours.in_chans)  # they are adapted
+    if other := differences(theirs, ours):
+        flags = flags_for(theirs, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
-        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(found.arch)
+        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(theirs)
         raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
     notes = []
     if not found.heads_stated:
@@ -83,18 +91,13 @@ def _notes_on_other(weights: Weights, model: ModelSection) -> list[str]:
     if theirs is None or name != wanted:
         flag = FROM_SOURCE if theirs is None else name
         raise CheckpointError(f"it is a {name}, not a {wanted}; start with --model.backbone {flag}")
-    if theirs.in_chans != ours.in_chans:
-        raise CheckpointError(
-            f"it is for images of {theirs.in_chans} channels, this run's have {ours.in_chans} (model.in_chans): "
-            "start without it, or from weights for as many"
-        )
     given = [getattr(spec, "arguments", "{}") for spec in (theirs, ours)]
     return [f"it was made with model.arguments {given[0]}, this run's are {given[1]}"] if given[0] != given[1] else []
 
 
 def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalisation) -> list[str]:
     """Where those of the run whose weights these are were others. Raises CheckpointError for an unusable JSON."""
-    theirs, before, notes = normalisation_of(weights.about, len(ours.mean)), range_of(weights.about), []
+    theirs, before, notes = normalisation_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
         notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
@@ -103,10 +106,26 @@ def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Nor
     return notes
 
 
+def _ask_for_normalisation(model: ModelSection, theirs: int, given: Normalisation | None) -> None:
+    """Raises ConfigError where weights for `theirs` channels start a run on others whose mean nobody has given.
+
+    Gray and RGB images are near ImageNet's; what other channels have is not known, and the weights want it removed.
+    """
+    ours = model.in_chans
+    if ours not in (1, 3) and given in (None, Normalisation.usual(ours)):
+        raise ConfigError(
+            f"model.init_from {model.init_from} is for images of {theirs} channels, and is adapted to this run's "
+            f"{ours} (model.in_chans) if these have a mean and a deviation of their own: give --data.mean and "
+            f"--data.std, {ours} values each, which dino-ds look-data with this run's images and --model.in_chans "
+            f"{ours} prints"
+        )
+
+
 def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
-    It replaces the recipe's numbers, but for attention heads that the weights do not state. A run that exists already
+    It replaces the recipe's numbers, but for attention heads that the weights do not state, and channels that the
+    recipe gives: the weights are adapted to them. A run that exists already
     and began from the same weights knows it: their file may be gone. Raises CheckpointError for a network that dino_ds
     does not build, ConfigError where the recipe does not fit it.
     """
@@ -125,12 +144,18 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
         if weights.spec is not None:
             return change_recipe(recipe, _flags_for_other(weights.spec, model))
         arch = describe(weights, model.heads).arch
+        arch = replace(arch, in_chans=_channels_for(model, arch))
     except CheckpointError as error:
         raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     flags = flags_for(arch, model)
     if flags is None:
         raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
     return change_recipe(recipe, flags)
+
+
+def _channels_for(model: ModelSection, theirs: BackboneSpec) -> int:
+    """The number of channels that the recipe gives, or else that of the weights."""
+    return model.in_chans if "in_chans" in model.model_fields_set else theirs.in_chans
 
 
 def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
@@ -142,7 +167,7 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
                 f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
                 "weights; set --model.arguments {}"
             )
-    return {"model.backbone": backbone_name(spec), "model.in_chans": str(spec.in_chans), **arguments}
+    return {"model.backbone": backbone_name(spec), "model.in_chans": str(_channels_for(model, spec)), **arguments}
 
 
 class InitialWeights:

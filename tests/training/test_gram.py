@@ -112,7 +112,7 @@ def test_a_teacher_from_a_file_is_bit_unchanged(trained):
         ({"gram.teacher": "OTHER", "gram.crop_size": "40"}, "OTHER can't take its crops: images of 40 x 40 pixels"),
         ({"gram.teacher": "OTHER", "gram.refresh_every": "2"}, "whose EMA teacher can't replace it: set gram.refresh"),
         ({"gram.teacher": "OTHER/none"}, "gram.teacher OTHER/none: OTHER/none does not exist"),
-        ({"gram.teacher": "GREY"}, "gram.teacher GREY takes images of 1 channels, and this run's have 3"),
+        ({"gram.teacher": "GREY"}, "gram.teacher GREY is for images of 1 channels, and this run's have 3"),
         (
             {"model.backbone": "tests.training.test_gram:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
             "gram.weight compares patches: tests.training.test_gram:NoPatches gives features of whole images only",

@@ -1,0 +1,249 @@
+"""Weights for images of other channels than a run's: adapted so that gray images keep their features, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import StdConv2d
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+import dino_ds
+import dino_ds.cli as cli
+from dino_ds.backbones import VITS, BackboneSpec
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.models.build import build_backbone
+from dino_ds.training.build import build_network
+from dino_ds.weights.channels import adapt_convolution, first_convolutions
+from dino_ds.weights.export import FORMATS
+from dino_ds.weights.load import Backbone
+from dino_ds.weights.start import as_source
+from tests.training.harness import TINY
+from tests.weights.originals import assert_same, images, randomised
+from tests.weights.own import Own
+
+NUMBERS = {"patch_size": 8, "width": 64, "depth": 2, "heads": 2}
+PLAIN = replace(VITS["vit_small_patch16_224"], **NUMBERS)
+DINOV2 = replace(VITS["vit_small_patch14_dinov2"], **NUMBERS)
+ROPE = replace(VITS["vit_small_patch16_dinov3"], **NUMBERS)
+RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
+CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
+OWN = ForeignSpec("tests.weights.own:Own", 3, '{"width": 12}')
+
+
+class Branches(nn.Module):
+    """Two convolutions of the images, which standardise their weights or not."""
+
+    def __init__(self, in_chans: int, standardised: bool = False) -> None:
+        super().__init__()
+        kind = StdConv2d if standardised else nn.Conv2d
+        self.fine, self.coarse = kind(in_chans, 8, 4, 4, padding=0), kind(in_chans, 8, 8, 4, padding=2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.fine(images) + self.coarse(images)
+        return out
+
+
+class Normed(nn.Module):
+    """Begins with a norm of the channels."""
+
+    def __init__(self, in_chans: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(in_chans)
+        self.conv = nn.Conv2d(in_chans, 8, 4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.conv(self.norm(images))
+        return out
+
+
+BRANCHES, NORMED = (ForeignSpec(f"{__name__}:{name}") for name in ("Branches", "Normed"))
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run from a file in one of the formats; name: what the recipe calls the backbone."""
+
+    spec: BackboneSpec
+    name: str
+    form: str
+
+    def write(self, folder, channels: int = 3) -> tuple[Any, str]:
+        """The network of random weights, and where it was written."""
+        network = randomised(build_backbone(replace(self.spec, in_chans=channels), 32))
+        place = folder / f"x{FORMATS[self.form][1] if self.form != 'state' else '.pth'}"
+        if self.form == "state":
+            torch.save(network.state_dict(), place)
+        else:
+            FORMATS[self.form][0](Backbone(network, 32, "here", {}), place)
+        return network, str(place)
+
+
+STARTS = {
+    "a ViT of ours": Start(PLAIN, "vit_small_patch16_224", "safetensors"),
+    "DINO's file": Start(PLAIN, "vit_small_patch16_224", "dino"),
+    "DINOv2's file": Start(DINOV2, "vit_small_patch14_dinov2", "dinov2"),
+    "DINOv2 by Hugging Face": Start(DINOV2, "vit_small_patch14_dinov2", "hf"),
+    "DINOv3 by Hugging Face": Start(ROPE, "vit_small_patch16_dinov3", "hf"),
+    "rotary positions, timm's folder": Start(ROPE, "vit_small_patch16_dinov3", "timm"),
+    "a ResNet": Start(RESNET, "resnet18", "timm"),
+    "two first convolutions": Start(BRANCHES, BRANCHES.name, "safetensors"),
+    "a class of one's own": Start(OWN, OWN.name, "safetensors"),
+    "its tensors alone": Start(OWN, OWN.name, "state"),
+}
+
+
+def _statistics(channels: int) -> dict[str, str]:
+    return {f"data.{key}": ",".join([value] * channels) for key, value in (("mean", "0.4"), ("std", "0.2"))}
+
+
+def _recipe(start: Start, place: str, channels: int, **changes: str) -> Recipe:
+    base = {key: value for key, value in TINY.items() if not key.startswith("model.")}
+    model = {"backbone": start.name, "in_chans": str(channels), "init_from": place, "drop_path": "0"}
+    model |= {"arguments": start.spec.arguments} if isinstance(start.spec, ForeignSpec) else NUMBERS
+    given = {f"model.{key}": str(value) for key, value in model.items()}
+    return load_recipe(None, base | given | _statistics(channels) | changes)
+
+
+def _gray(channels: int) -> Tensor:
+    return images(32, 32, channels=1).expand(-1, channels, -1, -1)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 7, 12])
+@pytest.mark.parametrize("kind", STARTS)
+def test_gray_images_keep_their_features(tmp_path, kind, channels):
+    """One value in all channels gives what it gave in three, within 1e-5; the log says how."""
+    theirs, place = STARTS[kind].write(tmp_path)
+    network = build_network(_recipe(STARTS[kind], place, channels), PerformanceOptions())
+    with torch.no_grad():
+        found, wanted = (one.eval().features(_gray(n)) for one, n in ((network.backbone, channels), (theirs, 3)))
+    assert_same(found, wanted)
+    said = network.started_from
+    assert f"; its channels are adapted from 3 to {channels} (" in said and "; gray images keep their features" in said
+    how = {1: ": the sum of the 3;", 2: ": each is the sum of the 3, divided by 2;"}
+    assert how.get(channels, ": they repeat the 3 in order, each divided by the number of its copies;") in said
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (1, 5), (6, 3), (6, 4), (4, 6), (3, 3)])
+def test_weights_for_any_channels_start_a_run_on_any(tmp_path, before, after):
+    """The same rule; weights for as many are taken bit for bit, and nothing is said."""
+    start = STARTS["a ViT of ours"]
+    theirs, place = start.write(tmp_path, before)
+    network = build_network(_recipe(start, place, after), PerformanceOptions())
+    assert_same(network.backbone.eval().features(_gray(after)), theirs.eval().features(_gray(before)))
+    assert ("adapted" in network.started_from) == (before != after)
+    if before == after:
+        assert torch.equal(network.backbone.patch_embed.proj.weight, theirs.patch_embed.proj.weight)
+
+
+def test_it_is_timm_s_rule_where_that_keeps_gray_images():
+    """For one channel and multiples of three; for others timm's sum over the channels is another one."""
+    weight = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    for channels in range(1, 16):
+        ours, theirs = adapt_convolution(weight, channels), adapt_input_conv(channels, weight)
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.sum(1), weight.sum(1), rtol=0, atol=1e-6)
+        is_timm_s = channels == 1 or channels % 3 == 0
+        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6) == is_timm_s
+        assert torch.allclose(theirs.sum(1), weight.sum(1), rtol=0, atol=1e-6) == is_timm_s
+
+
+def test_half_precision_is_adapted_in_fp32():
+    weight = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).half()
+    assert torch.equal(adapt_convolution(weight, 1), weight.float().sum(1, keepdim=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0", "repvgg_a0", "crossvit_9_240"])
+def test_the_first_convolutions_are_those_that_timm_names(name):
+    """One or several, found by building the network for another number of channels."""
+    named = timm.get_pretrained_cfg(name).first_conv
+    named = {f"{one}.weight" for one in ([named] if isinstance(named, str) else named)}
+    assert set(first_convolutions(ForeignSpec(name), 5, 224)) == named
+
+
+def test_where_gray_images_may_have_other_features_it_is_said(tmp_path):
+    """A convolution that standardises its weights loses what they were divided by."""
+    spec = replace(BRANCHES, arguments='{"standardised": true}')
+    start = Start(spec, spec.name, "safetensors")
+    _, place = start.write(tmp_path)
+    said = build_network(_recipe(start, place, 6), PerformanceOptions()).started_from
+    assert "; gray images may have other features than before" in said
+
+
+def test_what_is_no_convolution_of_the_images_is_refused(tmp_path):
+    start = Start(NORMED, NORMED.name, "safetensors")
+    _, place = start.write(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"for images of 3 channels, .* have 4 .*norm.bias \[3\] can't be ad"
+    ) as e:
+        build_network(_recipe(start, place, 4), PerformanceOptions())
+    assert "\n" not in str(e.value)
+
+
+def test_a_patch_embedding_without_channels_is_refused(tmp_path):
+    state = build_backbone(PLAIN, 32).state_dict() | {"patch_embed.proj.weight": torch.empty(64, 0, 8, 8)}
+    torch.save(state, tmp_path / "x.pth")
+    start = STARTS["a ViT of ours"]
+    with pytest.raises(CheckpointError, match=r"patch_embed\.proj\.weight is for images without channels"):
+        build_network(_recipe(start, str(tmp_path / "x.pth"), 4), PerformanceOptions())
+
+
+@pytest.mark.parametrize(("channels", "asks"), [(1, False), (2, True), (4, True), (3, False)])
+def test_mean_and_deviation_are_asked_for(tmp_path, channels, asks):
+    """Of channels that are neither gray nor RGB nothing is known: in one line, with what prints them."""
+    start = STARTS["a ViT of ours"]
+    _, place = start.write(tmp_path, 6)
+    recipe = _recipe(start, place, channels, **{"data.mean": "none", "data.std": "none"})
+    if not asks:
+        assert f"adapted from 6 to {channels}" in build_network(recipe, PerformanceOptions()).started_from
+        return
+    with pytest.raises(ConfigError) as caught:
+        build_network(recipe, PerformanceOptions())
+    said = str(caught.value)
+    assert said.startswith(f"model.init_from {place} is for images of 6 channels") and "\n" not in said
+    assert f"give --data.mean and --data.std, {channels} values each" in said and "look-data" in said
+
+
+@pytest.mark.parametrize("kind", ["a ViT of ours", "a ResNet"])
+@pytest.mark.parametrize(("before", "given", "wanted"), [(3, "4", 4), (6, None, 6), (6, "3", 3)])
+def test_from_source_keeps_channels_that_are_given(tmp_path, kind, before, given, wanted):
+    """Of the weights are all other numbers, and the channels where the recipe does not name them."""
+    _, place = STARTS[kind].write(tmp_path, before)
+    words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}", "--model.backbone=from_source"]
+    words += [f"--model.init_from={place}", "--ds_config=ds_configs/zero0_fp32.json", "--crops.local_size=96"]
+    words += [f"--model.in_chans={given}"] if given else []
+    spec = cli.prepare(words)[2]["recipe"].model.spec()
+    assert spec.in_chans == wanted and spec == replace(STARTS[kind].spec, in_chans=wanted)
+
+
+def test_another_architecture_is_named_without_the_channels(tmp_path):
+    """They are no reason to refuse, and the flags that fit leave them as they are."""
+    start = STARTS["a ViT of ours"]
+    _, place = start.write(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has 2 blocks, not 3; start with --model.depth 2, or with --model"):
+        build_network(_recipe(start, place, 4, **{"model.depth": "3"}), PerformanceOptions())
+
+
+def test_a_file_of_one_s_own_class_is_loaded_with_its_channels(tmp_path):
+    """Its name says nothing of them; the first convolution does."""
+    theirs = randomised(Own(5, 8)).eval()
+    torch.save(theirs.state_dict(), tmp_path / "x.pth")
+    ours = dino_ds.load(tmp_path / "x.pth", backbone=OWN.name)
+    assert ours.network.spec.in_chans == 5
+    assert_same(ours.features(images(32, 32, channels=5)), theirs(images(32, 32, channels=5)).mean((2, 3)))
+
+
+def test_as_source_of_a_recipe_without_channels(tmp_path):
+    """In Python too, where a recipe is made without a command line."""
+    _, place = STARTS["a ViT of ours"].write(tmp_path, 6)
+    changes = {"model.backbone": "from_source", "model.init_from": place}
+    assert as_source(load_recipe(None, changes), None).model.in_chans == 6
