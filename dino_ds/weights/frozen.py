@@ -54,8 +54,8 @@ class FrozenSource:
     def head(self, name: str) -> HeadSection:
         """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""
         tensors = self.heads[name]
-        linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
         try:
+            linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
             prototypes, bottleneck = tensors["prototypes.weight"].shape
             return HeadSection(
                 prototypes=prototypes,

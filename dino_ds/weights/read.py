@@ -20,7 +20,7 @@ from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface, is_huggingface
-from dino_ds.weights.normalisation import processor_statistics, timm_statistics
+from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_statistics
 from dino_ds.weights.reference import split_network
 from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, check_numbers, checked, few
@@ -31,7 +31,6 @@ _HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024
 """Width and attention heads of facebookresearch/dino's networks, by the last word of its --arch."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Of a Hugging Face folder."""
-_PROCESSOR = "preprocessor_config.json"
 Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and what else in it tells of their architecture."""
 
@@ -52,10 +51,10 @@ def read_weights(
         return network_weights(path, tensors, about, (network, asked, trusted))
     try:
         _check_huggingface(about)
-        if path.is_dir():
-            about = about | processor_statistics(read_json(path / _PROCESSOR))
+        stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
         weights = from_huggingface(tensors)
-        weights = replace(weights, backbone=checked(weights.backbone), about=about)
+        own = checked(weights.backbone)
+        weights = replace(weights, backbone=own, about=about | stated, notes=[*weights.notes, *said])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     return _with_numbers(path, weights)

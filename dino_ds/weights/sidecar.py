@@ -19,16 +19,12 @@ from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import content_sum
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
+from dino_ds.names import sidecar_of
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is
 being replaced."""
 Facts = dict[str, Any]
-
-
-def sidecar_of(weights: Path) -> Path:
-    """The JSON next to a file of weights: teacher.json of teacher.safetensors, but vit.pth.json of vit.pth."""
-    return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")
 
 
 def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
