@@ -88,11 +88,13 @@ DAMAGE = {
     "empty": lambda path, other: path.write_bytes(b""),
     "of another run": lambda path, other: shutil.copy(other, path),
 }
+_NOT_READ = {("teacher.safetensors", damage) for damage in DAMAGE} | {("teacher.json", "of another run")}
+"""Of a run that is a frozen teacher: all but the step is taken from its checkpoint."""
 CELLS = [
     (command, given, file, damage)
     for command, (given, files), damage in itertools.product(COMMANDS, READ.items(), DAMAGE)
     for file in files
-    if not (command in ("teacher.source", "gram.teacher") and file == "teacher.safetensors")  # they take the checkpoint
+    if command not in ("teacher.source", "gram.teacher") or (file, damage) not in _NOT_READ
 ]
 
 
