@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.checkpoint.files import checksum_once, is_plain_file
 from dino_ds.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -234,7 +234,7 @@ def _find_damage(folder: Path, manifest: Manifest, names: Sequence[str]) -> str:
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
-                check_content(folder, name, manifest, checksum(folder / name, bar.update))
+                check_content(folder, name, manifest, checksum_once(folder / name, bar.update))
             except CheckpointError as error:
                 return str(error)
             except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections.abc import Sequence
@@ -170,13 +171,14 @@ def _read_folder(folder: Path) -> Content:
 
 def _read_file(path: Path, network: str) -> Content:
     """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
-    facts = read_sidecar(path)
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path), facts
-    tensors, about = _read_torch(path, network)
-    return tensors, about | facts
+    while path.is_file():
+        verified = path.stat()
+        facts = read_sidecar(path)
+        tensors, about = (_read_safetensors(path), {}) if path.suffix == ".safetensors" else _read_torch(path, network)
+        if path.is_file() and os.path.samestat(path.stat(), verified):
+            return tensors, about | facts
+        # else a run that is at work has replaced it between the two readings
+    raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:

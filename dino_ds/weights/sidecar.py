@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dino_ds.checkpoint.files import FileRecord, checksum
+from dino_ds.checkpoint.files import FileRecord, checksum, checksum_once
 from dino_ds.checkpoint.manifest import content_sum
 from dino_ds.durable import replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
@@ -47,7 +47,7 @@ def read_sidecar(weights: Path) -> Facts:
     facts = read_facts(place)
     while _FILE in facts:
         try:
-            found = checksum(weights)
+            found = checksum_once(weights)
         except OSError as error:
             raise CheckpointError(f"{weights} can't be read: {error.strerror}") from None
         if (fitting := _fitting(facts, found)) is not None:

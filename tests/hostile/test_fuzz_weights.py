@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import dino_ds
 from dino_ds.errors import CheckpointError
+from dino_ds.weights.sidecar import read_sidecar
 from tests.hostile.guard import examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text
 from tests.hostile.test_payloads import CANARY, PICKLES
@@ -79,7 +80,7 @@ def test_broken_descriptions(run, data):
 def test_descriptions_of_other_networks_are_refused(run, change):
     path = run / "teacher.json"
     whole = path.read_text()
-    body = json.loads(whole)
+    body = read_sidecar(run / "teacher.safetensors")
     for key, value in change.items():
         body[key] = {**body[key], **value} if isinstance(value, dict) else value
     path.write_text(json.dumps(body))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -201,6 +202,23 @@ def test_a_meant_edit_of_teacher_json(run):
     assert dino_ds.load(run).normalisation.mean == (0, 0, 0)
     DAMAGE["flipped"](run / "teacher.safetensors", None)
     with pytest.raises(CheckpointError, match=r"teacher\.safetensors is damaged"):
+        dino_ds.load(run)
+
+
+def test_a_command_reads_a_file_once_to_verify_it(run, monkeypatch):
+    """However often it opens the model; a file that has changed since is read again, at whatever length."""
+    from dino_ds.checkpoint import files
+
+    read, checksum = [], files.checksum
+    monkeypatch.setattr(files, "checksum", lambda path, *how: read.append(Path(path).name) or checksum(path, *how))
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1e9)
+    for _ in range(2):
+        dino_ds.load(run)
+        find_frozen(str(run))
+    assert sorted(read) == ["teacher.safetensors", "whole_00000.safetensors"]
+    DAMAGE["flipped"](run / "teacher.safetensors", None)
+    os.utime(run / "teacher.safetensors", (1, 1))
+    with pytest.raises(CheckpointError, match="is damaged"):
         dino_ds.load(run)
 
 
