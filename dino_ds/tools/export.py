@@ -71,13 +71,15 @@ def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
     """How images are prepared, where the program that loads the export does not do it or does it in another way."""
     size = model.image_size
     if format in _OF_THE_HUB:
-        remedy = {"hf": f"give it size={{'shortest_edge': {size}}}", "timm": "set its crop_pct to 1"}[format]
+        by_size = format == "hf" and model.is_vit  # transformers prepares images for other networks by timm's transform
+        remedy = f"give it size={{'shortest_edge': {size}}}" if by_size else "set its crop_pct to 1"
         return [
             f"its image processor enlarges and cuts images whose shorter side is {size} pixels or less, which dino_ds "
             f"leaves uncut: for such images {remedy}"
         ]
-    mean, std = list(model.normalisation.mean), list(model.normalisation.std)
-    return [] if format == "safetensors" else [f"it wants images less {mean}, by {std}: {sidecar_of(place)} says so"]
+    return (
+        [] if format == "safetensors" else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
+    )
 
 
 def _check_place(source: Path, format: str, place: Path) -> None:

@@ -58,7 +58,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
             f"std {std}; dino_ds leaves images whose shorter side is {model.image_size} pixels or less uncut"
-            f"{_UNCUT[library].format(size=model.image_size)}.{_on_sizes(model)}",
+            f"{_UNCUT[library if model.is_vit else 'timm'].format(size=model.image_size)}.{_on_sizes(model)}",
             *_range_lines(model),
             "",
             *_table(about),

@@ -17,7 +17,7 @@ from typing import Any
 
 from dino_ds.checkpoint.files import FileRecord, checksum, checksum_once
 from dino_ds.checkpoint.manifest import content_sum
-from dino_ds.durable import replace_file, replacing
+from dino_ds.durable import discard, is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.names import sidecar_of
 
@@ -33,10 +33,15 @@ def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None]
     `write` returns length and CRC32 of what it has written if it knows them.
     """
     place, before = sidecar_of(weights), _description_of(weights)
-    with replacing(weights) as temporary:
-        record = write(temporary) or checksum(temporary)
-        now = {**facts, _FILE: vars(record)}
-        replace_file(place, _sealed(now | ({_BEFORE: before} if before else {})))
+    try:
+        with replacing(weights) as temporary:
+            record = write(temporary) or checksum(temporary)
+            now = {**facts, _FILE: vars(record)}
+            replace_file(place, _sealed(now | ({_BEFORE: before} if before else {})))
+    except BaseException:
+        if is_gone(weights):
+            discard(place)  # it describes nothing
+        raise
     replace_file(place, _sealed(now))
 
 

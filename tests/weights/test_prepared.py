@@ -66,7 +66,7 @@ def test_export_says_what_a_program_must_do_itself(tmp_path, capsys):
     """Its last lines: what is removed of images, or how small images are left uncut; and nothing is overwritten."""
     FORMATS["safetensors"][0](_backbone(), tmp_path / "a.safetensors")
     source = str(tmp_path / "a.safetensors")
-    wanted = {"dino": "it wants images less [0.485", "hf": "'shortest_edge': 32", "timm": "crop_pct to 1"}
+    wanted = {"dino": "prepare images with mean 0.485", "hf": "'shortest_edge': 32", "timm": "crop_pct to 1"}
     for format, words in wanted.items():
         export(ExportOptions(model=source, format=format))
         assert words in capsys.readouterr().out

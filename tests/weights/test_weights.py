@@ -127,6 +127,19 @@ def test_transformers_gives_the_same_features(name, size, tmp_path):
     torch.testing.assert_close(back.features(given), model.features(given), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
+def test_transformers_resizes_positions_in_a_third_way(tmp_path, interpolation):
+    """Its Dinov2 without registers and its ViT, at another size than the native one: docs/models.md says so."""
+    transformers = pytest.importorskip("transformers")
+    for i, name in enumerate(KINDS[:2]):
+        model, given = _backbone(name, interpolation), images(48, 64)
+        export_hf(model, tmp_path / f"{i}")
+        theirs = transformers.AutoModel.from_pretrained(tmp_path / f"{i}").eval()
+        more = {"interpolate_pos_encoding": True} if i == 0 else {}
+        off = (theirs(pixel_values=given, **more).last_hidden_state[:, 0] - model.features(given)).abs().max()
+        assert 1e-5 < off < 0.5, off
+
+
 @pytest.mark.parametrize("shape", [(120, 160), (36, 36)])
 def test_from_a_picture_to_features_as_transformers_does(tmp_path, shape):
     """AutoImageProcessor and AutoModel on a PIL image, 1e-5; by torchvision's filter, which rounds a few of the resized
