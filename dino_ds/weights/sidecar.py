@@ -61,7 +61,8 @@ def read_sidecar(weights: Path) -> Facts:
         if facts == before:  # and not replaced meanwhile by a run that is at work
             raise CheckpointError(
                 f"{weights} is damaged or of another run ({_shown(found)}, and {place.name} says "
-                f"{_shown(facts[_FILE])}): bring the file back that belongs to {place.name}"
+                f"{_shown(facts[_FILE])}): bring the right one back; if it was changed on purpose, remove {_FILE!r} and "
+                f"{_SUM!r} there"
             )
     return facts
 
