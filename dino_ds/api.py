@@ -40,7 +40,7 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, of `train` or an earlier one; the other functions take it in place of the folder's name."""
+    """The folder of a run, or of a checkpoint of it; the other functions take it in place of the folder's name."""
 
     path: Path
 

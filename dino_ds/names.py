@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-MODEL_FORMS = "a run folder, a file of weights, a Hugging Face folder or a timm name"
+MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
 """What a model is given as."""
 MOST_PROBLEMS = 100
 """Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
@@ -158,3 +158,8 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
         return f"{path} does not exist. Did you mean {_listed(files)}?"
     there = f"has {', '.join(beside[:8])}" if beside else f"has no {' or '.join(endings)} file"
     return f"{path} does not exist: {folder.absolute()} {there}."
+
+
+def sidecar_of(weights: Path) -> Path:
+    """The JSON next to a file of weights: teacher.json of teacher.safetensors, but vit.pth.json of vit.pth."""
+    return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")

@@ -252,9 +252,9 @@ def _build(
     new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
     teacher = distilled(step.teachers)
-    about_teacher = functools.partial(folder.about_teacher, recipe.model.spec(), teacher)
+    write_teacher = functools.partial(folder.write_teacher, teacher)
     description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
-    saver = Saver(checkpoints, step, state, evaluations, description, about_teacher, recipe.save_in_background)
+    saver = Saver(checkpoints, step, state, evaluations, description, write_teacher, recipe.save_in_background)
     notes = begin.notes + late + same_images(source, images)
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")

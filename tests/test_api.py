@@ -307,7 +307,7 @@ def test_words_of_a_list_are_given_one_by_one():
 
 @pytest.mark.parametrize("given", [None, {}, 3, b"runs/x", ["runs/x"], torch.nn.Identity()], ids=repr)
 def test_what_can_t_name_a_model_is_refused(given):
-    text = f"a {type(given).__name__} is not the name of a model; give a run folder, a file of weights"
+    text = f"a {type(given).__name__} is not the name of a model; give a run folder or one of its checkpoints"
     with pytest.raises(CheckpointError, match=text):
         dino_ds.load(given)
 

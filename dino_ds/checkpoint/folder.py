@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.checkpoint.files import checksum_once, is_plain_file
 from dino_ds.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -101,7 +101,8 @@ class Checkpoints:
         assert manifest is not None
         with distributed.raise_on_all_ranks():
             accept(manifest)
-        if problem := _first(find_damage(folder, manifest)):
+        share = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
+        if problem := _first(_find_damage(folder, manifest, share)):
             return None, problem
         return manifest, ""
 
@@ -211,16 +212,29 @@ class Checkpoints:
             return None
 
 
-def find_damage(folder: Path, manifest: Manifest) -> str:
-    """Reads this rank's share of the files: what is wrong with the first bad one, or nothing."""
-    names = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
+def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
+    """The checkpoint in `folder`, which may lie anywhere, verified by this process alone: every file is there and as
+    long as it should be, and every byte is right of the files whose names begin with `only`. No others may be read
+    then. Raises CheckpointError."""
+    try:
+        manifest = read_manifest(folder)
+        check_present(folder, manifest)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
+    if problem := _find_damage(folder, manifest, [name for name in sorted(manifest.files) if name.startswith(only)]):
+        raise CheckpointError(problem)
+    return SavedCheckpoint(folder, manifest)
+
+
+def _find_damage(folder: Path, manifest: Manifest, names: Sequence[str]) -> str:
+    """Reads these files of a checkpoint; returns what is wrong with the first bad one, or nothing."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
     what = f"verifying {folder.name}"
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
-                check_content(folder, name, manifest, checksum(folder / name, bar.update))
+                check_content(folder, name, manifest, checksum_once(folder / name, bar.update))
             except CheckpointError as error:
                 return str(error)
             except OSError as error:

@@ -21,6 +21,8 @@ from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file, rank_
 from dino_ds.errors import CheckpointError, one_line
 
 MANIFEST = "manifest.json"
+WHOLE = "whole_"
+"""How the names of the files begin that hold the teacher, its heads and the centers."""
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 _MOST_BYTES = 2**28
 FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
@@ -152,7 +154,7 @@ class SavedCheckpoint:
         """Name -> tensor of all whole_* files; they stay on the disk until they are used."""
         tensors: dict[str, Tensor] = {}
         for name in sorted(self.manifest.files):
-            if name.startswith("whole_"):
+            if name.startswith(WHOLE):
                 try:
                     file = self._file(name)
                     tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (not a dict)
@@ -171,9 +173,14 @@ def _this(folder: Path) -> str:
     return f"checkpoint step {int(match[1])}" if match else f"checkpoint {folder}"
 
 
+def content_sum(body: dict[str, Any]) -> int:
+    """CRC32 of the content of a JSON object, however it is laid out in its file."""
+    return zlib.crc32(_dump(body))
+
+
 def _seal(body: dict[str, Any]) -> bytes:
     """JSON in one way of writing it, with the CRC32 of all the rest."""
-    return _dump({**body, "crc32": zlib.crc32(_dump(body))})
+    return _dump({**body, "crc32": content_sum(body)})
 
 
 def _dump(body: dict[str, Any]) -> bytes:

@@ -121,6 +121,30 @@ def split_origin(place: str) -> tuple[Path, int | None]:
     return path, None
 
 
+class Home(NamedTuple):
+    """The folder that a model lies in, which may be a run's, and how what is made of an older teacher is told from what
+    is made of the newest one: by "step_00000500" of a checkpoint, else ""."""
+
+    folder: Path
+    name: str
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the folder is a run's."""
+        return (self.folder / "config.yaml").is_file()
+
+    def place(self, start: str, ending: str = "") -> Path:
+        """Where something of the model is written that is called `start` of the newest teacher."""
+        return self.folder / f"{start}{'-' if self.name else ''}{self.name}{ending}"
+
+
+def home_of(model: str) -> Home:
+    """The place of a model that is given as a run folder, as one of its checkpoints, or otherwise."""
+    path = Path(model).expanduser()
+    folder, step = split_origin(str(path if len(path.parts) > 2 else path.absolute()))
+    return Home(path, "") if step is None else Home(folder, path.name)
+
+
 class Stage(NamedTuple):
     """One of `--stages`; it is over once a later one has begun."""
 

@@ -13,6 +13,7 @@ from dino_ds.backbones import BACKBONES, BackboneSpec, ViTSpec
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
+from dino_ds.config.stages import home_of
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
 # As of objectives/centering.py.
@@ -152,7 +153,7 @@ def _stated(source: str) -> ViTSpec | None:
     spec: BackboneSpec | None = BACKBONES.get(base) if not path.exists() else None
     if isinstance(spec, ViTSpec):
         return spec
-    beside = path / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    beside = home_of(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
     try:
         about: Any = json.loads(beside.read_text())
         return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)

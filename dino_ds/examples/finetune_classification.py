@@ -25,6 +25,9 @@ from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 from tqdm import tqdm
 
+from dino_ds.errors import CheckpointError
+from dino_ds.weights.sidecar import read_sidecar
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODEL, DATA = 3, 2
 """Exit codes for a model and for options or images that can't be used, as dino-ds has them."""
@@ -69,7 +72,10 @@ def load_teacher(model: str, classes: int, random: bool = False) -> tuple[Any, d
         return network, {"timm_name": model, "timm_arguments": arguments, "mean": config["mean"], "std": config["std"]}
     if not (path.exists() and path.with_suffix(".json").exists()):
         fail(f"{path} or the .json of its name is missing: give a run folder, or dino-ds export its teacher", MODEL)
-    about = json.loads(path.with_suffix(".json").read_text())
+    try:
+        about = read_sidecar(path)
+    except CheckpointError as error:
+        fail(str(error), MODEL)
     wanted = {**about["timm_arguments"], "num_classes": classes}
     if about.get("value_range"):
         fail(f"{model} takes images of more than 8 bits: change how this program reads images")

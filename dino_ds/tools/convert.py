@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.checkpoint.files import FileRecord, rank_file, whole_file, write_parts, write_tensors
-from dino_ds.checkpoint.folder import Checkpoints, find_damage
-from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest
+from dino_ds.checkpoint.folder import Checkpoints, open_checkpoint
+from dino_ds.checkpoint.manifest import SavedCheckpoint
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.durable import replace_file, replacing_folder
@@ -64,11 +64,7 @@ def _open(folder: Path) -> SavedCheckpoint:
     if (folder / "checkpoints").is_dir():
         found = ", ".join(sorted(path.name for path in (folder / "checkpoints").glob("step_*"))) or "none"
         raise CheckpointError(f"{folder} is a run; --checkpoint is one of its checkpoints/step_...; found: {found}")
-    manifest = read_manifest(folder)
-    check_present(folder, manifest)
-    if problem := find_damage(folder, manifest):
-        raise CheckpointError(problem)
-    return SavedCheckpoint(folder, manifest)
+    return open_checkpoint(folder)
 
 
 def _write(saved: SavedCheckpoint, parameters: SavedParameters, place: Path, ranks: int | None) -> int:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
+from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
 from dino_ds.data.sources import build_source
 from dino_ds.engine.device import device
@@ -148,9 +149,10 @@ def _check_places(model: str, out: str | None) -> None:
 
 
 def _places(model: str, out: str | None) -> list[Path]:
-    """`out`, and of a run the file in its folder; other results in them stay."""
-    places = [Path(out).expanduser()] if out else []
-    return [*places, Path(model) / RESULTS] if (Path(model) / "config.yaml").is_file() else places
+    """`out`, and of a run the file in its folder, of a checkpoint one of its own there; other results in them stay."""
+    places, home = [Path(out).expanduser()] if out else [], home_of(model)
+    result = Path(RESULTS)
+    return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
 
 
 def _not_written(place: Path, reason: object) -> ConfigError:

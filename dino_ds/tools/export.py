@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dino_ds.config.flat import flat_values
-from dino_ds.config.loading import load_recipe, show_value
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Home, home_of
 from dino_ds.durable import why_not_writable
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.evals.results import RESULTS, name_images, read_results
+from dino_ds.names import sidecar_of
 from dino_ds.options.model import ExportOptions
+
+if TYPE_CHECKING:
+    from dino_ds.weights.load import Backbone
 
 _OF_THE_HUB = ("hf", "timm")
 """Formats that the hub's own programs load."""
@@ -39,17 +44,20 @@ def run(options: ExportOptions) -> None:
 
     write, ending = FORMATS[options.format]
     source = Path(options.model)
-    default = source / f"teacher{ending}" if source.is_dir() else source.with_name(source.stem + ending)
+    default = (
+        home_of(options.model).place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
+    )
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
-    backbone.about |= _results(source) | ({"hub": options.push} if options.push else {})
+    backbone.about |= _results(home_of(options.model)) | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
         notes.append(
             f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"
         )
+    notes += _notes_on_images(backbone, options.format, place)
     address = _push(place, options.push) if options.push else None
     if options.json:
         pushed = {"pushed": address} if address else {}
@@ -59,12 +67,27 @@ def run(options: ExportOptions) -> None:
         print("\n".join([str(place), f"load it: {how}", *uploaded, *(f"note: {note}" for note in notes)]))
 
 
+def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
+    """How images are prepared, where the program that loads the export does not do it or does it in another way."""
+    size = model.image_size
+    if format in _OF_THE_HUB:
+        by_size = format == "hf" and model.is_vit  # transformers prepares images for other networks by timm's transform
+        remedy = f"give it size={{'shortest_edge': {size}}}" if by_size else "set its crop_pct to 1"
+        return [
+            f"its image processor enlarges and cuts images whose shorter side is {size} pixels or less, which dino_ds "
+            f"leaves uncut: for such images {remedy}"
+        ]
+    return (
+        [] if format == "safetensors" else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
+    )
+
+
 def _check_place(source: Path, format: str, place: Path) -> None:
     if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
     if format == "safetensors" and place.suffix != ".safetensors":
         raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
-    for made in (place, place.with_suffix(".json")) if format == "safetensors" else (place,):
+    for made in (place,) if format in _OF_THE_HUB else (place, sidecar_of(place)):
         if made.exists():
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):
@@ -106,16 +129,18 @@ def _push(folder: Path, name: str) -> str:
     return str(address)
 
 
-def _results(run: Path) -> dict[str, Any]:
-    """What a model card says of a run: how its teacher was evaluated, on which images. Raises ConfigError."""
-    if not (run / "config.yaml").is_file():
+def _results(home: Home) -> dict[str, Any]:
+    """What a model card says of a run or checkpoint: how its teacher was evaluated, on which images. Raises
+    ConfigError."""
+    if not home.is_run:
         return {}
+    results = home.place(Path(RESULTS).stem, Path(RESULTS).suffix)
     try:
-        evaluations = read_results(run / RESULTS)
+        evaluations = read_results(results)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{run / RESULTS} can't be read ({error}): fix or remove it") from None
+        raise ConfigError(f"{results} can't be read ({error}): fix or remove it") from None
     try:
-        recipe = load_recipe(str(run / "config.yaml"), {})
+        recipe = load_recipe(str(home.folder / "config.yaml"), {})
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
     data = name_images(recipe.data.source, recipe.data.root)
@@ -123,8 +148,13 @@ def _results(run: Path) -> dict[str, Any]:
 
 
 def _public(recipe: Recipe) -> dict[str, Any]:
-    """What differs from the defaults and changes what is learned, by key; no paths of the machine that trained."""
+    """What differs from the defaults and changes what is learned, as a recipe; no paths of the machine that trained."""
     usual, own = flat_values(Recipe()), flat_values(recipe)
     sections = ("crops.", "model.", "head.", "objective.", "optimizer.", "teacher.", "gram.", "length", "data.global")
     found = {key: value for key, value in own.items() if value != usual.get(key) and key.startswith(sections)}
-    return {key: show_value(value) for key, value in found.items() if not re.search(r"[/\\~]", str(value))}
+    nested: dict[str, Any] = {}
+    for key, value in found.items():
+        if not re.search(r"[/\\~]", str(value)):
+            section, _, leaf = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[leaf] = value
+    return nested

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import home_of
 from dino_ds.data.find_range import find_misfits, look_at_values
 from dino_ds.data.images import ValueRange
 from dino_ds.data.sources import Source, build_source
@@ -39,9 +39,11 @@ def check_unused_options(
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run `model`, where no images are named."""
-    config = Path(model) / "config.yaml"
-    return load_recipe(str(config), {}) if source is None and root is None and config.is_file() else None
+    """The recipe of the run `model`, or of the one that this checkpoint lies in, where no images are named."""
+    home = home_of(model)
+    return (
+        load_recipe(str(home.folder / "config.yaml"), {}) if source is None and root is None and home.is_run else None
+    )
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:

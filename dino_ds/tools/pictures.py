@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import evenly_spaced_indices
@@ -56,7 +57,7 @@ _CONCERNS = {
 
 def run(options: PicturesOptions) -> None:
     """One PNG of each kind in `only`: see `PictureFiles`. Raises ConfigError, DataError, CheckpointError."""
-    kinds = _kinds(options.only, Path(options.model))
+    kinds = _kinds(options.only, home_of(options.model).folder)
     shown = _Shown(options.model, options.source, options.root, options.images or str(_IMAGES))
     concerns = _CONCERNS if shown.has_others else {**_CONCERNS, "images": _CONCERNS["root"]}
     check_unused_options("only", kinds, concerns, options)
@@ -80,7 +81,7 @@ class _Shown:
         if self._count is not None and not 0 < self._count <= _MOST:
             raise ConfigError(f"--images {images}: give a number from 1 to {_MOST}, or name images")
         self._chosen = choose(images, "images", self.source) if self._count is None else []
-        self.has_others = bool(source or root) or (Path(model) / "config.yaml").is_file()
+        self.has_others = bool(source or root) or home_of(model).is_run
 
     @property
     def are_files(self) -> bool:
@@ -122,7 +123,7 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
             if "map" in kinds:
                 yield "map", _map(bank, find_method(options.map))
     if "curves" in kinds:
-        yield "curves", draw_curves(_read_metrics(Path(options.model) / _METRICS))
+        yield "curves", draw_curves(_read_metrics(home_of(options.model).folder / _METRICS))
 
 
 def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions) -> list[str]:
@@ -228,16 +229,19 @@ def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> np.ndarray:
 
 
 class PictureFiles:
-    """`out`, or RUN/pictures where `model` is a run, or ./pictures; `written` are the files' paths so far.
+    """`out`, or RUN/pictures where `model` is a run (of a checkpoint a folder in it), or ./pictures; `written` are the
+    files' paths so far.
 
     Raises ConfigError where nothing can be written: a map may take minutes.
     """
 
     def __init__(self, model: str, out: str | None) -> None:
-        run = Path(model)
-        self._folder = Path(out).expanduser() if out else run / "pictures" if run.is_dir() else Path("pictures")
-        self._board = run / "tensorboard" if out is None and (run / "tensorboard").is_dir() else None
-        self._step = _step_of(run / "teacher.json")
+        home = home_of(model)
+        own = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
+        self._folder = Path(out).expanduser() if out else own
+        board = home.folder / "tensorboard"
+        self._board = board if out is None and board.is_dir() else None
+        self._step = int(home.name.removeprefix("step_")) if home.name else _step_of(home.folder / "teacher.json")
         self.written: list[str] = []
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pydantic import ValidationError
-
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
@@ -21,6 +19,7 @@ from dino_ds.training.build import build_schedules
 from dino_ds.training.other_images import OtherImages
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.training.saver import Saver
+from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import teacher_weights
 from dino_ds.weights.tensors import Weights
 
@@ -121,12 +120,11 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
 
 
 def _recipe_of(saved: Manifest, what: str) -> Recipe:
-    """That which a checkpoint was saved with. Raises CheckpointError where it is of another version."""
+    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is of another version."""
     try:
-        return Recipe.model_validate(saved.recipe)
-    except ValidationError as error:
-        where = ".".join(str(part) for part in error.errors()[0]["loc"])
-        raise CheckpointError(f"{what}: its recipe is of another version of dino_ds ({where})") from None
+        return recipe_of(saved)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def _unfinished(saved: Manifest) -> str:

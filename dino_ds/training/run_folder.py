@@ -8,25 +8,28 @@ import re
 import secrets
 import stat
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dino_ds import distributed
-from dino_ds.backbones import BackboneSpec, ViTSpec
+from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import ORIGIN, Origin, holds_run
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
-from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
 from dino_ds.names import did_you_mean
 from dino_ds.options.run import Resume
 from dino_ds.training.environment import describe_environment, own_code, versions
 from dino_ds.training.other_images import IMAGES
+from dino_ds.weights.about import about_teacher
+from dino_ds.weights.sidecar import write_with_sidecar
 
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
@@ -217,37 +220,12 @@ class RunFolder:
         was, now = _computed(old, new), _computed(new, old)
         return [f"resumed from {was} under {now}", *notes] if was != now else notes
 
-    def about_teacher(self, arch: BackboneSpec, distilled: dict[str, Any] | None, step: int) -> dict[str, Any]:
-        """How teacher.safetensors was made, `distilled` from what, and how timm builds the model for it, if it can."""
-        known, normalisation = self.recipe.data.known_range, Normalisation.of(self.recipe)
-        return {
-            **({"value_range": list(known)} if known else {}),
-            "mean": list(normalisation.mean),
-            "std": list(normalisation.std),
-            **self._timm(arch),
-            "pos_embed_interpolation": self.recipe.model.pos_embed_interpolation,
-            **({"distilled_from": distilled} if distilled else {}),
-            "step": step,
-            "images": step * self.recipe.data.global_batch,
-            "architecture": vars(arch),
-            "versions": versions(),
-        }
-
-    def _timm(self, arch: BackboneSpec) -> dict[str, Any]:
-        model, size = arch.timm_model(self.recipe.model.backbone), self.recipe.crops.global_size
-        own = {} if isinstance(arch, ViTSpec) else {"backbone": self.recipe.model.backbone, "image_size": size}
-        if model is None:
-            return {"image_size": size, **own}
-        name, arguments = model
-        arguments |= timm_arguments(arch, size) if isinstance(arch, ForeignSpec) else {"img_size": size}
-        arguments |= {"num_classes": 0}
-        written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        return own | {
-            "load": f"model = timm.create_model({name!r}, {written}); "
-            "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
-            "timm_name": name,
-            "timm_arguments": arguments,
-        }
+    def write_teacher(self, distilled: dict[str, Any] | None, backbone: Mapping[str, Tensor], step: int) -> None:
+        """teacher.safetensors: the teacher's backbone after `step` steps, FP32 with timm's names; teacher.json: how it
+        was made, `distilled` from what. Raises OSError."""
+        facts = about_teacher(self.recipe, distilled, step, versions())
+        place = self.path / "teacher.safetensors"
+        write_with_sidecar(place, lambda path: write_tensors(path, backbone, {"format": "pt"}), facts)
 
 
 def _becomes_visible(path: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import Saving
 from dino_ds.config.crops import GRAM
-from dino_ds.durable import is_gone, replace_file, replacing
+from dino_ds.durable import is_gone
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.training.run import AtStep, RunState
 from dino_ds.training.step import TrainingStep
@@ -26,8 +24,9 @@ from dino_ds.training.step import TrainingStep
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. about_teacher: what teacher.json
-    says of the teacher after so many steps. `saving` commits saves. Methods that return lines return them for people.
+    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: puts the tensors
+    of the teacher's backbone after so many steps into the run folder. `saving` commits saves. Methods that return lines
+    return them for people.
     """
 
     checkpoints: Checkpoints
@@ -35,7 +34,7 @@ class Saver:
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
-    about_teacher: Callable[[int], dict[str, Any]]
+    write_teacher: Callable[[dict[str, Tensor], int], None]
     background: bool
 
     def __post_init__(self) -> None:
@@ -124,16 +123,12 @@ class Saver:
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
-        """RUN/teacher.safetensors, FP32 with timm's names, from a checkpoint; RUN/teacher.json: how it was made."""
+        """RUN/teacher.safetensors and RUN/teacher.json, from a checkpoint."""
         saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         for name in self.step.teachers.exported.backbone.training_only:
             backbone.pop(name, None)
-        path = self._run_dir / "teacher.safetensors"
-        with replacing(path) as temporary:
-            write_tensors(temporary, backbone, {"format": "pt"})
-        about = self.about_teacher(saved.manifest.step)
-        replace_file(path.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+        self.write_teacher(backbone, saved.manifest.step)
 
 
 def lacking(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:

@@ -23,6 +23,12 @@ processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.fro
 features = model(**processor(images, return_tensors="pt")).{output}  # (b, {width})""",
 }
 
+_UNCUT = {
+    "timm": "; so does timm's transform with crop_pct 1",
+    "transformers": "; so does `processor(images, size={{'shortest_edge': {size}}})`",
+}
+"""How another program prepares small images as dino_ds does."""
+
 
 def model_card(model: Backbone, library: str, folder: str) -> str:
     """What it is, how `library` (timm or transformers) loads `folder`, and what it scored.
@@ -51,7 +57,8 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "```",
             "",
             f"Images: shorter side to {int(model.image_size * 256 / 224)} pixels (bicubic), center crop, mean {mean}, "
-            f"std {std}; dino_ds leaves images of {model.image_size} pixels and less uncut.{_on_sizes(model)}",
+            f"std {std}; dino_ds leaves images whose shorter side is {model.image_size} pixels or less uncut"
+            f"{_UNCUT[library if model.is_vit else 'timm'].format(size=model.image_size)}.{_on_sizes(model)}",
             *_range_lines(model),
             "",
             *_table(about),

@@ -8,7 +8,6 @@ import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from dino_ds.backbones import backbone_name
-from dino_ds.durable import replace_file, replacing, replacing_folder
+from dino_ds.durable import replacing_folder
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.models.foreign import ForeignBackbone
@@ -28,6 +27,7 @@ from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
+from dino_ds.weights.sidecar import write_with_sidecar
 from dino_ds.weights.timm_config import timm_config, timm_model
 
 _BATCH, _SIDE = 4096, 512
@@ -35,7 +35,7 @@ _BATCH, _SIDE = 4096, 512
 
 
 def export_safetensors(model: Backbone, out: Path) -> str:
-    """One file with timm's names, and beside it the JSON that says how it was made, as RUN/teacher.json."""
+    """One file with timm's names, and next to it the JSON that says how it was made, as RUN/teacher.json."""
     spec: Any = model.network.spec  # a frozen dataclass
     about: dict[str, Any] = {"architecture": dataclasses.asdict(spec)}
     if model.is_vit:
@@ -47,9 +47,8 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     elif model.is_vit:
         about["image_size"] = model.image_size
     about |= model.about
-    with _written(out) as file:
-        safetensors.torch.save_file(_tensors(model), file, metadata={"format": "pt"})
-        replace_file(out.with_suffix(".json"), json.dumps(about, indent=1) + "\n")
+    tensors = _tensors(model)
+    _write_file(out, lambda file: safetensors.torch.save_file(tensors, file, metadata={"format": "pt"}), about)
     if timm is None:
         return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
     return f"dino_ds.load({str(out)!r}), or safetensors.torch.load_file({str(out)!r}) into a timm model"
@@ -98,8 +97,8 @@ def export_dino(model: Backbone, out: Path) -> str:
             "take another format"
         )
     network = to_reference(tensors, model.heads, _mask_token(model))
-    with _written(out) as file:
-        torch.save({"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}, file)
+    both = {"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}
+    _write_file(out, lambda file: torch.save(both, file), _facts(model))
     return f"eval_knn.py --pretrained_weights {out} ({'with' if 'head' in model.heads else 'without'} a head)"
 
 
@@ -112,8 +111,7 @@ def export_dinov2(model: Backbone, out: Path) -> str:
         raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {_name(model)} is none: take another format")
     _refuse_rope(model, "dinov2")
     network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
-    with _written(out) as file:
-        torch.save({"teacher": network}, file)
+    _write_file(out, lambda file: torch.save({"teacher": network}, file), _facts(model))
     return f"dinov2/run/eval/knn.py --pretrained-weights {out} ({', '.join(model.heads) or 'without a head'})"
 
 
@@ -134,8 +132,7 @@ def export_onnx(model: Backbone, out: Path) -> str:
         raise ConfigError("ONNX needs two more packages: pip install 'dino_ds[onnx]'") from None
     with _quiet():
         program, only = _onnx_program(model)
-    with _written(out) as file:
-        program.save(str(file), external_data=False)
+    _write_file(out, lambda file: program.save(str(file), external_data=False), _facts(model))
     return f"onnxruntime.InferenceSession({str(out)!r}).run(None, {{'images': images}}){only}"
 
 
@@ -182,8 +179,7 @@ def export_torchscript(model: Backbone, out: Path) -> str:
             if model.is_vit:
                 raise
             raise ConfigError(f"--format torchscript: {_name(model)} can't be traced: {one_line(error)}") from None
-    with _written(out) as file:
-        torch.jit.save(traced, str(file))
+    _write_file(out, lambda file: torch.jit.save(traced, str(file)), _facts(model))
     return f"torch.jit.load({str(out)!r})(images){only}"
 
 
@@ -244,20 +240,37 @@ def _example(model: Backbone, any_size: bool) -> Tensor:
 
 
 def _write_folder(out: Path, tensors: dict[str, Tensor], card: str, jsons: dict[str, dict[str, Any]]) -> None:
-    with _written(out, replacing_folder) as folder:
+    with _explained(out), replacing_folder(out) as folder:
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         for name, content in jsons.items():
             (folder / name).write_text(json.dumps(content, indent=1) + "\n")
         (folder / "README.md").write_text(card)
 
 
+def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
+    """The file that `write` makes, and the JSON next to it. Raises ConfigError if it can't be written."""
+    with _explained(out):
+        write_with_sidecar(out, write, facts)
+
+
+def _facts(model: Backbone) -> dict[str, Any]:
+    """What a format has no place for: how images are prepared, and what no tensor shows."""
+    kept = ("value_range", "step", "images", "distilled_from", "versions")
+    facts = {key: model.about[key] for key in kept if key in model.about}
+    if model.is_vit:
+        vit = model.vit
+        facts |= {"num_attention_heads": vit.arch.heads, "layer_norm_eps": vit.arch.norm_eps}
+        facts |= {"pos_embed_interpolation": vit.options.pos_embed_interpolation}
+    mean, std = list(model.normalisation.mean), list(model.normalisation.std)
+    return {"mean": mean, "std": std, "image_size": model.image_size, **facts}
+
+
 @contextlib.contextmanager
-def _written(out: Path, write: Callable[[Path], AbstractContextManager[Path]] = replacing) -> Iterator[Path]:
-    """A path beside `out` that takes its place when it is written. Raises ConfigError if it can't be written."""
+def _explained(out: Path) -> Iterator[None]:
+    """Makes the folder for `out`. Raises ConfigError if something in it can't be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with write(out) as temporary:
-            yield temporary
+        yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"{out} can't be written: {reason}; fix --out") from error

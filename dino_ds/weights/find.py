@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -15,16 +14,19 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dino_ds.backbones import BACKBONES, VITS
-from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest, step_name
+from dino_ds.checkpoint.folder import open_checkpoint
+from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import MODEL_FORMS, did_you_mean, nearest, suggestion
+from dino_ds.weights.about import about_checkpoint
 from dino_ds.weights.dinov3 import has_rope, split_local_norm
 from dino_ds.weights.normalisation import timm_statistics
-from dino_ds.weights.read import read_weights
+from dino_ds.weights.read import network_weights, read_weights
 from dino_ds.weights.reference import split_network
+from dino_ds.weights.sidecar import read_facts
 from dino_ds.weights.tensors import Weights, checked
 
 _SECONDS = 5.0
@@ -32,11 +34,12 @@ _SECONDS = 5.0
 
 
 def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
-    """The weights of a run folder (its teacher), a file, a Hugging Face folder, or a timm name (maybe downloaded).
+    """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
+    which may be downloaded.
 
     A run's heads and mask token lie in its checkpoints. asked: what network somebody says it is, where no file does;
-    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. Raises CheckpointError for anything
-    else.
+    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
+    checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(place))
     if not path.exists() and _may_be_downloaded(str(place)):
@@ -44,6 +47,10 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     if not path.exists():
         near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
         raise CheckpointError(f"{place} does not exist; {near}")
+    if is_checkpoint(path):
+        return _of_checkpoint(path, asked)
+    if answer := _near_checkpoints(path):
+        raise CheckpointError(f"{path} {answer}")
     teacher = path / "teacher.safetensors"
     if (path / "config.yaml").is_file() and not teacher.is_file():
         raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
@@ -52,8 +59,41 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path / "config.yaml")))
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is the folder of one checkpoint, maybe of one that is not whole."""
+    is_named_so = STEP_NAME.fullmatch(path.name) is not None and path.parent.name == "checkpoints"
+    return path.is_dir() and (is_named_so or (path / MANIFEST).is_file())
+
+
+def _near_checkpoints(path: Path) -> str:
+    """What to give in place of the folder of all checkpoints of a run, or of a file in it or in one of them."""
+    folder = path if path.is_dir() else path.parent
+    if path.is_file() and is_checkpoint(folder):
+        return f"is a part of a checkpoint: give {folder}"
+    if folder.name != "checkpoints" or path not in (folder, folder / "latest"):
+        return ""
+    steps = sorted(one for one in folder.glob("step_*") if STEP_NAME.fullmatch(one.name))
+    what = "is the folder of a run's checkpoints" if path == folder else "only names the newest checkpoint"
+    return f"{what}: give {f'one of them, such as {steps[-1]}' if steps else 'a run that has some'}"
+
+
+def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
+    """The teacher of one checkpoint with its heads, described as teacher.json would."""
+    saved = open_checkpoint(folder, WHOLE)
+    parts = teacher_parts(saved.whole())
+    backbone = parts.pop("backbone")
+    try:
+        facts = about_checkpoint(saved.manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    trusted = _backbone_of(folder.parent.parent / "config.yaml")
+    weights = replace(network_weights(folder, backbone, facts, ("teacher", asked, trusted)), heads=parts)
+    weights.check_beside(folder)
+    return weights
+
+
 def _backbone_of(recipe: Path) -> str | None:
-    """That a run trains."""
+    """The backbone that a run trains, None where there is no recipe."""
     try:
         return load_recipe(str(recipe), {}).model.backbone if recipe.is_file() else None
     except ConfigError:  # of another version
@@ -61,28 +101,39 @@ def _backbone_of(recipe: Path) -> str | None:
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
-    """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none."""
+    """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none.
+
+    Raises CheckpointError where that checkpoint is damaged: it may be removed, but not be something else.
+    """
     folder = _checkpoint_folder(run, weights.about.get("step"))
     if folder is None:
         return weights
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder.relative_to(run)} is not there")
-        manifest = read_manifest(folder)
-        check_present(folder, manifest)
-        saved = teacher_weights(SavedCheckpoint(folder, manifest))
+        saved = teacher_weights(open_checkpoint(folder, WHOLE))
+    except CheckpointError as error:
+        if (folder / MANIFEST).is_file():
+            alone = f"the backbone alone, without heads, is {run / 'teacher.safetensors'}"
+            raise CheckpointError(f"{error}; {alone}") from None
+        return _without_heads(weights, error)  # removed by a run that goes on, or of an older format
+    try:
         saved.check_beside(folder)
-    except (CheckpointError, OSError) as error:
-        return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
+    except CheckpointError as error:
+        return _without_heads(weights, error)
     return replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
 
 
+def _without_heads(weights: Weights, error: CheckpointError) -> Weights:
+    return replace(weights, notes=[*weights.notes, f"its head is not available ({error})"])
+
+
 def checkpoint_of(run: Path) -> Path | None:
-    """The checkpoint that a run's teacher.safetensors was written with, if both are there."""
-    try:
-        folder = _checkpoint_folder(run, json.loads((run / "teacher.json").read_text()).get("step"))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
+    """The checkpoint that a run's teacher.safetensors was written with, None where one of them is not there.
+
+    Raises CheckpointError for a damaged teacher.json.
+    """
+    folder = _checkpoint_folder(run, read_facts(run / "teacher.json").get("step"))
     return folder if folder is not None and folder.is_dir() else None
 
 

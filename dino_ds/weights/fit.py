@@ -16,6 +16,8 @@ from dino_ds.models.positions import resize_positions
 from dino_ds.weights.dinov3 import BASE, EPS, has_rope
 from dino_ds.weights.tensors import Weights, few
 
+RESIZINGS = ("dino", "antialias")
+"""How learned positions are resized for images of another size."""
 _USUAL_SIZE, _MOST_SIZE = 224, 16384
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
@@ -30,7 +32,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
     rope, side = has_rope(backbone), 0
     try:
         width, in_chans, patch, _ = backbone["patch_embed.proj.weight"].shape
-        depth = 1 + max(int(m[1]) for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name)))
+        depth = _depth(backbone)
         hidden = backbone["blocks.0.mlp.fc2.weight"].shape[1]
         gate, first = "blocks.0.mlp.fc1_g.weight", "blocks.0.mlp.fc1.weight"
         packed = 2 * backbone[gate].shape[0] if gate in backbone else backbone[first].shape[0]
@@ -57,6 +59,18 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
     if int(width * arch.mlp_ratio) != packed:  # the quotient was rounded down
         arch = replace(arch, mlp_ratio=math.nextafter(arch.mlp_ratio, math.inf))
     return arch, side * patch
+
+
+def _depth(backbone: dict[str, Tensor]) -> int:
+    """The number of blocks, each of which must have tensors: a name alone must not make us build networks without end.
+
+    Raises ValueError where there is none, CheckpointError for numbers beyond that of the blocks.
+    """
+    numbers = {m[1] for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name))}
+    last = max(numbers, key=lambda number: (len(number), number))
+    if numbers != {str(i) for i in range(len(numbers))}:
+        raise CheckpointError(f"it has tensors of {len(numbers)} blocks, and their last is called {last[:20]}")
+    return len(numbers)
 
 
 def _of_rope(backbone: dict[str, Tensor]) -> dict[str, Any]:
@@ -169,7 +183,8 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
     eps = about.get("layer_norm_eps", arch.norm_eps)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise CheckpointError(f"config.json: layer_norm_eps {str(eps)[:20]} is not a number above 0 and below 1")
-    interpolation = "antialias" if arch.registers or weights.kind == "timm" else "dino"
+    usual = "antialias" if arch.registers or weights.kind == "timm" else "dino"
+    interpolation = usual if about.get("pos_embed_interpolation") not in RESIZINGS else about["pos_embed_interpolation"]
     return Description(replace(arch, norm_eps=eps), size, interpolation, bool(stated), notes)
 
 
@@ -190,7 +205,7 @@ def _described_by_us(weights: Weights) -> Description:
         arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # which no file of ours has
         size, resizing = _our_size(about), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)
-        agree = _visible(arch) == _visible(seen) and resizing in ("dino", "antialias")
+        agree = _visible(arch) == _visible(seen) and resizing in RESIZINGS
         agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= _MOST_SIZE)
         agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0 and 0 < arch.norm_eps < 1
         agree = agree and (arch.rope is None or _is_rope(arch))

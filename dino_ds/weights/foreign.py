@@ -52,8 +52,10 @@ def other_network(
     spec, own = found
     heads = heads if own is network else {}
     own, notes = _without_classifier(own, spec)
-    notes.append(f"no file says the size of its images: taken for {_USUAL_SIZE} pixels")
-    return Weights("dino or timm", own, heads, about, notes, spec=spec, image_size=_USUAL_SIZE)
+    size = _size(about.get("image_size", _USUAL_SIZE))
+    if "image_size" not in about:
+        notes.append(f"no file says the size of its images: taken for {size} pixels")
+    return Weights("dino or timm", own, heads, about, notes, spec=spec, image_size=size)
 
 
 def stated_spec(

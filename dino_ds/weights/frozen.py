@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from dino_ds.backbones import BackboneSpec
-from dino_ds.checkpoint.manifest import MANIFEST, SavedCheckpoint, check_present, read_manifest
-from dino_ds.config.recipe import Recipe
+from dino_ds.checkpoint.folder import open_checkpoint
+from dino_ds.checkpoint.manifest import WHOLE
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.weights.find import checkpoint_of, find_weights, teacher_parts
+from dino_ds.weights.about import recipe_of
+from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
 from dino_ds.weights.fit import describe
 from dino_ds.weights.normalisation import normalisation_of, range_of
 from dino_ds.weights.tensors import check_numbers
@@ -63,8 +63,8 @@ class FrozenSource:
     def head(self, name: str) -> HeadSection:
         """The shape of a head, as a recipe describes it. Raises CheckpointError for tensors that are not a head's."""
         tensors = self.heads[name]
-        linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
         try:
+            linear = [t for key, t in sorted(tensors.items(), key=_place) if key[:4] == "mlp." and t.ndim == 2]
             prototypes, bottleneck = tensors["prototypes.weight"].shape
             return HeadSection(
                 prototypes=prototypes,
@@ -85,7 +85,7 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
     key: of the recipe, which names it. Raises CheckpointError for anything else.
     """
     path = Path(place)
-    folder = path if (path / MANIFEST).is_file() else checkpoint_of(path)
+    folder = path if is_checkpoint(path) else checkpoint_of(path)
     try:
         found = _of_checkpoint(place, folder) if folder else _of_weights(place)
     except CheckpointError as error:
@@ -94,13 +94,8 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
 
 
 def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
-    manifest = read_manifest(folder)
-    check_present(folder, manifest)
-    try:
-        recipe = Recipe.model_validate(manifest.recipe)
-    except ValidationError as error:
-        raise CheckpointError(f"its recipe is of another version: {error.errors()[0]['msg']}") from None
-    whole = SavedCheckpoint(folder, manifest).whole()
+    saved = open_checkpoint(folder, WHOLE)
+    manifest, whole, recipe = saved.manifest, saved.whole(), recipe_of(saved.manifest)
     heads = teacher_parts(whole)
     backbone = heads.pop("backbone")
     check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())

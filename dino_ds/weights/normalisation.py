@@ -10,17 +10,23 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
 
+PROCESSOR = "preprocessor_config.json"
+"""The file of a Hugging Face folder that says how images are prepared."""
+
 
 def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
     """What was removed of training images of so many channels; the usual where nothing says it.
 
-    Raises CheckpointError for anything but a number a channel, and deviations of 0 and below.
+    One number stands for all channels. Raises CheckpointError for anything but a number a channel, and deviations of 0
+    and below.
     """
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
         return Normalisation.usual(channels)
     try:
-        mean, std = (tuple(float(value) for value in stated[name]) for name in ("mean", "std"))
+        both = [stated[name] for name in ("mean", "std")]
+        each = ([value] * channels if isinstance(value, int | float) else value for value in both)
+        mean, std = (tuple(float(value) for value in values) for values in each)
         if not len(mean) == len(std) == channels or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -46,10 +52,44 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
     return low, high
 
 
-def processor_statistics(processor: dict[str, Any]) -> dict[str, Any]:
-    """Those of preprocessor_config.json in a Hugging Face folder, if it has both."""
-    mean, std = processor.get("image_mean"), processor.get("image_std")
-    return {"mean": mean, "std": std} if isinstance(mean, list) and isinstance(std, list) else {}
+def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Mean and standard deviation of a Hugging Face image processor, {} for none, and what to say of them.
+
+    They are those of pixels in [0, 1], whatever its own range: it scales pixels of 0 to 255 by rescale_factor, or not
+    at all, and normalises, or not at all. Raises CheckpointError for settings that can't be used.
+    """
+    if not processor:
+        return {}, []
+    rescales, normalises = (_flag(processor, key) for key in ("do_rescale", "do_normalize"))
+    if processor.get("rescale_offset"):
+        raise CheckpointError(f"{PROCESSOR}: rescale_offset is not known to dino_ds")
+    white = 255 * _number(processor.get("rescale_factor", 1 / 255)) if rescales else 255.0
+    mean, std = (processor.get(key) for key in ("image_mean", "image_std")) if normalises else (0.0, 1.0)
+    if mean is None or std is None:
+        return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]
+    if abs(white - 1) < 1e-6:
+        return {"mean": mean, "std": std}, []
+    return {key: _divided(value, white) for key, value in (("mean", mean), ("std", std))}, []
+
+
+def _flag(processor: Mapping[str, Any], key: str) -> bool:
+    value = processor.get(key, True)
+    if value not in (True, False, None):
+        raise CheckpointError(f"{PROCESSOR}: {key} {str(value)[:20]!r} is not true or false")
+    return value is not False
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"{PROCESSOR}: rescale_factor {str(value)[:20]!r} is not a number above 0")
+    return float(value)
+
+
+def _divided(values: Any, by: float) -> Any:
+    """A number or a list of numbers, divided; anything else is left to `normalisation_of`, which refuses it."""
+    if isinstance(values, list):
+        return [_divided(value, by) for value in values]
+    return values / by if isinstance(values, int | float) else values
 
 
 def timm_statistics(config: Any) -> dict[str, Any]:

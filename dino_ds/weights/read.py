@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import pickle
 import re
 from collections.abc import Sequence
@@ -21,8 +21,9 @@ from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface, is_huggingface
-from dino_ds.weights.normalisation import processor_statistics, timm_statistics
+from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_statistics
 from dino_ds.weights.reference import split_network
+from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, check_numbers, checked, few
 
 _STARTS = (b"PK\x03\x04", b"\x80")
@@ -41,26 +42,46 @@ def read_weights(
     """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
 
     asked: what network somebody says it is of; trusted: MODULE:CLASS that may be imported, `asked`'s besides.
-    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights.
+    Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
+    where a file is not the one that the JSON next to it describes.
     """
     tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
-    if path.is_dir() or path.suffix == ".safetensors":  # beside a file of another kind it belongs to another one
-        about = _read_json(path / "config.json" if path.is_dir() else path.with_suffix(".json"))
-    trusts = (trusted, asked.name if asked else None)
+    if path.is_dir():
+        about = read_json(path / "config.json")
+    if not is_huggingface(tensors):
+        return network_weights(path, tensors, about, (network, asked, trusted))
     try:
-        if is_huggingface(tensors):
-            _check_huggingface(about)
-            if path.is_dir():
-                about = about | processor_statistics(_read_json(path / "preprocessor_config.json"))
-            weights = from_huggingface(tensors)
-            weights = replace(weights, backbone=checked(weights.backbone), about=about)
-        else:
-            weights = _of_network(tensors, about, network, asked, trusts)
+        _check_huggingface(about)
+        stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
+        weights = from_huggingface(tensors)
+        own = checked(weights.backbone)
+        weights = replace(weights, backbone=own, about=about | stated, notes=[*weights.notes, *said])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    return _with_numbers(path, weights)
+
+
+def network_weights(
+    place: Path,
+    tensors: dict[str, Tensor],
+    about: dict[str, Any],
+    how: tuple[str, ForeignSpec | None, str | None] = ("teacher", None, None),
+) -> Weights:
+    """One network among `tensors`, which were read at `place`, described by `about`; how: network, asked and trusted
+    as of `read_weights`. Raises CheckpointError."""
+    network, asked, trusted = how
+    try:
+        weights = _of_network(tensors, about, network, asked, (trusted, asked.name if asked else None))
+    except CheckpointError as error:
+        raise CheckpointError(f"{place}: {error}") from None
+    return _with_numbers(place, weights)
+
+
+def _with_numbers(place: Path, weights: Weights) -> Weights:
+    """These weights, if all of them are numbers. Raises CheckpointError."""
     is_vit = weights.spec is None
-    check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
-    weights.check_beside(path)
+    check_numbers(place, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
+    weights.check_beside(place)
     return weights
 
 
@@ -138,20 +159,26 @@ def _read_folder(folder: Path) -> Content:
         )
     if found.suffix != ".json":
         return _read_file(found, "teacher")
-    parts = _read_json(found).get("weight_map")
-    names = set(parts.values()) if isinstance(parts, dict) else set()
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    parts = read_json(found).get("weight_map")
+    named = [*parts.values()] if isinstance(parts, dict) else []
+    if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
         raise CheckpointError(f"{found} names no files of weights beside it")
     tensors: dict[str, Tensor] = {}
-    for part in sorted(names):
+    for part in sorted(set(named)):
         tensors |= _read_file(folder / part, "teacher")[0]
     return tensors, {}
 
 
 def _read_file(path: Path, network: str) -> Content:
-    if not path.is_file():
-        raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
-    return (_read_safetensors(path), {}) if path.suffix == ".safetensors" else _read_torch(path, network)
+    """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
+    while path.is_file():
+        verified = path.stat()
+        facts = read_sidecar(path)
+        tensors, about = (_read_safetensors(path), {}) if path.suffix == ".safetensors" else _read_torch(path, network)
+        if path.is_file() and os.path.samestat(path.stat(), verified):
+            return tensors, about | facts
+        # else a run that is at work has replaced it between the two readings
+    raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -225,14 +252,6 @@ def _architecture_in(args: object, tensors: dict[str, Tensor]) -> dict[str, Any]
     width, heads = _HEADS.get(re.split("[_-]", name)[-1] if isinstance(name, str) else "", (0, 0))
     widths = {t.shape[-1] for name, t in tensors.items() if name.endswith("cls_token") and t.ndim}
     return {"num_attention_heads": heads} if widths == {width} else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def find_start(
     try:
         is_vit = isinstance(ours, ViTSpec) and weights.spec is None
         notes = [*weights.notes, *(_notes_on_vit if is_vit else _notes_on_other)(weights, model)]
-        if weights.kind == "dino_ds":
+        if weights.kind == "dino_ds" or "mean" in weights.about:
             notes += _notes_on_images(weights, value_range, normalisation or Normalisation.usual(ours.in_chans))
         if channels_of(weights) != ours.in_chans:
             _ask_for_normalisation(model, channels_of(weights), normalisation)

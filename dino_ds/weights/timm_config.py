@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dino_ds.backbones import backbone_name
+from dino_ds.backbones import VITS, backbone_name
 from dino_ds.errors import ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, create, timm_arguments
 from dino_ds.weights.find import is_timm_name
@@ -66,9 +66,11 @@ def _of_vit(model: Backbone) -> tuple[str, dict[str, Any]] | None:
     # A model of timm's whose kind of block is ours; all sizes are arguments.
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
-    usual = "vit_small_patch16_224" if arch.layer_scale is None else like
+    usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
     stated = model.about.get("timm_name")
-    known = arch.timm_model(stated if is_timm_name(stated) else usual)
+    if not is_timm_name(stated) or (stated in VITS and VITS[stated].swiglu != arch.swiglu):
+        stated = usual
+    known = arch.timm_model(stated)
     if known is None:
         return None
     name, arguments = known

@@ -74,7 +74,8 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
     assert options == TrainOptions(run_dir="1e3", max_steps=7, resume=True)
 
 
-def test_defaults_and_aliases(calls: list[Any]):
+def test_defaults_and_aliases(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # no folder of a run's name is there
     words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false"
     cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
     ((options, files),) = calls
@@ -311,7 +312,7 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("eval", "no model is given: dino-ds eval MODEL, a run folder, a file of weights, a Hugging Face folder or a"),
+        ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
         ("attention-video a", "no clip is given: dino-ds attention-video MODEL CLIP, a video, "),
         ("export a", "no format is given: --format X, one of: safetensors, timm, hf, dino, dinov2, onnx, torchscript"),
         (
@@ -553,7 +554,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs --model.init_from dinov3_vits16", 3, "as vit_small_patch16_dinov3.lvd1689m"),
         ("train --data.root imgs --teacher.from dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
         ("train --data.root imgs --config facebook/dino-vits16", 2, "--model.init_from"),
-        ("eval runs/none", 3, "give a run folder, a file of weights"),
+        ("eval runs/none", 3, "give a run folder or one of its checkpoints, a file of weights"),
         ("export weights.npz --format hf", 3, "weights.npz"),
     ],
 )

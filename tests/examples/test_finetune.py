@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.examples import finetune_classification, finetune_segmentation
+from dino_ds.weights.sidecar import read_sidecar
 
 NAMES = ("background", "disc", "box")
 QUICK = ("--workers", "0", "--batch", "16")
@@ -125,7 +126,7 @@ def test_images_deeper_than_8_bits_are_refused_and_not_cut_off(place, tmp_path, 
         shutil.copy(tmp_path / "deep.png", tmp_path / "train" / name)
     with pytest.raises(ValueError, match="more than 8 bits"):
         _classify(place, tmp_path / "out", "--train", tmp_path / "train")
-    about = json.loads((place / "teacher.json").read_text()) | {"value_range": [0.0, 4095.0]}
+    about = read_sidecar(place / "teacher.safetensors") | {"value_range": [0.0, 4095.0]}
     (tmp_path / "teacher.json").write_text(json.dumps(about))
     shutil.copy(place / "teacher.safetensors", tmp_path)
     with pytest.raises(SystemExit, match="2"):

@@ -98,6 +98,11 @@ def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
     resnet = change_recipe(load_recipe(str(runs / "resnet/config.yaml"), {}), {"model.init_from": str(runs / "own")})
     with pytest.raises(CheckpointError, match=r"is a tests[.]weights[.]own:Own, not a resnet18"):
         find_start(resnet.model)
+    (checkpoint,) = (runs / "own/checkpoints").glob("step_*")
+    assert torch.equal(dino_ds.load(checkpoint).features(IMAGES), ours.features(IMAGES))
+    alone = shutil.copytree(checkpoint, tmp_path / "alone")
+    with pytest.raises(CheckpointError, match=r"the class tests[.]weights[.]own:Own, whose code would run"):
+        dino_ds.load(alone)
     again = dino_ds.load(tmp_path / "teacher.safetensors", backbone="tests.weights.own:Own")
     assert torch.equal(again.features(IMAGES), ours.features(IMAGES))
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from dino_ds.errors import UserError
 from dino_ds.report.folder import read_run
 from dino_ds.report.origin import environment_rows, reproduction
+from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.training.harness import (
     REPOSITORY,
@@ -294,7 +295,7 @@ def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes)
     weights = load_file(base / "teacher.safetensors")
     for factor, file in enumerate(files, 2):
         save_file({name: tensor * factor for name, tensor in weights.items()}, file)
-        shutil.copy(base / "teacher.json", file.with_suffix(".json"))
+        file.with_suffix(".json").write_text(json.dumps(read_sidecar(base / "teacher.safetensors")))
     one, other = (GRAM | changes | {"gram.teacher": str(file)} for file in files)
     assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
     assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None

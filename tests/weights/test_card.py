@@ -7,8 +7,10 @@ import math
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.options.model import ExportOptions
 from dino_ds.tools.export import check as check_export
@@ -108,6 +110,23 @@ def test_results_that_can_not_be_read_are_one_line(run):
     assert not (run / "out").exists()
 
 
+def test_the_settings_on_a_card_are_a_recipe(run):
+    """Numbers, ranges, lengths and words under their sections: `--config` takes the YAML as it stands."""
+    given = {"optimizer.lr": "0.001", "crops.global_scale": "0.3,0.9", "length": "40 epochs", "model.heads": "2"}
+    given |= {
+        "model.layer_scale": "1e-5",
+        "crops.num_local": "2",
+        "head.batch_norm": "true",
+        "objective.centering": "sinkhorn",
+    }
+    recipe = load_recipe(None, given)
+    (run / "config.yaml").write_text(dump_recipe(recipe))
+    text = _card(run).text.partition("```yaml")[2].partition("```")[0]
+    (run / "again.yaml").write_text(text)
+    again = load_recipe(str(run / "again.yaml"), {})
+    assert again == recipe and yaml.safe_load(text)["optimizer"]["lr"] == 0.001
+
+
 @pytest.mark.parametrize("name", [".", "teacher.safetensors"])
 def test_nobody_is_told_to_remove_what_is_exported(run, name):
     with pytest.raises(ConfigError, match="is what is to be exported: name another file with --out"):
@@ -171,7 +190,7 @@ def test_an_export_is_pushed_with_how_it_was_trained_and_without_paths(run, hub,
     )
     assert upload == ("upload", "me/birds", wanted)
     card = (run / "out/README.md").read_text()
-    assert loads in card and "images of birds" in card and "optimizer.lr: '0.001'" in card and "76.25" in card
+    assert loads in card and "images of birds" in card and "optimizer:\n  lr: 0.001" in card and "76.25" in card
     assert str(run) not in card and "secret" not in card
     assert "pushed: https://hub.example/me/birds" in capsys.readouterr().out
 

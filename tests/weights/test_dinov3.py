@@ -23,6 +23,7 @@ from dino_ds.training.build import build_network
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.plain import PlainBackbone
+from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
 from tests.weights.originals import assert_same, images
 
@@ -263,7 +264,7 @@ def test_json_of_an_earlier_version_has_no_word_of_rotary_positions(tmp_path):
 def test_json_with_impossible_rotary_positions(change, tmp_path):
     model = _backbone("vit_small_patch16_dinov3")
     FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
-    about = json.loads((tmp_path / "a.json").read_text())
+    about = read_sidecar(tmp_path / "a.safetensors")
     about["architecture"] |= change
     (tmp_path / "a.json").write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match="describes another network"):

@@ -27,6 +27,7 @@ from dino_ds.models.network import Network
 from dino_ds.training.build import build_network
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
 from tests.evals.protocols.tiny import clips, copies, landmarks, segments
 from tests.training.harness import TINY
@@ -201,7 +202,7 @@ class TestWhatIsSaidBesideWeights:
 
     def _refused(self, place, changes: dict, spec: ForeignSpec = RESNET, **fields: object) -> str:
         FORMATS["safetensors"][0](_model(spec), place / "x.safetensors")
-        about = json.loads((place / "x.json").read_text())
+        about = read_sidecar(place / "x.safetensors")
         about["architecture"] |= fields
         (place / "x.json").write_text(json.dumps(about | changes))
         with pytest.raises(CheckpointError) as caught:

@@ -233,6 +233,17 @@ class TestRefused:
         head = {"head.last_layer.weight_v": torch.full((4, 4), value)}
         assert "NaN, infinity" in self._line(self._saved(tmp_path, lambda state: state | head))
 
+    @pytest.mark.parametrize("name", ["blocks.1000000000.norm1.bias", f"blocks.{'9' * 5000}.norm1.bias"])
+    def test_a_number_in_a_name_makes_no_network(self, tmp_path, name):
+        """Blocks are counted by their tensors: building what a name asks for would never end."""
+        path = self._saved(tmp_path, lambda state: state | {name: torch.zeros(64)})
+        assert "it has tensors of 3 blocks, and their last is called" in self._line(path)
+
+    @pytest.mark.parametrize("parts", [{"a": ["model.safetensors"]}, {"a": 3}, {"a": "../x.safetensors"}, [], {}])
+    def test_an_index_of_no_files(self, tmp_path, parts):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+        assert "model.safetensors.index.json names no files of weights beside it" in self._line(tmp_path)
+
     def test_heads(self, tmp_path):
         path = self._saved(tmp_path)
         assert "5 attention heads do not divide the width 64" in self._line(path, heads=5)

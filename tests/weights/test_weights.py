@@ -96,6 +96,19 @@ def test_timm_builds_the_exported_folder(name, size, tmp_path):
     torch.testing.assert_close(empty(images(size, size)), model.features(images(size, size)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("stated", [None, "vit_small_patch16_224"])
+def test_timm_builds_a_swiglu_without_layer_scale(tmp_path, stated):
+    """timm has no model of that name: the line that the export prints makes it of a giant's, whatever a file says."""
+    model = _backbone(KINDS[3])
+    spec = dataclasses.replace(model.vit.arch, layer_scale=None)
+    model = Backbone(VisionTransformer(spec, SIZE, BackboneOptions()), SIZE, "a test", {"timm_name": stated})
+    export_timm(model, tmp_path / "out")
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    given = images(SIZE, SIZE)
+    torch.testing.assert_close(theirs(given), model.features(given), rtol=1e-5, atol=1e-5)
+    assert load(tmp_path / "out").vit.arch.swiglu
+
+
 @pytest.mark.parametrize("size", [32, 48])
 @pytest.mark.parametrize("name", KINDS)
 def test_transformers_gives_the_same_features(name, size, tmp_path):
@@ -112,6 +125,19 @@ def test_transformers_gives_the_same_features(name, size, tmp_path):
     torch.testing.assert_close(tokens, model.vit.tokens(given), rtol=1e-4, atol=1e-5)
     back = load(tmp_path / "out")
     torch.testing.assert_close(back.features(given), model.features(given), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
+def test_transformers_resizes_positions_in_a_third_way(tmp_path, interpolation):
+    """Its Dinov2 without registers and its ViT, at another size than the native one: docs/models.md says so."""
+    transformers = pytest.importorskip("transformers")
+    for i, name in enumerate(KINDS[:2]):
+        model, given = _backbone(name, interpolation), images(48, 64)
+        export_hf(model, tmp_path / f"{i}")
+        theirs = transformers.AutoModel.from_pretrained(tmp_path / f"{i}").eval()
+        more = {"interpolate_pos_encoding": True} if i == 0 else {}
+        off = (theirs(pixel_values=given, **more).last_hidden_state[:, 0] - model.features(given)).abs().max()
+        assert 1e-5 < off < 0.5, off
 
 
 @pytest.mark.parametrize("shape", [(120, 160), (36, 36)])

@@ -1,0 +1,66 @@
+"""What is known of the teacher of a run beside its tensors: teacher.json, and the same of any checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from dino_ds.backbones import BackboneSpec, ViTSpec
+from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.errors import CheckpointError
+from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
+
+
+def about_teacher(
+    recipe: Recipe, distilled: Mapping[str, Any] | None, step: int, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """How the teacher was made, `distilled` from what, and how timm builds the model for it, if it can."""
+    arch, known, normalisation = recipe.model.spec(), recipe.data.known_range, Normalisation.of(recipe)
+    return {
+        **({"value_range": list(known)} if known else {}),
+        "mean": list(normalisation.mean),
+        "std": list(normalisation.std),
+        **_timm(recipe, arch),
+        "pos_embed_interpolation": recipe.model.pos_embed_interpolation,
+        **({"distilled_from": dict(distilled)} if distilled else {}),
+        "step": step,
+        "images": step * recipe.data.global_batch,
+        "architecture": dict(vars(arch)),
+        "versions": dict(versions),
+    }
+
+
+def about_checkpoint(saved: Manifest) -> dict[str, Any]:
+    """What teacher.json would say if it were written from this checkpoint. Raises CheckpointError."""
+    return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
+
+
+def recipe_of(saved: Manifest) -> Recipe:
+    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is of another version."""
+    try:
+        return Recipe.model_validate(saved.recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"its recipe is of another version of dino_ds ({where}: {first['msg']})") from None
+
+
+def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
+    model, size = arch.timm_model(recipe.model.backbone), recipe.crops.global_size
+    own = {} if isinstance(arch, ViTSpec) else {"backbone": recipe.model.backbone, "image_size": size}
+    if model is None:
+        return {"image_size": size, **own}
+    name, arguments = model
+    arguments |= timm_arguments(arch, size) if isinstance(arch, ForeignSpec) else {"img_size": size}
+    arguments |= {"num_classes": 0}
+    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return own | {
+        "load": f"model = timm.create_model({name!r}, {written}); "
+        "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
+        "timm_name": name,
+        "timm_arguments": arguments,
+    }

@@ -1,0 +1,130 @@
+"""A file of weights and the JSON next to it, its sidecar: written so that they always go together, verified when read.
+
+This is half of one rule: whatever reads weights verifies them. The other half is
+`dino_ds.checkpoint.folder.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
+of its own content. Two files can't be replaced in one step, so the sidecar comes first and describes the old file too
+until that is replaced: whenever the process dies, one of the two descriptions is that of the file that is there.
+Sidecars that others made, or earlier versions, have no checksums: nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dino_ds.checkpoint.files import FileRecord, checksum, checksum_once
+from dino_ds.checkpoint.manifest import content_sum
+from dino_ds.durable import discard, is_gone, replace_file, replacing
+from dino_ds.errors import CheckpointError, one_line
+from dino_ds.names import sidecar_of
+
+_FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
+"""Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is
+being replaced."""
+Facts = dict[str, Any]
+
+
+def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
+    """Replace a file of weights by what `write` puts at a path, and its sidecar by `facts`. Raises OSError.
+
+    `write` returns length and CRC32 of what it has written if it knows them.
+    """
+    place, before = sidecar_of(weights), _description_of(weights)
+    try:
+        with replacing(weights) as temporary:
+            record = write(temporary) or checksum(temporary)
+            now = {**facts, _FILE: vars(record)}
+            replace_file(place, _sealed(now | ({_BEFORE: before} if before else {})))
+    except BaseException:
+        if is_gone(weights):
+            discard(place)  # it describes nothing
+        raise
+    replace_file(place, _sealed(now))
+
+
+def read_sidecar(weights: Path) -> Facts:
+    """The facts in the sidecar of a file of weights, {} where it has none, once the file is found to be the one that it
+    describes. Reads the whole file. Raises CheckpointError where either is damaged or of another run."""
+    place = sidecar_of(weights)
+    facts = read_facts(place)
+    while _FILE in facts:
+        try:
+            found = checksum_once(weights)
+        except OSError as error:
+            raise CheckpointError(f"{weights} can't be read: {error.strerror}") from None
+        if (fitting := _fitting(facts, found)) is not None:
+            return fitting
+        facts, before = read_facts(place), facts
+        if facts == before:  # and not replaced meanwhile by a run that is at work
+            raise CheckpointError(
+                f"{weights} is damaged or of another run ({_shown(found)}, and {place.name} says "
+                f"{_shown(facts[_FILE])}): bring the right one back; if it was changed on purpose, remove {_FILE!r} "
+                f"and {_SUM!r} there"
+            )
+    return facts
+
+
+def read_json(path: Path) -> Facts:
+    """The object in a JSON file, {} where there is no such file. Raises CheckpointError for any other content."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read ({one_line(error, 80)}): bring it back, or remove it") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object: bring it back, or remove it")
+    return content
+
+
+def read_facts(place: Path) -> Facts:
+    """The content of a sidecar as it is, {} if there is none. Raises CheckpointError where its own checksum differs."""
+    facts = read_json(place)
+    rest = {key: value for key, value in facts.items() if key != _SUM}
+    if _FILE in facts and facts.get(_SUM, content_sum(rest)) != content_sum(rest):
+        raise CheckpointError(
+            f"{place} is damaged or was edited (its own checksum differs): bring it back; if the edit is meant, "
+            f"remove its {_SUM!r}"
+        )
+    return facts
+
+
+def _fitting(facts: Facts, found: FileRecord) -> Facts | None:
+    """The description of the file `found` among those of a sidecar, without the keys that verify it."""
+    for one in (facts, facts.get(_BEFORE)):
+        if isinstance(one, dict) and one.get(_FILE) == vars(found):
+            return {key: value for key, value in one.items() if key not in (_FILE, _SUM, _BEFORE)}
+    return None
+
+
+def _description_of(weights: Path) -> Facts | None:
+    """What describes the file of weights that is about to be replaced; None if there is no such file or description."""
+    try:
+        facts = read_facts(sidecar_of(weights))
+        if not facts or not weights.is_file():
+            return None
+        if _FILE in facts and _BEFORE not in facts:
+            return {key: value for key, value in facts.items() if key != _SUM}
+        record = checksum(weights)
+    except (CheckpointError, OSError):
+        return None
+    fitting = _fitting(facts, record) if _FILE in facts else facts
+    return None if fitting is None else {**fitting, _FILE: vars(record)}
+
+
+def _sealed(facts: Facts) -> str:
+    plain = json.loads(json.dumps(facts))  # tuples are lists in JSON
+    return json.dumps({**plain, _SUM: content_sum(plain)}, indent=1) + "\n"
+
+
+def _shown(record: object) -> str:
+    """Length and CRC32 of a file, for people; `record` is a FileRecord or anything that a sidecar has in its place."""
+    if isinstance(record, FileRecord):
+        return f"{record.bytes} bytes, crc {record.crc32:08x}"
+    try:
+        return _shown(FileRecord(**record))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return one_line(record, 40)

@@ -1,0 +1,149 @@
+"""How images are prepared goes out with weights and comes back in, whoever wrote the files."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from dino_ds.errors import CheckpointError
+from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.options.model import ExportOptions
+from dino_ds.tools.export import run as export
+from dino_ds.weights.export import FORMATS, export_hf, export_timm
+from dino_ds.weights.load import load
+from tests.weights.test_foreign import _model as other_model
+from tests.weights.test_weights import SIZE, _backbone
+
+STATISTICS = {"mean": [0.3, 0.4, 0.5], "std": [0.1, 0.2, 0.3], "value_range": [0, 4095]}
+
+
+def _image(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def _exported(tmp_path, model, format):
+    model.about |= STATISTICS
+    model.__init__(model.network, model.image_size, model.source, model.about)
+    FORMATS[format][0](model, out := tmp_path / f"out{FORMATS[format][1]}")
+    return out
+
+
+@pytest.mark.parametrize("format", ["dino", "dinov2", "torchscript"])
+def test_formats_without_a_place_for_it_have_a_json(tmp_path, format):
+    """Mean, deviation and range are in FILE.json, and dino_ds.load reads a .pth as the model that it is of."""
+    model = _backbone(interpolation="antialias")
+    out = _exported(tmp_path, model, format)
+    facts = json.loads((tmp_path / f"{out.name}.json").read_text())
+    assert {key: facts[key] for key in STATISTICS} == STATISTICS and facts["image_size"] == SIZE
+    if format != "torchscript":
+        back, image = load(out), _image(50, 40)
+        assert torch.equal(back.preprocess(image), model.preprocess(image)) and back.value_range == (0, 4095)
+        larger = torch.randn(1, 3, 64, 48)  # its positions are resized as in the run
+        torch.testing.assert_close(back.features(larger), model.features(larger), rtol=1e-5, atol=1e-5)
+        assert not back.notes and back.about["step"] == 3
+        content = bytearray(out.read_bytes())
+        content[len(content) // 2] ^= 64
+        out.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{out.name} is damaged"):
+            load(out)
+
+
+def test_a_resnet_s_pth_too(tmp_path):
+    model = other_model(ForeignSpec("resnet18"))
+    out = _exported(tmp_path, model, "dino")
+    back = load(out)
+    assert back.normalisation == model.normalisation and back.image_size == model.image_size
+    assert not any("size of its images" in note for note in back.notes)
+
+
+def test_export_says_what_a_program_must_do_itself(tmp_path, capsys):
+    """Its last lines: what is removed of images, or how small images are left uncut; and nothing is overwritten."""
+    FORMATS["safetensors"][0](_backbone(), tmp_path / "a.safetensors")
+    source = str(tmp_path / "a.safetensors")
+    wanted = {"dino": "prepare images with mean 0.485", "hf": "'shortest_edge': 32", "timm": "crop_pct to 1"}
+    for format, words in wanted.items():
+        export(ExportOptions(model=source, format=format))
+        assert words in capsys.readouterr().out
+    (tmp_path / "a.pth").unlink()
+    with pytest.raises(Exception, match=r"a\.pth\.json is there already"):
+        export(ExportOptions(model=source, format="dino"))
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (32, 32), (40, 24), (31, 64)])
+def test_small_images_as_the_card_says(tmp_path, shape):
+    """transformers' processor with the size that the card names, and timm's transform with crop_pct 1, give our pixels
+    of images that dino_ds leaves uncut; as they come they enlarge and cut them."""
+    transformers = pytest.importorskip("transformers")
+    model, image = _backbone(), _image(*shape)
+    ours = model.preprocess(image)
+    export_hf(model, tmp_path / "hf")
+    card = (tmp_path / "hf/README.md").read_text()
+    assert f"`processor(images, size={{'shortest_edge': {SIZE}}})`" in card
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", backend="pil")
+    theirs = processor(image, return_tensors="pt", size={"shortest_edge": SIZE})["pixel_values"][0]
+    torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(processor(image, return_tensors="pt")["pixel_values"][0], ours, atol=0.1)
+    export_timm(model, tmp_path / "timm")
+    assert "timm's transform with crop_pct 1" in (tmp_path / "timm/README.md").read_text()
+    config = timm.data.resolve_data_config(json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"])
+    transform = timm.data.create_transform(**config | {"crop_pct": 1.0})
+    if min(shape) * max(shape) % 2 == 0:  # of odd borders timm cuts the other half
+        torch.testing.assert_close(transform(image), ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"do_normalize": False},
+        {"do_rescale": False},
+        {"rescale_factor": 1 / 127.5},
+        {"do_rescale": False, "do_normalize": False},
+        {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.5, 0.25]},
+        {"image_mean": 0.5, "image_std": 0.25},
+    ],
+    ids=str,
+)
+def test_a_processor_of_any_range_is_applied(tmp_path, change):
+    """What transformers makes of an image is what `preprocess` makes of it: 1e-5 of the largest value."""
+    transformers = pytest.importorskip("transformers")
+    export_hf(_backbone(), tmp_path / "hf")
+    path, image = tmp_path / "hf/preprocessor_config.json", _image(60, 60)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf", backend="pil")
+    theirs = processor(image, return_tensors="pt")["pixel_values"][0].float()
+    model = load(tmp_path / "hf")
+    assert not any("preprocessor" in note for note in model.notes)
+    torch.testing.assert_close(model.preprocess(image), theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"image_mean": [0.5', "preprocessor_config.json can't be read"),
+        ("[1]", "preprocessor_config.json is not a JSON object"),
+        ('{"do_normalize": "false"}', "do_normalize 'false' is not true or false"),
+        ('{"rescale_factor": 0}', "rescale_factor '0' is not a number above 0"),
+        ('{"rescale_offset": true}', "rescale_offset is not known"),
+        ('{"image_mean": [0.5], "image_std": [0.5]}', "unusable mean or std of 3 channels"),
+        ('{"image_mean": {"r": 1}, "image_std": 0.5}', "unusable mean or std of 3 channels"),
+        ('{"image_mean": 0.5, "image_std": 0}', "unusable mean or std of 3 channels"),
+    ],
+)
+def test_a_processor_that_can_t_be_applied_is_refused(tmp_path, content, says):
+    export_hf(_backbone(), tmp_path / "hf")
+    (tmp_path / "hf/preprocessor_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=says):
+        load(tmp_path / "hf")
+
+
+def test_a_processor_without_statistics_is_noted(tmp_path):
+    export_hf(_backbone(), tmp_path / "hf")
+    (tmp_path / "hf/preprocessor_config.json").write_text('{"do_normalize": true}')
+    note = "preprocessor_config.json has no image_mean or image_std: the usual ones are taken"
+    assert note in load(tmp_path / "hf").notes

@@ -1,0 +1,282 @@
+"""Whatever reads weights verifies them: each command that takes a model, each file it reads, each kind of damage."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dino_ds
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import CheckpointError, UserError, lines_for_people
+from dino_ds.options.model import ExportOptions, PicturesOptions
+from dino_ds.tools.export import run as export
+from dino_ds.tools.pictures import run as draw_pictures
+from dino_ds.training.frozen import find_teacher
+from dino_ds.weights.frozen import find_frozen
+from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
+from dino_ds.weights.start import as_source, find_start
+from tests.ranks import run_on_ranks
+from tests.sample import sampled
+from tests.training.harness import TINY, image_folder, train_tiny, whole_tensors
+
+CHANGES = {"save_every": "2 steps", "keep_checkpoints": "2", "model.depth": "1"}
+OLD, NEW = (f"checkpoints/step_{step:08d}" for step in (2, 4))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """`run` with checkpoints of steps 2 and 4, and `other`, which differs by its seed alone."""
+    place = tmp_path_factory.mktemp("verified")
+    image_folder(place / "images")
+    for name, seed in (("run", "0"), ("other", "1")):
+        changes = CHANGES | {"seed": seed}
+        assert run_on_ranks(train_tiny, place / "images", place / name, max_steps=4, changes=changes, world=1) == [None]
+    return place
+
+
+@pytest.fixture
+def run(place, tmp_path):
+    return Path(shutil.copytree(place / "run", tmp_path / "run"))
+
+
+def _recipe(**changes):
+    return load_recipe(None, {**TINY, **CHANGES, **{key.replace("__", "."): value for key, value in changes.items()}})
+
+
+def _pictures(model, out):
+    draw_pictures(PicturesOptions(model=model, only=("pca",), images="2", out=str(out)))
+
+
+COMMANDS = {
+    "load": lambda model, out: dino_ds.load(model),
+    "export": lambda model, out: export(ExportOptions(model=model, format="timm", out=str(out), json=True)),
+    "embed": lambda model, out: dino_ds.embed(model, workers=0),
+    "eval": lambda model, out: dino_ds.evaluate(model, ["statistics"], workers=0),
+    "pictures": _pictures,
+    "init_from": lambda model, out: find_start(_recipe(model__init_from=model).model),
+    "from_source": lambda model, out: as_source(_recipe(model__init_from=model, model__backbone="from_source"), None),
+    "teacher.source": lambda model, out: find_teacher(_recipe(teacher__source=model)),
+    "gram.teacher": lambda model, out: find_frozen(model, "gram.teacher"),
+}
+READ = {
+    "": ("teacher.safetensors", "teacher.json", f"{NEW}/manifest.json", f"{NEW}/whole_00000.safetensors"),
+    NEW: (f"{NEW}/manifest.json", f"{NEW}/whole_00000.safetensors"),
+}
+"""What is given, below the run -> the files that are read then."""
+
+
+def _flip(content: bytes, name: str) -> bytes:
+    """One bit of the last exponent, or of a number in a JSON."""
+    position = (
+        content.index(b"0.4") + 2 if name.endswith("teacher.json") else len(content) - (1 if b"{" in content else 9)
+    )
+    return (
+        content[:position] + bytes([content[position] ^ (1 if name.endswith("json") else 64)]) + content[position + 1 :]
+    )
+
+
+DAMAGE = {
+    "flipped": lambda path, other: path.write_bytes(_flip(path.read_bytes(), path.name)),
+    "truncated": lambda path, other: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path, other: path.write_bytes(b""),
+    "of another run": lambda path, other: shutil.copy(other, path),
+}
+_NOT_READ = {("teacher.safetensors", damage) for damage in DAMAGE} | {("teacher.json", "of another run")}
+"""Of a run that is a frozen teacher: all but the step is taken from its checkpoint."""
+CELLS = [
+    (command, given, file, damage)
+    for command, (given, files), damage in itertools.product(COMMANDS, READ.items(), DAMAGE)
+    for file in files
+    if command not in ("teacher.source", "gram.teacher") or (file, damage) not in _NOT_READ
+]
+
+
+@pytest.mark.parametrize(("command", "given", "file", "damage"), sampled(CELLS))
+def test_damage_is_named_and_never_used(place, run, tmp_path, command, given, file, damage, capsys):
+    """Exit code 3 and one line that names the file, whatever the command; nothing is written."""
+    DAMAGE[damage](run / file, place / "other" / file)
+    with pytest.raises(UserError) as error:
+        COMMANDS[command](str(run / given), tmp_path / "out")
+    message = str(error.value)
+    assert error.value.exit_code == 3 and len(lines_for_people(message)) == 1
+    assert Path(file).name in message or "are mixed in" in message
+    assert not (tmp_path / "out").exists() and not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_kept_checkpoint_is_taken_wherever_a_run_is(run, tmp_path, command):
+    """The same command on the run's older checkpoint, which has another teacher than the run."""
+    COMMANDS[command](str(run / OLD), tmp_path / "out")
+
+
+def test_a_checkpoint_s_teacher_is_its_own(run):
+    """Tensors, heads, how images are prepared and the step are those of the checkpoint, as at its time in the run."""
+    old, new, last = dino_ds.load(run / OLD), dino_ds.load(run / NEW), dino_ds.load(run)
+    for model, step in ((old, 2), (new, 4)):
+        whole = whole_tensors(run, step)
+        assert all(torch.equal(t, whole[f"teacher.backbone.{n}"]) for n, t in model.network.state_dict().items())
+        assert all(torch.equal(t, whole[f"teacher.head.{n}"]) for n, t in model.heads["head"].items())
+        assert (model.about["step"], model.notes) == (step, [])
+    assert new.about == last.about
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(new.features(images), last.features(images)) and not torch.equal(
+        old.features(images), last.features(images)
+    )
+    alone = shutil.copytree(run / OLD, run.parent / "kept")
+    assert torch.equal(dino_ds.load(alone).features(images), old.features(images))
+
+
+def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):
+    """Exports, their descriptions, results and pictures lie in the run beside those of its newest teacher."""
+    export(ExportOptions(model=str(run / OLD), format="safetensors", json=True))
+    assert json.loads((run / "teacher-step_00000002.json").read_text())["step"] == 2
+    dino_ds.evaluate(run / OLD, ["statistics"], workers=0)
+    assert json.loads((run / "evaluations-step_00000002.json").read_text())["statistics"]["step"] == 2
+    assert not (run / "evaluations.json").exists()
+    export(ExportOptions(model=str(run / OLD), format="hf", json=True))
+    card = (run / "teacher-step_00000002-hf/README.md").read_text()
+    assert "Trained for 2 steps" in card and "| statistics" in card
+    draw_pictures(PicturesOptions(model=str(run / OLD), only=("pca",), images="2"))
+    assert (run / "pictures/step_00000002/pca.png").is_file()
+    assert find_frozen(str(run / OLD)).notes == ["the EMA teacher of step 2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("checkpoints", r"checkpoints is the folder of a run's checkpoints: give one of them, such as .*step_00000004"),
+        ("checkpoints/latest", r"latest only names the newest checkpoint: give one of them, such as .*step_00000004"),
+        (f"{OLD}/whole_00000.safetensors", r"is a part of a checkpoint: give .*step_00000002"),
+        ("checkpoints/step_00000006", "checkpoint step 6 is incomplete: it has no manifest.json"),
+    ],
+)
+def test_what_is_near_a_checkpoint_gets_an_answer(run, given, says):
+    if given.endswith("6"):
+        (run / given).mkdir()  # as a writer that was killed may have left one
+    with pytest.raises(CheckpointError, match=says):
+        dino_ds.load(run / given)
+
+
+def test_a_half_checkpoint_is_refused(run):
+    """Of two ranks' files one is missing: nothing of it is read, though the teacher's file is whole."""
+    (run / OLD / "rank_00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint step 2 is incomplete \(1 of 2 files\)"):
+        dino_ds.load(run / OLD)
+
+
+def test_without_the_checkpoint_a_run_has_its_backbone(run):
+    """Checkpoints may be removed, or be of an older format: the teacher is whole without them, and it is said."""
+    images, before = torch.randn(2, 3, 32, 32), dino_ds.load(run)
+    shutil.rmtree(run / NEW)
+    model = dino_ds.load(run)
+    assert torch.equal(model.features(images), before.features(images)) and not model.heads
+    assert "its head is not available" in model.notes[0]
+
+
+def test_files_of_earlier_versions_are_read_in_silence(run):
+    """teacher.json without checksums: nothing is known of damage."""
+    facts = json.loads((run / "teacher.json").read_text())
+    del facts["weights_file"], facts["crc32"]
+    (run / "teacher.json").write_text(json.dumps(facts))
+    assert not dino_ds.load(run).notes
+
+
+def test_a_meant_edit_of_teacher_json(run):
+    """It is refused until its checksum is removed; its file of weights is verified as before."""
+    place = run / "teacher.json"
+    facts = json.loads(place.read_text())
+    facts["mean"] = [0.0, 0.0, 0.0]
+    place.write_text(json.dumps(facts))
+    with pytest.raises(CheckpointError, match=r"was edited .*remove its 'crc32'"):
+        dino_ds.load(run)
+    del facts["crc32"]
+    place.write_text(json.dumps(facts))
+    assert dino_ds.load(run).normalisation.mean == (0, 0, 0)
+    DAMAGE["flipped"](run / "teacher.safetensors", None)
+    with pytest.raises(CheckpointError, match=r"teacher\.safetensors is damaged"):
+        dino_ds.load(run)
+
+
+def test_a_command_reads_a_file_once_to_verify_it(run, monkeypatch):
+    """However often it opens the model; a file that has changed since is read again, at whatever length."""
+    from dino_ds.checkpoint import files
+
+    read, checksum = [], files.checksum
+    monkeypatch.setattr(files, "checksum", lambda path, *how: read.append(Path(path).name) or checksum(path, *how))
+    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1e9)
+    for _ in range(2):
+        dino_ds.load(run)
+        find_frozen(str(run))
+    assert sorted(read) == ["teacher.safetensors", "whole_00000.safetensors"]
+    DAMAGE["flipped"](run / "teacher.safetensors", None)
+    os.utime(run / "teacher.safetensors", (1, 1))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        dino_ds.load(run)
+
+
+def _tensors(value):
+    return lambda path: save_file({"a": torch.full((9,), float(value))}, path)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["with a checksum", "by an earlier version"])
+@pytest.mark.parametrize("death", range(4))
+def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death, known):
+    """Two files can't be replaced in one step: whichever there are, they fit, and the next write is as any other."""
+    import dino_ds.durable as durable
+
+    path, replace, calls = tmp_path / "a.safetensors", durable.os.replace, itertools.count()
+    write_with_sidecar(path, _tensors(1), {"step": 1})
+    if not known:
+        path.with_suffix(".json").write_text('{"step": 1}')
+
+    class Death(BaseException):
+        pass
+
+    def dies(source, target):
+        if next(calls) == death:
+            raise Death
+        replace(source, target)
+
+    for step in (2, 3):
+        calls = itertools.count()
+        with monkeypatch.context() as patch:
+            patch.setattr(durable.os, "replace", dies)
+            if death < 3:
+                with pytest.raises(Death):
+                    write_with_sidecar(path, _tensors(step), {"step": step})
+            else:
+                write_with_sidecar(path, _tensors(step), {"step": step})
+        assert read_sidecar(path) == {"step": load_file(path)["a"][0]}
+    write_with_sidecar(path, _tensors(4), {"step": 4})
+    assert read_sidecar(path) == {"step": 4} == {"step": load_file(path)["a"][0]}
+    assert set(json.loads(path.with_suffix(".json").read_text())) == {"step", "weights_file", "crc32"}
+
+
+def test_every_flipped_bit_of_a_description_is_refused_or_changes_nothing(tmp_path):
+    path, rng = tmp_path / "a.safetensors", random.Random(0)
+    facts = {"mean": [0.485, 0.456], "step": 12, "timm_name": "vit_tiny_patch16_224", "value_range": None}
+    write_with_sidecar(path, _tensors(1), facts)
+    whole = path.with_suffix(".json").read_bytes()
+    for position in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.with_suffix(".json").write_bytes(damaged)
+        message, found = _read(path)
+        assert ("a.json" in message or "a.safetensors" in message) if message else found == facts
+
+
+def _read(path):
+    """The message of the error that reading raised, or what was found of the known facts."""
+    try:
+        found = read_sidecar(path)
+    except CheckpointError as error:
+        return str(error), None
+    return "", {key: value for key, value in found.items() if key in ("mean", "step", "timm_name", "value_range")}
