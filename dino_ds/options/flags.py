@@ -18,7 +18,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, Option
-from dino_ds.options.elsewhere import CHOICES_ELSEWHERE, option_elsewhere, stray_word
+from dino_ds.options.elsewhere import option_elsewhere, stray_word
+from dino_ds.options.foreign_words import CHOICES_ELSEWHERE
 from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
@@ -217,9 +218,8 @@ def _number(option: Option, word: str) -> float:
 
 def _unknown(command: Command, name: str, value: str) -> str:
     """The sentence for a flag that nothing knows."""
-    elsewhere = option_elsewhere(name, value) if command.takes_recipe else None
-    if elsewhere is not None:
-        return f"unknown option: {elsewhere}"
+    if answer := option_elsewhere(name, value, command):
+        return f"unknown option: {answer}"
     own = [option.name for option in command.all_options]
     if not command.takes_recipe:
         there_are = f" There are {', '.join(f'--{name}' for name in own)}"

@@ -223,7 +223,7 @@ def test_other_commands_say_what_they_understood(monkeypatch, tmp_path: Path, ca
         ("reduce_buckt_size", ["ds.zero_optimization.reduce_bucket_size"]),
         # Nothing, rather than `ds.zero_optimization.leaf_module.names` or a card's `device`.
         ("name", []),
-        ("out", []),
+        ("thing", []),
     ],
 )
 def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
