@@ -26,7 +26,7 @@ LAYERS = [
     {"plan", "report"},
     {"train", "bench", "tools", "launching", "examples"},
     {"preflight"},
-    {"cli"},
+    {"cli", "as_it_was"},
     {"__main__", "api"},
 ]
 # Several files of one room: free to import each other.

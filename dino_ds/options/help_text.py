@@ -106,7 +106,7 @@ def _short_page(command: Command) -> str:
     count = len(command.all_options) + len(keys)
     parts = [*_head(command), "first options (default)", *_rows([*map(_row, own.values()), *rows], 120), ""]
     parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: docs/configs.md"]
-    return "\n".join([*parts, "", *_EXAMPLES.splitlines()] if command is TRAIN else parts)
+    return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
 
 
 def _command_page(command: Command) -> str:

@@ -50,7 +50,9 @@ class Evaluated(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         about = {"model": self.backbone.source, "seconds": round(self.seconds, 1), "host": describe_host()}
-        return {**about, "results": as_json(self.results)}
+        results = as_json(self.results)
+        metrics = {metric: value for result in results.values() for metric, value in result["results"].items()}
+        return {**about, "metrics": metrics, "results": results}
 
 
 def run(options: EvalOptions) -> None:

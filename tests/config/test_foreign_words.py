@@ -96,6 +96,8 @@ def _refusal(words: list[str]) -> str:
         ("report --run_dir x", "give it without a name: dino-ds report x"),
         ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),
         ("look-data --output_dir x", "write --out x"),
+        ("convert --ckpt_path x --out y", "give it without a name: dino-ds convert x"),
+        ("convert x y", "unexpected word 'y': what is written with --out y"),
     ],
 )
 def test_an_option_of_another_program_is_answered_by_what_to_type(typed: str, do: str):
