@@ -20,6 +20,8 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[-1]
     named = {option.name: option for option in command.all_options}
+    if word.startswith("no_") and (switch := _switch(word[3:], command)):
+        return f"write --{switch}=false"
     meant = MEANT.get(word) or MEANT.get(leaf, "")
     if option := next((named[one] for one in meant.split() if one in named), None):
         if option.help.bare:
@@ -27,6 +29,20 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
         return f"write --{option.name} {value or 'X'}" if option.kind != "switch" else f"write --{option.name}"
     answer = OPTIONS.get(leaf) if command.takes_recipe else None
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
+
+
+def _switch(word: str, command: Command) -> str | None:
+    """The switch that is called `word`, with or without its section."""
+    switches = [option.name for option in command.all_options if option.kind in ("switch", "resume")]
+    if command.takes_recipe:
+        switches += [option.name for option in recipe_options() if option.type == "true or false"]
+    return next((name for name in switches if word in (name, name.rpartition(".")[-1])), None)
+
+
+def _takes_several(name: str, command: Command) -> bool:
+    kinds = {option.name: option.kind for option in command.all_options}
+    kinds |= {option.name: option.type.partition(" ")[0] for option in recipe_options() if command.takes_recipe}
+    return kinds.get(name) in ("names", "numbers")
 
 
 def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
@@ -40,6 +56,8 @@ def stray_word(word: str, before: tuple[str, str] | None, command: Command, firs
             "--resume takes no file: it continues the run in --run_dir from its newest checkpoint, --resume N from the "
             "one of step N; weights alone start a new run: --model.init_from FILE"
         )
+    if value and _takes_several(name, command) and not os.path.exists(word):
+        return f"several have commas between: --{name} {value},{word}"
     if _is_number(value) and _is_number(word):
         return f"two numbers have a comma between: --{name} {value},{word}"
     if value and (word.rstrip("s") in [unit[:-1] for unit in UNITS] or os.path.exists(f"{value} {word}")):

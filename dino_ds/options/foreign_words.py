@@ -106,7 +106,19 @@ write --model.drop_path {n}
     drop_path_rate
 
 the objective is DINO's; its settings are --objective.KEY (docs/configs.md)
-    method loss ibot koleo
+    method loss
+
+write --objective.ibot_weight {n}
+    ibot ibot_loss_weight
+
+write --objective.koleo_weight {n}
+    koleo koleo_loss_weight
+
+write --crops.num_local {n}
+    n_local_crops num_local_crops local_number num_crops nmb_crops
+
+write --help all
+    help_all help_full full_help helpfull
 
 write --teacher.momentum {n}
     momentum_teacher ema_decay model_ema_decay model_ema ema_momentum
@@ -223,7 +235,7 @@ size
     image_size img_size crop_size input_size resolution
 
 ranks
-    gpus num_gpus devices nproc_per_node num_processes world_size
+    gpus num_gpus devices nproc nproc_per_node num_processes world_size
 
 half
     fp16 bf16 precision
@@ -237,6 +249,10 @@ COMMANDS_ELSEWHERE = {
     **dict.fromkeys(("visualize", "visualise", "plot", "show"), "dino-ds pictures MODEL, or dino-ds report RUN"),
     **dict.fromkeys(("list", "recipes", "models"), "dino-ds train --help lists the recipes"),
     **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
+    **dict.fromkeys(("fit", "pretrain", "run", "start"), "dino-ds train --data.root IMAGES trains"),
+    **dict.fromkeys(
+        ("validate", "val", "evaluate", "benchmark", "knn", "linear", "probe"), "dino-ds eval MODEL evaluates"
+    ),
     "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
     "resume": "dino-ds train --resume --run_dir RUN",
     "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
@@ -246,5 +262,9 @@ CHOICES_ELSEWHERE = {
     **dict.fromkeys(("tensorrt", "trt"), "for TensorRT: --format onnx, and trtexec builds the engine"),
     "openvino": "for OpenVINO: --format onnx, which it reads",
     "coreml": "for Core ML: --format torchscript, which coremltools reads",
+    **dict.fromkeys(
+        ("pytorch", "torch", "pth", "pt"),
+        "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names",
+    ),
     **dict.fromkeys(("huggingface", "transformers"), "write hf"),
 }
