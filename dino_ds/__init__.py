@@ -32,7 +32,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        return sorted({*(name for name in super().__dir__() if name.startswith("__")), *__all__})
 
 
 sys.modules[__name__].__class__ = _Package

@@ -8,11 +8,9 @@ an exception of dino_ds.errors.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from dino_ds.as_it_was import as_it_was, torch_as_it_was
 from dino_ds.cli import check_software, prepare
 from dino_ds.config.stages import Given, stage_folder
 from dino_ds.errors import ConfigError, Stopped
+from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.python_values import words_of
-from dino_ds.preflight import adopt_ranks
 from dino_ds.text_file import read_lines
 
 if TYPE_CHECKING:
@@ -40,12 +39,20 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, or of a checkpoint of it; the other functions take it in place of the folder's name."""
+    """The folder of a run, or of a checkpoint of it; the other functions take it in place of the folder's name.
+
+    Raises ConfigError where there is no such folder.
+    """
 
     path: Path
 
     def __init__(self, path: Place) -> None:
-        object.__setattr__(self, "path", Path(path).expanduser())
+        place = Path(path).expanduser()
+        if not place.is_dir():
+            beside = [one.name for one in place.parent.iterdir() if one.is_dir()] if place.parent.is_dir() else []
+            near = did_you_mean(place.name, beside)
+            raise ConfigError(f"{place} is not a folder: give that of a run, which train has written.{near}")
+        object.__setattr__(self, "path", place)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -108,7 +115,7 @@ def train(
         return Run(_train_here(words, callbacks))
     from dino_ds.launching.child import launch_from_python
 
-    with _as_it_was():
+    with as_it_was():
         launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
         asked = prepare(launch)[2]["train"]
         folders = _folders(asked["options"], asked["given"])
@@ -117,14 +124,18 @@ def train(
     return Run(folders[-1])
 
 
-def embed(model: Place, root: Place | None = None, out: Place | None = None, **options: Any) -> Embeddings | Path:
+def embed(
+    model: Place, root: Place | Sequence[Place] | None = None, out: Place | None = None, **options: Any
+) -> Embeddings | Path:
     """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
-    returned then. Raises UserError; warns of images that can't be read: their rows are NaN."""
+    returned then. root: images as data.root, or a list of image files, one row for each in its order. Raises UserError;
+    warns of images that can't be read: their rows are NaN."""
     from dino_ds.tools.embed import write
 
-    with _torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
+    with torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "embeddings.pt" if out is None else out
-        facts = write(_prepare("embed", {"model": model, "root": root, "out": place}, options)[0])
+        images = _listed(root, Path(folder)) if isinstance(root, list | tuple) else root
+        facts = write(_prepare("embed", {"model": model, "root": images, "out": place}, options)[0])
         for note in facts["notes"]:
             warnings.warn(note, stacklevel=2)
         if out is not None:
@@ -142,12 +153,13 @@ def evaluate(
     test_root: Place | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`dino-ds eval`: what it prints with --json; numbers are in `["results"][EVAL]["results"]`. Raises UserError."""
+    """`dino-ds eval`: what it prints with --json. Its "metrics" are the numbers by name; "results" has those of each
+    evaluation, with what they were made of. Raises UserError."""
     from dino_ds.tools.evaluate import Evaluated, run_evals
 
     own = {"model": model, "evals": evals, "root": root, "test_root": test_root}
     done: list[Evaluated] = []
-    with _torch_as_it_was():
+    with torch_as_it_was():
         run_evals(_prepare("eval", own, options)[0], done.append)
     for note in done[0].subject.notes:
         warnings.warn(note, stacklevel=2)
@@ -179,14 +191,14 @@ def plan(
 
 
 def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
-    with _one_at_a_time(), _as_it_was():
+    with _one_at_a_time(), as_it_was():
         command, chosen, files = prepare(["train", *words])
         check_software(command, chosen)
         from dino_ds.train import train_for
         from dino_ds.training.caller import Caller
 
         caller, stopped = Caller(callbacks), ""
-        with _torch_as_it_was():
+        with torch_as_it_was():
             try:
                 train_for(caller, chosen, files)
             except SystemExit as stop:
@@ -197,6 +209,19 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
         if stopped:
             raise Stopped(f"{stopped}; the same with resume=True continues it")
         return _folders(chosen, files["given"])[-1]
+
+
+def _listed(files: Sequence[Place], folder: Path) -> Path:
+    """A text file in `folder` of the paths, as data.root takes it. Raises ConfigError."""
+    odd = next((one for one in files if not isinstance(one, str | os.PathLike)), None)
+    paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(one)) for one in files]
+    if not paths:
+        what = "an empty list" if odd is None else f"a list with a {type(odd).__name__}"
+        raise ConfigError(f"root is {what}: give paths of image files, a folder, a .txt list, .tar or .parquet")
+    if (bad := next((path for path in paths if {"\n", "\r", "\t"} & set(path)), None)) is not None:
+        raise ConfigError(f"root names {bad!r}: a path with a line break or a tab can't be listed; give its folder")
+    (place := folder / "files.txt").write_text("\n".join(paths) + "\n", encoding="utf-8", errors="surrogateescape")
+    return place
 
 
 def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
@@ -221,79 +246,3 @@ def _one_at_a_time() -> Iterator[None]:
         yield
     finally:
         _TRAINING.release()
-
-
-@contextmanager
-def _as_it_was() -> Iterator[None]:
-    """For this process alone; its environment and DeepSpeed's logger are left as they were. Raises ConfigError."""
-    before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
-    logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
-    try:
-        adopt_ranks(os.environ)
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ConfigError(
-                "this process is one of several that a launcher has started: call this in one process, and let it "
-                "start the others by ranks=N; or give the launcher the command in place of this program"
-            )
-        yield
-    finally:
-        logger.level, logger.propagate, logger.handlers[:], logger.filters[:] = logged
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
-
-@contextmanager
-def _torch_as_it_was() -> Iterator[None]:
-    """As `_as_it_was`, and torch's settings and generators; the process group is left that was joined meanwhile.
-
-    Within, gradients, mixed precision and new tensors' type and device are as in a process of a command.
-    """
-    import torch
-    import torch.distributed as dist
-
-    from dino_ds.engine.process import leave
-    from dino_ds.measure.trial import free_memory
-
-    cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
-    joined, threads = dist.is_initialized(), torch.get_num_threads()
-    convolutions = cudnn.benchmark, cudnn.allow_tf32
-    dtype, device = torch.get_default_dtype(), torch.get_default_device()
-    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
-    with (
-        _as_it_was(),
-        torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-    ):
-        try:
-            torch.set_default_dtype(torch.float32)
-            if device.type != "cpu":
-                torch.set_default_device(None)
-            yield
-        except BaseException as error:
-            _clear_frames(error)
-            raise
-        finally:
-            torch.set_default_dtype(dtype)
-            if device.type != "cpu":
-                torch.set_default_device(device)
-            if not joined:
-                leave()
-            free_memory()
-            torch.set_num_threads(threads)
-            cudnn.benchmark, cudnn.allow_tf32 = convolutions
-            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
-            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """A notebook keeps the last error, and its frames would keep an engine in memory: the next cell needs it."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -38,8 +38,8 @@ from dino_ds.launching.environment import check_ranks
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
-from dino_ds.options.elsewhere import COMMANDS_ELSEWHERE
 from dino_ds.options.flags import drop_local_rank, parse_flags
+from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
 from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision

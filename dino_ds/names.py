@@ -17,14 +17,17 @@ DS_HOMES: dict[str, str] = {
     word: home
     for home, words in {
         "train_micro_batch_size_per_gpu": "micro_batch micro_batch_size batch_size_per_gpu "
-        "train_micro_batch_size_per_gpu",
+        "train_micro_batch_size_per_gpu per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size "
+        "batch_size_per_device",
         "train_batch_size": "train_batch_size",
-        "gradient_accumulation_steps": "accumulation grad_accum accumulate_grad_batches gradient_accumulation_steps",
-        "gradient_clipping": "clip_grad clip clipping max_grad_norm gradient_clipping",
+        "gradient_accumulation_steps": "accumulation grad_accum accumulate_grad_batches gradient_accumulation_steps "
+        "gradient_accumulation accum_iter accum_steps grad_accum_steps",
+        "gradient_clipping": "clip_grad clip clipping max_grad_norm gradient_clipping grad_clip "
+        "gradient_clip_val clip_grad_norm max_norm",
         "fp16.enabled": "fp16 use_fp16",
         "fp16.loss_scale": "loss_scale",
         "fp16.initial_scale_power": "initial_scale_power",
-        "bf16.enabled": "bf16 precision mixed_precision amp half",
+        "bf16.enabled": "bf16 precision mixed_precision amp half use_amp use_bf16 autocast dtype torch_dtype",
         "zero_optimization.stage": "zero zero_stage zero_optimization stage",
         "zero_optimization.offload_optimizer.device": "offload_optimizer",
         "zero_optimization.offload_param.device": "offload_param",

@@ -228,7 +228,12 @@ def test_ranks_train_as_the_launcher_s_do(folder, tmp_path):
 
 def test_stages_on_several_ranks_are_followed_in_all_their_folders(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(child, "launch_from_python", lambda words, folders, callbacks: asked.append(folders))
+
+    def launch(words, folders, callbacks):
+        asked.append(folders)
+        folders[-1].mkdir()
+
+    monkeypatch.setattr(child, "launch_from_python", launch)
     stages = ["quickstart_dinov3", "quickstart_gram"]
     monkeypatch.chdir(tmp_path.parent)
     run = dino_ds.train(stages=stages, run_dir=tmp_path.name, ranks=2)
@@ -260,6 +265,9 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
     assert ours.keys() == theirs.keys() and ours["results"].keys() == {"knn", "ridge"}
     for name, result in theirs["results"].items():
         assert ours["results"][name]["results"] == result["results"]
+    assert ours["metrics"] == theirs["metrics"] == {**result["results"], **theirs["results"]["knn"]["results"]}
+    listed = [images / "class1/001.png", str(images / "class0/000.png")]
+    assert dino_ds.embed(found, listed, workers=0).names == [str(path) for path in listed]
     assert dino_ds.report(found) == found.path / "report.html" == found.report()
     ours = dino_ds.plan("vitb16", gpu="a100-40g", gpus=4, **{"data.global_batch": 512})
     theirs = _printed(capsys, "plan", "--config=vitb16", "--gpu=a100-40g", "--gpus=4", "--data.global_batch=512")
@@ -303,6 +311,23 @@ def test_a_run_is_not_a_recipe(tmp_path):
 def test_words_of_a_list_are_given_one_by_one():
     words = words_of(COMMANDS["report"], {"run": "a", "compare": ["b", "c,d"]}, {})
     assert parse_flags(COMMANDS["report"], words).fixed == {"run": "a", "compare": ("b", "c,d")}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [([], "root is an empty list: give paths"), ([3], "a list with a int"), (["a\nb"], "a line break or a tab")],
+)
+def test_a_list_that_names_no_images_is_refused(given, says, tmp_path):
+    with pytest.raises(ConfigError, match=says):
+        dino_ds.embed("vit", given)
+
+
+def test_a_run_that_is_not_there_is_refused_at_once(tmp_path):
+    (tmp_path / "vits16").mkdir()
+    with pytest.raises(ConfigError, match=r"vits61 is not a folder: give .* of a run.*\. Did you mean vits16\?$"):
+        Run(tmp_path / "vits61")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Run(tmp_path / "none" / "nope")
 
 
 @pytest.mark.parametrize("given", [None, {}, 3, b"runs/x", ["runs/x"], torch.nn.Identity()], ids=repr)
@@ -384,7 +409,7 @@ def test_train_is_the_function_beside_the_module_of_that_name():
     import dino_ds.train
 
     assert not any(inspect.ismodule(getattr(dino_ds, name)) for name in dino_ds.__all__)
-    assert set(dino_ds.__all__) <= set(dir(dino_ds))
+    assert [name for name in dir(dino_ds) if not name.startswith("__")] == sorted(dino_ds.__all__)
 
 
 def test_the_folder_of_an_earlier_run_is_a_run(tmp_path, monkeypatch):

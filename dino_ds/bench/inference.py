@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from dino_ds.backbones import BackboneSpec, backbone_spec
 from dino_ds.bench.common import begin, clock_name
+from dino_ds.digits import short
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.models.build import build_backbone
 from dino_ds.options.bench import BenchInferenceOptions

@@ -13,9 +13,10 @@ import torch
 from dino_ds.bench.common import MEMORY_STEPS, about, begin, clock_name, heading
 from dino_ds.bench.ladder_steps import SELECTIONS, LadderStep, build_ladder_step, why_skipped
 from dino_ds.config.recipe import Recipe
+from dino_ds.digits import short
 from dino_ds.engine.device import device
 from dino_ds.measure.memory import ChildResult, GpuPeak, run_in_child
-from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.options.bench import BenchLadderOptions
 from dino_ds.ranges import PARTS

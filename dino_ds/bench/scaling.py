@@ -14,10 +14,11 @@ from dino_ds import distributed
 from dino_ds.bench.common import about, begin, heading
 from dino_ds.bench.ladder_steps import CLIPPING
 from dino_ds.config.recipe import Recipe
+from dino_ds.digits import short
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.memory import run_in_children
-from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import synchronize, time_interleaved
 from dino_ds.measure.trial import Trial, build_trial, resolve
 from dino_ds.options.bench import BenchScalingOptions

@@ -14,11 +14,12 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.memory import estimate_memory
+from dino_ds.digits import short
 from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import matmul_tflops
 from dino_ds.measure.memory import MIB, GpuPeak, run_in_child
-from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
 from dino_ds.options.bench import BenchStepOptions
@@ -151,11 +152,11 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
 def _page(result: dict[str, Any]) -> str:
     settings = result["settings"]
     rows: list[tuple[str, Any]] = [
-        ("images/s", lambda s: f"{short(s['images_per_second'])}"),
+        ("images/s", lambda s: short(s["images_per_second"])),
         ("step, s", lambda s: f"{s['step_seconds']:.4g}"),
         ("spread", lambda s: f"{100 * s['spread']:.0f} %"),
-        ("TFLOP/s", lambda s: f"{s['tflops']:.3g}"),
-        ("matmul peak, TFLOP/s", lambda s: f"{s['matmul_tflops']:.3g}"),
+        ("TFLOP/s", lambda s: short(s["tflops"])),
+        ("matmul peak, TFLOP/s", lambda s: short(s["matmul_tflops"])),
         ("MFU", lambda s: f"{100 * s['mfu']:.1f} %"),
         ("peak memory, MiB", lambda s: f"{s['peak_memory_mib']:.0f}"),
         ("predicted, MiB", lambda s: f"{s['predicted_memory_mib']:.0f}"),

@@ -22,6 +22,7 @@ from dino_ds import distributed
 from dino_ds.checkpoint.files import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.digits import short
 from dino_ds.distributed import RankFlags
 from dino_ds.errors import NO_SPACE, StorageError
 
@@ -46,7 +47,7 @@ class SaveCost:
     bytes: int
 
     def __str__(self) -> str:
-        size = f"{self.bytes / 2**30:.3g} GiB in {self.seconds:.1f} s"
+        size = f"{short(self.bytes / 2**30)} GiB in {self.seconds:.1f} s"
         return f"{size}, training stood still for {self.stall_seconds:.2f} s"
 
 

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from dino_ds import distributed
+from dino_ds.backbones import ViTSpec
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
+from dino_ds.digits import short
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
@@ -24,6 +26,8 @@ from dino_ds.teachers.base import Teacher
 from dino_ds.training.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
 
+_SMALLEST_PATCH, _SMALL_IMAGE = 4, 64
+"""Sides in pixels: no smaller patch is advised, and crops of up to so many call for weak augmentation."""
 Results = dict[str, dict[str, Any]]
 """By evaluation, as RUN/evaluations.json keeps them."""
 
@@ -50,6 +54,7 @@ class EvalRunner(AtStep):
         self._sources = sources
         self.chance = 0.0
         self._compared: list[float] = []
+        self._advice = ["train longer (--length)", "on more images"]
         self._notes: list[str] = []
         self._noted: set[str] = set()
         self.raw: float | None = None
@@ -85,7 +90,9 @@ class EvalRunner(AtStep):
             value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
-        return cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
+        runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
+        runner._advice += _changes_that_help(recipe)
+        return runner
 
     def _check(self, name: str) -> None:
         """Raises ConfigError or DataError where evaluation `name` lacks something; notes what k-NN is compared by."""
@@ -176,7 +183,7 @@ class EvalRunner(AtStep):
         self._noted.update(self._notes)
         self._notes.clear()
         for name, result in results.items():
-            values = ", ".join(f"{metric} {value:.4g}" for metric, value in result["results"].items())
+            values = ", ".join(f"{metric} {short(value, 4)}" for metric, value in result["results"].items())
             label, text = ("k-NN", self.knn_summary()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
             lines.append(f"{label:<8} at step {result['step']}: {text}")
         return lines
@@ -187,13 +194,16 @@ class EvalRunner(AtStep):
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def warning(self) -> str | None:
-        """What to try where the newest features are worse than raw pixels, else None."""
+        """What is known, and what to try, where the newest features are worse than raw pixels, else None."""
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
+        learned = ""
+        if self.untrained is not None:
+            helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
+            learned = f"; the untrained network's was {self.untrained:.1f} %, so training {helped} yet"
         return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %): it has "
-            "learned nothing of use yet; train longer (--length), on more images, with smaller patches "
-            "(--model.patch_size), or images of 32 to 64 pixels with --crops.augment low_res"
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
+            f"{', or '.join(self._advice)}"
         )
 
     def short(self) -> str:
@@ -215,6 +225,16 @@ class EvalRunner(AtStep):
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
             self._latest_step = state.get("step")
+
+
+def _changes_that_help(recipe: Recipe) -> list[str]:
+    """Advice on images' features that the recipe does not follow already."""
+    spec, crops, found = recipe.model.spec(), recipe.crops, []
+    if isinstance(spec, ViTSpec) and spec.patch_size > _SMALLEST_PATCH:
+        found.append(f"with smaller patches than {spec.patch_size} pixels (--model.patch_size)")
+    if crops.global_size <= _SMALL_IMAGE and crops.augment != "low_res":
+        found.append("with --crops.augment low_res, for images of 32 to 64 pixels")
+    return found
 
 
 @contextmanager

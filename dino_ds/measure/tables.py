@@ -20,11 +20,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def short(value: float) -> str:
-    """A number with three digits, without an exponent if it is large."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
 def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
     """Print `page`, or `result` as one JSON object and nothing else, on rank 0."""
     if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.distributed: planning loads no torch

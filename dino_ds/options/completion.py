@@ -113,10 +113,11 @@ def _options(command: Command) -> str:
 
 
 def _own_choices(command: Command) -> dict[str, tuple[str, ...]]:
-    """The words that an option of the command takes, files aside."""
+    """The words that an option of the command takes, files aside; of --help too."""
     ds_configs = sorted(path.stem for path in Path(find_ds_config("zero0_fp32")).parent.glob("*.json"))
     shipped = {"config": tuple(recipe_names()), "ds_config": tuple(ds_configs)}
     offered = {option.name: option.choices or shipped.get(option.name, ()) for option in command.all_options}
+    offered |= {"help": ("all",)} if command.takes_recipe else {}
     return {name: words for name, words in offered.items() if words}
 
 

@@ -6,64 +6,43 @@ import os
 import re
 
 from dino_ds.config.fields import UNITS
+from dino_ds.config.loading import recipe_options
 from dino_ds.options.definition import Command
+from dino_ds.options.foreign_words import MEANT, OPTIONS
 
-_LAUNCHER = "the launcher starts the processes: deepspeed --num_gpus {value} dino_ds/train.py ..., or dino-ds launch"
-_METRICS = "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on"
-_STRENGTHS = (
-    "--crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation "
-    "change it; --data.transform adds a function of yours (docs/data.md)"
-)
-_METHOD = "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)"
-_WEIGHTS = "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume"
-_DEVICE = "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES=1 names another, an empty one leaves the CPU"
-_SIZE = "sizes are those of the crops: --crops.global_size {value}, --crops.local_size"
-_OPTIONS = {
-    **dict.fromkeys(("data", "dataset", "data_dir", "input", "images", "train_dir"), "write --data.root {value}"),
-    "model": "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)",
-    "ds": "--ds_config FILE names the DeepSpeed JSON; --ds.KEY VALUE changes a key of it",
-    **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "workdir"), "write --run_dir {value}"),
-    **dict.fromkeys(("pretrained", "weights", "checkpoint", "ckpt", "resume_from"), _WEIGHTS),
-    **dict.fromkeys(("device", "cuda", "cpu", "gpu", "accelerator"), _DEVICE),
-    **dict.fromkeys(("image_size", "img_size", "crop_size", "input_size", "resolution"), _SIZE),
-    **dict.fromkeys(("epochs", "epoch", "max_epochs", "num_train_epochs"), 'write --length "{value} epochs"'),
-    **dict.fromkeys(("steps", "iterations", "iters", "num_steps"), 'write --length "{value} steps"'),
-    **dict.fromkeys(("gpus", "num_gpus", "devices", "nproc_per_node", "num_nodes", "ranks"), _LAUNCHER),
-    **dict.fromkeys(("logger", "loggers", "wandb", "tensorboard", "mlflow", "log_dir"), _METRICS),
-    **dict.fromkeys(("color_jitter", "jitter", "blur", "grayscale", "flip", "hflip", "solarize"), _STRENGTHS),
-    **dict.fromkeys(("vflip", "vertical_flip", "rotation", "rotate", "transform", "transforms"), _STRENGTHS),
-    **dict.fromkeys(("brightness", "contrast", "saturation", "hue", "gray", "gaussian_blur"), _STRENGTHS),
-    **dict.fromkeys(("method", "loss", "ibot", "koleo"), _METHOD),
-}
-"""What other programs call an option (its last part) -> what to do here."""
-COMMANDS_ELSEWHERE = {
-    **dict.fromkeys(
-        ("predict", "extract", "features", "infer", "encode"),
-        "dino-ds embed MODEL --root DIR --out x.parquet writes features",
-    ),
-    **dict.fromkeys(("visualize", "visualise", "plot", "show"), "dino-ds pictures MODEL, or dino-ds report RUN"),
-    **dict.fromkeys(("list", "recipes", "models"), "dino-ds train --help lists the recipes"),
-    **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
-    "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
-    "resume": "dino-ds train --resume --run_dir RUN",
-    "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
-    "test": "dino-ds eval evaluates a model; make test runs this project's tests",
-}
-CHOICES_ELSEWHERE = {
-    **dict.fromkeys(("tensorrt", "trt"), "for TensorRT: --format onnx, and trtexec builds the engine"),
-    "openvino": "for OpenVINO: --format onnx, which it reads",
-    "coreml": "for Core ML: --format torchscript, which coremltools reads",
-    **dict.fromkeys(("huggingface", "transformers"), "write hf"),
-}
 _NOTHING_MEANT = "options are written --key value"
 _WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
 """Options of which people leave the name out."""
 
 
-def option_elsewhere(name: str, value: str) -> str | None:
+def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     """What to use here for an option that other programs have; None if the option is unknown."""
-    answer = _OPTIONS.get(name.rsplit(".", 1)[-1].replace("-", "_").lower())
-    return answer and answer.format(value=value or "N")
+    word = name.replace("-", "_").lower()
+    leaf = word.rpartition(".")[-1]
+    named = {option.name: option for option in command.all_options}
+    if word.startswith("no_") and (switch := _switch(word[3:], command)):
+        return f"write --{switch}=false"
+    meant = MEANT.get(word) or MEANT.get(leaf, "")
+    if option := next((named[one] for one in meant.split() if one in named), None):
+        if option.help.bare:
+            return f"give it without a name: dino-ds {command.name} {value or option.name.upper()}"
+        return f"write --{option.name} {value or 'X'}" if option.kind != "switch" else f"write --{option.name}"
+    answer = OPTIONS.get(leaf) if command.takes_recipe else None
+    return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
+
+
+def _switch(word: str, command: Command) -> str | None:
+    """The switch that is called `word`, with or without its section."""
+    switches = [option.name for option in command.all_options if option.kind in ("switch", "resume")]
+    if command.takes_recipe:
+        switches += [option.name for option in recipe_options() if option.type == "true or false"]
+    return next((name for name in switches if word in (name, name.rpartition(".")[-1])), None)
+
+
+def _takes_several(name: str, command: Command) -> bool:
+    kinds = {option.name: option.kind for option in command.all_options}
+    kinds |= {option.name: option.type.partition(" ")[0] for option in recipe_options() if command.takes_recipe}
+    return kinds.get(name) in ("names", "numbers")
 
 
 def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
@@ -77,12 +56,17 @@ def stray_word(word: str, before: tuple[str, str] | None, command: Command, firs
             "--resume takes no file: it continues the run in --run_dir from its newest checkpoint, --resume N from the "
             "one of step N; weights alone start a new run: --model.init_from FILE"
         )
+    if value and _takes_several(name, command) and not os.path.exists(word):
+        return f"several have commas between: --{name} {value},{word}"
     if _is_number(value) and _is_number(word):
         return f"two numbers have a comma between: --{name} {value},{word}"
     if value and (word.rstrip("s") in [unit[:-1] for unit in UNITS] or os.path.exists(f"{value} {word}")):
         return f'quote it: --{name} "{value} {word}"'
     if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
-        return f"options begin with two dashes: --{word}"
+        key, _, given = word.partition("=")
+        known = {option.name for option in command.all_options} | {option.name for option in recipe_options()}
+        answer = None if key in known else option_elsewhere(key, given, command)
+        return answer or f"options begin with two dashes: --{word}"
     if not command.takes_recipe:
         return _own_option(word, command, first)
     if word.endswith((".yaml", ".yml")):

@@ -18,7 +18,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.names import did_you_mean, ds_home, nearest, suggestion
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, Option
-from dino_ds.options.elsewhere import CHOICES_ELSEWHERE, option_elsewhere, stray_word
+from dino_ds.options.elsewhere import option_elsewhere, stray_word
+from dino_ds.options.foreign_words import CHOICES_ELSEWHERE
 from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
@@ -112,8 +113,7 @@ def _pairs(
         if not word.startswith("--"):
             if not equals and words and not _is_flag(words[0]):
                 words.pop(0)
-            long = next((f"; write --{o.name}" for o in command.all_options if o.name.startswith(name)), "")
-            problems.append(f"{word}: one-letter options are not accepted{long}")
+            problems.append(f"{word}: {_one_dash(command, name)}")
         elif equals:
             yield name, value
         elif name in switches:
@@ -129,6 +129,18 @@ def _pairs(
             yield name, ""
     if strays:
         problems.append("; ".join(strays))
+
+
+def _one_dash(command: Command, name: str) -> str:
+    if len(name) > 1:
+        answer = option_elsewhere(name, "", command) or _dashed(nearest_knobs(name, _names(command))).strip()
+        return f"options begin with two dashes; {answer}".removesuffix("; ")
+    long = next((f"; write --{o.name}" for o in command.all_options if o.name.startswith(name)), "")
+    return f"one-letter options are not accepted{long}"
+
+
+def _names(command: Command) -> list[str]:
+    return [option.name for option in command.all_options]
 
 
 def _is_resume(word: str) -> bool:
@@ -217,10 +229,9 @@ def _number(option: Option, word: str) -> float:
 
 def _unknown(command: Command, name: str, value: str) -> str:
     """The sentence for a flag that nothing knows."""
-    elsewhere = option_elsewhere(name, value) if command.takes_recipe else None
-    if elsewhere is not None:
-        return f"unknown option: {elsewhere}"
-    own = [option.name for option in command.all_options]
+    if answer := option_elsewhere(name, value, command):
+        return f"unknown option: {answer}"
+    own = _names(command)
     if not command.takes_recipe:
         there_are = f" There are {', '.join(f'--{name}' for name in own)}"
         near = suggestion(nearest(name, [*own, "help"], cutoff=0.7))

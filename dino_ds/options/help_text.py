@@ -40,6 +40,12 @@ GROUPS = {
     "cluster": ("launch", "shard", "unshard", "simulate-goodput"),
 }
 """Every command once, as `--help` shows them."""
+FIRST_OPTIONS = ("config", "run_dir", "resume", "max_steps", "ds_config")
+FIRST_KEYS = (
+    *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
+    *("model.backbone", "model.init_from", "eval.root", "save_every"),
+)
+"""Options of `train`, and keys of the recipe, that a first day needs: the short page has these alone."""
 _VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}
 _INTRO = """\
 # Options
@@ -62,9 +68,12 @@ Generated from the schemas by `python -m dino_ds.options.help_text > docs/config
 
 
 def help_text(words: list[str]) -> str:
-    """The page of `dino-ds [COMMAND] --help`."""
+    """The page of `dino-ds [COMMAND] --help [all]`."""
     found = find_command([word for word in words if not word.startswith("-")])
-    return _command_page(found[0]) if found else _overview()
+    if found is None:
+        return _overview()
+    command, rest = found
+    return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)
 
 
 def _overview() -> str:
@@ -82,13 +91,38 @@ def _overview() -> str:
         *_rows(first),
         "",
         *groups,
-        "dino-ds COMMAND --help",
+        "dino-ds COMMAND --help: the options of a first day; --help all: every one",
         "",
     ]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
 
 
+def _short_page(command: Command) -> str:
+    """The first screen of a command with hundreds of options."""
+    own = {option.name: option for option in command.all_options}
+    own = {name: own[name] for name in FIRST_OPTIONS} if command is TRAIN else own
+    keys = {key.name: key for key in recipe_options()}
+    rows = [(f"--{name}", keys[name].default, keys[name].description) for name in FIRST_KEYS]
+    count = len(command.all_options) + len(keys)
+    parts = [*_head(command), "first options (default)", *_rows([*map(_row, own.values()), *rows], 120), ""]
+    parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: docs/configs.md"]
+    return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
+
+
 def _command_page(command: Command) -> str:
+    parts = [*_head(command), "options (default)", *_rows([_row(option) for option in command.all_options]), ""]
+    if command.takes_recipe:
+        options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
+        parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
+        parts += [*_rows(options), ""]
+    if command.takes_ds:
+        text = "any key of the JSON, for example --ds.zero_optimization.stage 2; docs/configs.md lists them"
+        parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)]), ""]
+    return "\n".join([*parts, _EXAMPLES] if command is TRAIN else parts)
+
+
+def _head(command: Command) -> list[str]:
+    """Usage, summary and recipes."""
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""
@@ -98,16 +132,9 @@ def _command_page(command: Command) -> str:
         parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
     parts += ["", command.summary, ""]
     if command.takes_recipe:
-        parts += [textwrap.fill(f"recipes: {', '.join(recipe_names())}", 120, subsequent_indent=" " * 9), ""]
-    parts += ["options (default)", *_rows([_row(option) for option in command.all_options]), ""]
-    if command.takes_recipe:
-        options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
-        parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
-        parts += [*_rows(options), ""]
-    if command.takes_ds:
-        text = "any key of the JSON, for example --ds.zero_optimization.stage 2; docs/configs.md lists them"
-        parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)]), ""]
-    return "\n".join([*parts, _EXAMPLES] if command is TRAIN else parts)
+        recipes = textwrap.wrap(f"recipes: {', '.join(recipe_names())}", 120, subsequent_indent=" " * 9)
+        parts += [*recipes, ""]
+    return parts
 
 
 def _row(option: Option) -> tuple[str, str, str]:

@@ -67,7 +67,7 @@ class CompletionOptions:
 class ConvertOptions:
     """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""
 
-    checkpoint: Annotated[str, Help("RUN/checkpoints/step_...")]
+    checkpoint: Annotated[str, Help("RUN/checkpoints/step_...", bare=True)]
     out: Annotated[str, Help("a new folder: a run to resume, or that of student.safetensors")]
     ranks: Annotated[int | None, Help("number of ranks: files of the new checkpoint", "1")] = None
     student: Annotated[bool, Help("write the student's FP32 weights by name instead of a checkpoint")] = False

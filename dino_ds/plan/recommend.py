@@ -11,6 +11,7 @@ from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.recipe import Recipe
+from dino_ds.digits import short
 from dino_ds.durable import replacing
 from dino_ds.errors import ConfigError
 from dino_ds.plan.fit import Fit, fit_with, micro_batches, with_batch
@@ -156,7 +157,7 @@ def _reason(candidate: _Candidate, recipe: Recipe, cluster: Cluster, chosen: Fit
     shape, limit = candidate.shape, chosen.limit_gib
     if candidate.fits:
         fit, time = min(candidate.fits, key=lambda entry: entry[1].seconds)
-        return f"{shape}: {time.seconds:.3g} s at best, with micro-batch {fit.config.micro_batch}"
+        return f"{shape}: {short(time.seconds)} s at best, with micro-batch {fit.config.micro_batch}"
     if shape.stage == 1:
         whole = recipe.data.global_batch // cluster.world_size
         needed = _at(shape, recipe, cluster, limit, whole).memory.gib

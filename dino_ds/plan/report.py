@@ -13,7 +13,8 @@ from dino_ds.costs.communication import recipe_traffic
 from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.costs.objective import accumulation_notes, frozen_spec
-from dino_ds.measure.tables import markdown_table, short
+from dino_ds.digits import short
+from dino_ds.measure.tables import markdown_table
 from dino_ds.plan.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.plan.host import checkpoint_bytes, host_bytes
 from dino_ds.plan.speed import ASSUMPTIONS, StepTime
@@ -175,11 +176,11 @@ def _traffic_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def _speed_lines(result: Mapping[str, Any]) -> list[str]:
-    parts = ", ".join(f"{name} {1000 * seconds:.3g} ms" for name, seconds in result["step_seconds"].items())
+    parts = ", ".join(f"{name} {short(1000 * seconds)} ms" for name, seconds in result["step_seconds"].items())
     return [
         f"estimate: {short(result['images_per_second'])} images/s, MFU {100 * result['mfu']:.0f} %, "
-        f"{result['flops_per_gpu'] / 1e12:.3g} TFLOP a step and GPU: {parts}",
-        "of its FLOPs: " + ", ".join(f"{name} {100 * share:.3g} %" for name, share in result["flops_share"].items()),
+        f"{short(result['flops_per_gpu'] / 1e12)} TFLOP a step and GPU: {parts}",
+        "of its FLOPs: " + ", ".join(f"{name} {short(100 * share)} %" for name, share in result["flops_share"].items()),
         f"assumed, not measured: matrix products reach {100 * result['assumptions']['matmul_share']:.0f} % of the "
         f"card's peak, links {100 * ASSUMPTIONS['link_share']:.0f} % of theirs, collectives hide behind "
         f"{100 * ASSUMPTIONS['overlap']:.0f} % of the computation (docs/scaling.md)",

@@ -186,8 +186,7 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
         "bars": [("predicted", gib(predicted), plan), ("measured", gib(measured), [(1, measured)])],
         "most": max(measured, predicted),
         "parts": coloured,
-        "percent": f"{100 * measured / predicted:.0f}",
-        "on_cpu": run.environment.get("devices") == "cpu",
+        "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from dino_ds.backbones import ViTSpec
 from dino_ds.costs.memory import count_parameters
+from dino_ds.digits import short
 from dino_ds.pictures.charts import summarise_knn
 from dino_ds.pictures.series import Curve, Metrics
 from dino_ds.report.folder import RunFiles
@@ -56,7 +57,7 @@ def trained(run: RunFiles) -> str:
     weights, sizes = count_parameters(run.recipe) / 1e6, f"width {arch.width}, depth {arch.depth}"
     if isinstance(arch, ViTSpec):
         sizes = f"patch {arch.patch_size}, {sizes}, {arch.heads} heads"
-    return f"{model.backbone}, {sizes}; {weights:,.3g} M weights with its head"
+    return f"{model.backbone}, {sizes}; {short(weights)} M weights with its head"
 
 
 def training_seconds(metrics: Metrics) -> float | None:

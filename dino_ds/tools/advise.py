@@ -166,7 +166,7 @@ def _remedies(recipe: Recipe) -> list[str]:
         f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
         "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
         "(docs/quickstart.md)",
-        f"k-NN falls: keep the best checkpoint, and try {slower}; more images, or none trained on at all: {RULE} "
+        f"k-NN falls: keep the best checkpoint, and try {slower}; else more images, or the weights as they are: {RULE} "
         "(dinov2#204)",
         "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
     ]

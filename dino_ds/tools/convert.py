@@ -20,6 +20,7 @@ from dino_ds.checkpoint.folder import Checkpoints, open_checkpoint
 from dino_ds.checkpoint.manifest import SavedCheckpoint
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.digits import short
 from dino_ds.durable import replace_file, replacing_folder
 from dino_ds.engine.saved_state import MASTER, Piece, SavedParameters, even_shares, layout_of
 from dino_ds.errors import CheckpointError, ConfigError, StorageError
@@ -53,7 +54,7 @@ def run(options: ConvertOptions) -> None:
         return
     old = saved.manifest.world_size
     what = "the student's weights" if options.student else f"{old} rank{'s' * (old > 1)} -> {ranks}"
-    size, seconds = f"{bytes_written / 2**30:.3g} GiB", f"{result['seconds']:.1f} s"
+    size, seconds = f"{short(bytes_written / 2**30)} GiB", f"{result['seconds']:.1f} s"
     print(f"step {result['step']}: {what}, {size} in {options.out} ({seconds})")
 
 

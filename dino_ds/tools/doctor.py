@@ -39,7 +39,7 @@ def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_pat
         looks = _looks(recipe, _resolve(ds, ds_path, recipe), Path(options.run_dir), options.quick)
         for look in tqdm(looks, "doctor", leave=False, disable=None):
             found += look()
-        if not options.quick:
+        if options.json and not options.quick:
             reports = {"deepspeed": deepspeed_report(), "torch": torch_report()}
     problems = sum(finding.level == FAILURE for finding in found)
     result = {
@@ -79,5 +79,4 @@ def _page(result: dict[str, Any], found: list[Finding]) -> str:
             lines.append(f"{'':<17}-> {finding.remedy}")
     count = {level: sum(finding.level == level for finding in found) for level in (FAILURE, WARNING)}
     verdict = "training can start" if result["trains"] else "training would stop"
-    lines += [result["reports"]["deepspeed"]] if result["reports"] else []
     return "\n".join([*lines, f"{verdict}: {count[FAILURE]} problems, {count[WARNING]} warnings"])

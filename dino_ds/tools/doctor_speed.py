@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.sources import build_source
-from dino_ds.engine.device import device
 from dino_ds.errors import UserError
 from dino_ds.measure.memory import ChildFailed, run_in_children
 from dino_ds.measure.timing import synchronize
@@ -88,7 +88,7 @@ def measure_sums() -> list[Finding]:
     if torch.cuda.device_count() == 1:
         return [fine("all-reduce", "one GPU: there is nothing to sum")]
     try:
-        found = run_in_children("dino_ds.tools.doctor_speed:sum_tensors", 2)[0].value
+        found = run_in_children("dino_ds.tools.doctor_speed:sum_tensors", 2, bare=True)[0].value
     except ChildFailed as error:
         remedy = "name an interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; NCCL_DEBUG=INFO says more"
         return [failure("all-reduce", str(error)[:300], remedy)]
@@ -102,13 +102,20 @@ def measure_sums() -> list[Finding]:
 
 
 def sum_tensors() -> dict[str, Any]:
-    """On each rank: seconds of a small and a large all-reduce, medians, and whether the sum is right."""
+    """On each rank: seconds of a small and a large all-reduce, medians, and whether the sum is right.
+
+    A process that has not joined a process group joins that of the environment, by torch alone.
+    """
     watch = threading.Timer(_LIMIT_SECONDS, _give_up)
     watch.daemon = True
     watch.start()
+    if not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(distributed.local_rank())
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     small = _seconds_of_sum(_SMALL_BYTES)
     large = _seconds_of_sum(_LARGE_BYTES)
-    ones = torch.ones(1000, device=device())
+    ones = torch.ones(1000, device=_device())
     dist.all_reduce(ones)
     watch.cancel()
     return {
@@ -119,15 +126,19 @@ def sum_tensors() -> dict[str, Any]:
     }
 
 
+def _device() -> torch.device:
+    return torch.device("cuda", distributed.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _seconds_of_sum(size: int) -> float:
-    values = torch.zeros(size // 4, device=device())
+    values = torch.zeros(size // 4, device=_device())
     seconds = []
     for _ in range(_REPEATS):
         dist.barrier()
-        synchronize(device())
+        synchronize(_device())
         begin = time.perf_counter()
         dist.all_reduce(values)
-        synchronize(device())
+        synchronize(_device())
         seconds.append(time.perf_counter() - begin)
     return median(seconds[2:])
 

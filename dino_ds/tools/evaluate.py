@@ -18,6 +18,7 @@ from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
 from dino_ds.data.sources import build_source
+from dino_ds.digits import short
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
@@ -50,7 +51,9 @@ class Evaluated(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         about = {"model": self.backbone.source, "seconds": round(self.seconds, 1), "host": describe_host()}
-        return {**about, "results": as_json(self.results)}
+        results = as_json(self.results)
+        metrics = {metric: value for result in results.values() for metric, value in result["results"].items()}
+        return {**about, "metrics": metrics, "results": results}
 
 
 def run(options: EvalOptions) -> None:
@@ -170,5 +173,5 @@ def _show(found: Evaluated) -> None:
     for name, result in results.items():
         print(f"{name} ({result['seconds']:.1f} s)")
         for key, value in result["results"].items():
-            print(f"  {key:<24}{value:10.4g}")
+            print(f"  {key:<24}{short(value, 4):>10}")
     print(f"{seconds:.1f} s; {host_line(describe_host())}")

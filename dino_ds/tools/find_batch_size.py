@@ -26,6 +26,7 @@ from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import count_parameters, estimate_memory
+from dino_ds.digits import short
 from dino_ds.durable import replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
@@ -117,7 +118,9 @@ class _Trials:
     def take(self, micro_batch: int) -> Tried:
         if micro_batch not in self.tried:
             self.tried[micro_batch] = found = self._take(micro_batch)
-            rate = f"{found.images_per_second:.4g} images/s, {found.memory_gib:.2f} GiB" if found.fits else "no room"
+            rate = "no room"
+            if found.images_per_second is not None:
+                rate = f"{short(found.images_per_second, 4)} images/s, {found.memory_gib:.2f} GiB"
             tqdm.write(f"micro-batch {micro_batch}: {rate}", file=sys.stderr)
         return self.tried[micro_batch]
 
@@ -253,7 +256,7 @@ def _page(result: dict[str, Any], on_gpu: bool) -> str:
     rows = []
     for tried in result["tried"]:
         rate, peak = tried["images_per_second"], tried["memory_gib"]
-        found = (f"{rate:.4g}", f"{peak:.2f}") if tried["fits"] else ("no room", "")
+        found = (short(rate, 4), f"{peak:.2f}") if tried["fits"] else ("no room", "")
         rows.append((str(tried["micro_batch"]), *found, f"{tried['predicted_gib']:.2f}"))
     best, ranks = result["best"], result["ranks"]
     lines = [

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
+from dino_ds.digits import short
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.measure.host import describe_host, host_line
@@ -218,7 +219,13 @@ def _page(result: dict[str, Any], folder: Path) -> str:
     rest = {**parts, "other": max(0.0, whole - sum(parts.values()))}
     part_rows = [(name, f"{1000 * s:.2f}", f"{100 * s / whole:.1f} %") for name, s in rest.items()]
     rows = [
-        (o["name"], o["kind"], f"{o['calls']:.4g}", f"{1000 * o['seconds']:.2f}", f"{100 * o['seconds'] / whole:.1f} %")
+        (
+            o["name"],
+            o["kind"],
+            short(o["calls"], 4),
+            f"{1000 * o['seconds']:.2f}",
+            f"{100 * o['seconds'] / whole:.1f} %",
+        )
         for o in result["operators"]
     ]
     torch_ran = result["tool"] == "torch"
@@ -226,7 +233,7 @@ def _page(result: dict[str, Any], folder: Path) -> str:
         f"profile: {result['backbone']}, ZeRO {result['stage']}, {result['precision']}, {result['batch']} images per "
         f"process, {result['processes']} process(es), data: {result['data']}",
         host_line(result["host"]),
-        f"{result['images_per_second']:.4g} images/s, {1000 * whole:.2f} ms a step, with the profiler's own cost",
+        f"{short(result['images_per_second'], 4)} images/s, {1000 * whole:.2f} ms a step, with the profiler's own cost",
         "",
         markdown_table(("part", "ms a step", "share"), part_rows),
         "",

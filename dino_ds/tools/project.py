@@ -32,7 +32,7 @@ _IN_A_PROJECT = {
 """Text of the launch scripts -> what stands there in a project."""
 _RECIPE = """\
 # The recipe of this project: what is learned. Written by `dino-ds init` from the shipped {name}, to be edited.
-# All keys and their defaults: dino-ds train --help. A key that is left out has its default.
+# All keys and their defaults: dino-ds train --help all. A key that is left out has its default.
 """
 _DS = """\
 # How fast, and on what hardware: DeepSpeed's JSON, chosen for this machine: {machine}.

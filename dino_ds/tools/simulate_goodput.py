@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from dino_ds.config.loading import load_recipe
+from dino_ds.digits import short
 from dino_ds.errors import ConfigError
 from dino_ds.goodput import Costs, expected_goodput, simulate_goodput
 from dino_ds.intervals import young_interval
@@ -106,18 +107,22 @@ def _page(result: dict[str, Any], values: dict[str, float], minutes: float | Non
     costs, origins, best = result["seconds"], result["origins"], result["best_interval_seconds"]
     shared = f" = {values['mtbf_hours']:g} h / {nodes} nodes" if nodes > 1 else ""
     lines = [
-        f"failures  every {costs['mtbf'] / 3600:.3g} h{shared} ({origins['mtbf_hours']})",
-        f"save      {costs['save']:.3g} s ({origins['save_seconds']}); training stands still for "
-        f"{costs['stall']:.3g} s of it ({origins['save_stall_seconds']})",
+        f"failures  every {short(costs['mtbf'] / 3600)} h{shared} ({origins['mtbf_hours']})",
+        f"save      {short(costs['save'])} s ({origins['save_seconds']}); training stands still for "
+        f"{short(costs['stall'])} s of it ({origins['save_stall_seconds']})",
         f"failure   noticed after {costs['detect']:g} s ({origins['detect_seconds']}), first new step "
-        f"{costs['restart']:.3g} s later ({origins['restart_seconds']})",
+        f"{short(costs['restart'])} s later ({origins['restart_seconds']})",
     ]
     steps = "step_seconds" in values
     table = []
     for row in result["intervals"]:
         seconds = row["seconds"]
         note = "best" if seconds == best else "given" if minutes and seconds == minutes * 60 else ""
-        cells = [f"{seconds / 60:.3g} min", f"{100 * row['goodput']:.1f} %", f"{100 * row['goodput_simulated']:.1f} %"]
+        cells = [
+            f"{short(seconds / 60)} min",
+            f"{100 * row['goodput']:.1f} %",
+            f"{100 * row['goodput_simulated']:.1f} %",
+        ]
         cells += [f"{row['lost_seconds_per_failure']:.0f} s", f"{100 * row['saving_fraction']:.1f} %", note]
         table.append([cells[0], str(row["steps"]), *cells[1:]] if steps else cells)
     header = ["save every", "goodput", "simulated", "lost per failure", "spent saving", ""]
@@ -135,8 +140,8 @@ def _draw(path: Path, costs: Costs, best: float, minutes: float | None) -> None:
     for factor in (4, 1, 0.25):
         other = replace(costs, mtbf=costs.mtbf * factor)
         values = [100 * expected_goodput(seconds, other).fraction for seconds in intervals]
-        axes.plot(intervals / 60, values, label=f"a failure every {other.mtbf / 3600:.3g} h")
-    axes.axvline(best / 60, linestyle=":", color="grey", label=f"best: {best / 60:.3g} min")
+        axes.plot(intervals / 60, values, label=f"a failure every {short(other.mtbf / 3600)} h")
+    axes.axvline(best / 60, linestyle=":", color="grey", label=f"best: {short(best / 60)} min")
     if minutes:
         axes.axvline(minutes, linestyle="--", color="grey", label=f"given: {minutes:g} min")
     axes.set(xscale="log", xlabel="minutes between saves", ylabel="goodput, %")

@@ -13,6 +13,7 @@ from statistics import fmean
 import psutil
 import torch
 
+from dino_ds.digits import short
 from dino_ds.engine.gpu_sensors import GpuReading
 
 # In windows, which are the times between two lines of metrics.
@@ -25,12 +26,16 @@ _IDLE = 0.2
 
 @dataclass(frozen=True)
 class Host:
-    """others: cores that other processes use, other ranks among them; cores: of the host; memory: the fraction in use
-    of the host's or the GPU's memory, whichever is fuller."""
+    """The host between two lines of metrics.
+
+    others: cores that other processes use, other ranks among them; cores: number of the host's cores; memory: the
+    fraction in use of the host's or the GPU's memory, whichever is fuller; load: processes that run or want to.
+    """
 
     others: float
     cores: int
     memory: float
+    load: float
 
 
 @dataclass(frozen=True)
@@ -80,43 +85,48 @@ class ThroughputMonitor:
         part = now.rate / best.rate
         if self._warned and part >= RECOVERED:
             self._warned = False
-            return f"throughput is back at {now.rate:.4g} img/s, {100 * part:.0f} % of this run's best"
+            return f"throughput is back at {short(now.rate, 4)} img/s, {100 * part:.0f} % of this run's best"
         if self._warned or self._slow_windows < LONG:
             return None
         self._warned = True
         return (
-            f"throughput has fallen to {now.rate:.4g} img/s, {100 * part:.0f} % of this run's best {best.rate:.4g}. "
-            f"Likely cause: {_cause(now, best)}"
+            f"throughput has fallen to {short(now.rate, 4)} img/s, {100 * part:.0f} % of this run's best "
+            f"{short(best.rate, 4)}. {_cause(now, best)}"
         )
 
 
 def _cause(now: _State, best: _State) -> str:
-    """Where at least half of the added time per image goes; if into the step, what may slow it on the host."""
+    """Where at least half of the added time per image goes; if into the step, what the numbers say of GPU and host."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (
-            f"the wait for data rose from {100 * best.wait:.0f} % to {100 * now.wait:.0f} % of the time: look at the "
-            "disk or network that holds the images and at what else runs on the cores of the workers (data.workers)"
+            f"Likely cause: the wait for data rose from {100 * best.wait:.0f} % to {100 * now.wait:.0f} % of the time: "
+            "look at the disk or network that holds the images and at what else runs on the cores of the workers "
+            "(data.workers)"
         )
     if now.host.memory > 0.95:
         return (
-            f"memory is {100 * now.host.memory:.0f} % full, and freeing or swapping takes time: lower the micro-batch"
+            f"Likely cause: memory is {100 * now.host.memory:.0f} % full, and freeing or swapping takes time: lower "
+            "the micro-batch"
         )
     if now.gpu is not None and (cause := _cause_on_gpu(now.gpu, best.gpu or GpuReading())):
-        return cause
-    if now.host.others > best.host.others + 0.25 * now.host.cores:
-        return (
-            f"other processes on this host: they use {now.host.others:.1f} of {now.host.cores} cores, it was "
-            f"{best.host.others:.1f}"
-        )
+        return f"Likely cause: {cause}"
+    host, before = now.host, best.host
+    numbers = (
+        f"they use {host.others:.1f} of {host.cores} cores, it was {before.others:.1f}; the load is {host.load:.1f}, "
+        f"it was {before.load:.1f}"
+    )
+    # On cores that are all taken, others can't use more of them: then the load alone rises.
+    if max(host.others - before.others, host.load - before.load) > 0.25 * host.cores:
+        return f"Likely cause: other processes on this host: {numbers}"
     return (
-        "each step takes longer, though data, other processes and memory are as before: look at clock rate and "
-        "temperature of the device, at other jobs on it and, with several ranks, at the slowest of them"
+        f"Each step takes longer, and other processes explain it badly ({numbers}): look at clock rate and temperature "
+        "of the device, at other jobs on it and, with several ranks, at the slowest of them"
     )
 
 
 def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
-    """The cause on this rank's GPU; "" where it is as before."""
+    """The cause on this rank's GPU, or "" if its numbers name none."""
     if now.slowed_by and not best.slowed_by:
         known = ((now.celsius, "°C"), (now.watts, "W"))
         state = ", ".join(f"{value:.0f} {unit}" for value, unit in known if value is not None)
@@ -134,7 +144,7 @@ def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
 
 
 class HostReader:
-    """Each call describes the time since the last one; the load average of a minute would come too late."""
+    """Each call describes the time since the last one; the load is the kernel's mean of about a minute."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -146,7 +156,7 @@ class HostReader:
         cores = os.cpu_count() or 1
         # The kernel counts in ticks of 10 ms: of a moment the quotient may be anything.
         others = min(max(0.0, busy - own) / max(wall, 1e-3), float(cores))
-        return Host(others, cores, _memory_in_use())
+        return Host(others, cores, _memory_in_use(), os.getloadavg()[0])
 
     def _read(self) -> tuple[float, float, float]:
         """Seconds: on the clock, of all cores at work, of this process and its loader processes."""

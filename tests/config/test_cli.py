@@ -25,7 +25,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.options.help_text import FIRST_DAY, GROUPS, configs_markdown, help_text
+from dino_ds.options.help_text import FIRST_DAY, FIRST_KEYS, FIRST_OPTIONS, GROUPS, configs_markdown, help_text
 from dino_ds.options.run import TrainOptions
 
 ROOT = Path(__file__).parents[2]
@@ -224,7 +224,7 @@ def test_other_commands_say_what_they_understood(monkeypatch, tmp_path: Path, ca
         ("reduce_buckt_size", ["ds.zero_optimization.reduce_bucket_size"]),
         # Nothing, rather than `ds.zero_optimization.leaf_module.names` or a card's `device`.
         ("name", []),
-        ("out", []),
+        ("thing", []),
     ],
 )
 def test_a_guess_is_a_good_one_or_there_is_none(flag: str, near: list[str]):
@@ -446,7 +446,7 @@ def test_help_and_checks_import_neither_torch_nor_deepspeed():
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
 def test_every_command_has_a_page_and_a_function(command: Command):
-    text = help_text([*command.name.split(), "--help"])
+    text = help_text([*command.name.split(), "--help", "all"])
     assert text.startswith(f"usage: dino-ds {command.name}") and max(map(len, text.splitlines())) <= 120
     assert all(f"--{option.name}" in text for option in command.all_options)
     assert all(f"--{option.name} " in text for option in recipe_options()) == command.takes_recipe
@@ -460,6 +460,16 @@ def test_every_command_has_a_page_and_a_function(command: Command):
     files += ["given"] if command is TRAIN else []
     assert set(parameters) == {"options", *files}
     assert inspect.signature(function, eval_str=True).parameters["options"].annotation is command.options
+
+
+@pytest.mark.parametrize("command", [one for one in COMMANDS.values() if one.takes_recipe], ids=lambda one: one.name)
+def test_help_is_a_screen_and_says_where_the_rest_is(command: Command):
+    """Alone for a page of hundreds of options; the others' help is short and whole."""
+    text = help_text([*command.name.split(), "--help"])
+    assert len(text.splitlines()) <= 40 and max(map(len, text.splitlines())) <= 120
+    assert f"dino-ds {command.name} --help all" in text
+    own = FIRST_OPTIONS if command is TRAIN else [option.name for option in command.all_options]
+    assert all(f"  --{name}" in text for name in (*own, *FIRST_KEYS))
 
 
 def test_docs_are_current():

@@ -135,9 +135,30 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     watch.raw, watch.latest = 24.0, 24.0
     assert watch.warning() is None
     watch.latest = 20.4
-    line = watch.warning()
-    assert line.startswith("the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %)")
-    assert "--length" in line and "--model.patch_size" in line and "\n" not in line
+    assert watch.warning() == (
+        "the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %); train longer (--length), or on more images"
+    )
+    watch.untrained = 15.7
+    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in watch.warning()
+    watch.untrained = 20.4
+    assert "so training has not helped yet; train" in watch.warning()
+
+
+@pytest.mark.parametrize(
+    ("changes", "advised"),
+    [
+        ({"crops.augment": "dino", "model.patch_size": "8"}, ["smaller patches than 8 pixels", "--crops.augment low"]),
+        ({"crops.augment": "low_res", "model.patch_size": "4"}, []),
+        ({"crops.augment": "dino", "model.patch_size": "4", "crops.global_size": "96"}, []),
+        ({"crops.augment": "low_res", "model.backbone": "convnext_atto"}, []),
+    ],
+)
+def test_nothing_is_advised_that_the_recipe_has_or_that_is_not_for_it(changes, advised):
+    small = {"data.source": "photos", "crops.global_size": "64", "crops.local_size": "32"}
+    watch = EvalRunner.build(load_recipe(None, small | changes), build_source("photos", None, "train", False), 10)
+    watch.raw, watch.latest = 24.0, 20.4
+    given = watch.warning().partition("on more images")[2].split(", or with ")[1:]
+    assert len(given) == len(advised) and all(map(str.startswith, given, advised))
 
 
 def test_chance_is_that_of_all_classes_that_are_answers(sources):

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from dino_ds.digits import short
 from dino_ds.measure.host import describe_host, host_line, matmul_tflops
 from dino_ds.measure.memory import MIB, GpuPeak
-from dino_ds.measure.tables import markdown_table, print_result, short
+from dino_ds.measure.tables import markdown_table, print_result
 from dino_ds.measure.timing import PartTimes, Timing, clock_of, time_interleaved
 from dino_ds.ranges import listen, named_range
 
@@ -81,7 +82,9 @@ def test_host_and_peak():
 
 
 def test_tables(capsys):
-    assert [short(x) for x in (0.12345, 99.94, 1234.5)] == ["0.123", "99.9", "1234"]
+    numbers = (0.12345, 99.94, 99.96, 1734.5, 6.7e9)
+    assert [short(x) for x in numbers] == ["0.123", "99.9", "100", "1,734", "6,700,000,000"]
+    assert [short(x, 4) for x in (0.12345, 103.66, 1e5)] == ["0.1235", "103.7", "100,000"]
     table = markdown_table(("name", "s"), [("a", "1.25")])
     assert table == "| name |    s |\n| ---- | ---: |\n| a    | 1.25 |"
     print_result(table, {"a": 1}, as_json=True)

@@ -62,7 +62,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
     for words in (
         *("finished", "vit_small_patch16_224, patch 8, width 32", "2,880 images of photos", "epoch 2"),
         *("10 s", "640", "76.2 %", "62.0 %", "35.3 %", "5.6 %", "best 78.2 % at step 50"),
-        *("libraries 0.50 GiB", "second copy of the student 0.20 GiB", "Measured is 114 % of the plan"),
+        *("libraries 0.50 GiB", "second copy of the student 0.20 GiB", "largest resident set of rank 0: on a CPU"),
         *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "2026-11-21", "birds/test, 2,880 training, 936 test"),
         *("torchrun --nproc_per_node 2 dino_ds/train.py --config quickstart --run_dir 'runs/a b'", "torch==2.15.0"),
         *("ln K: uniform 5.55", "Waiting for data each window 20", "raw pixels 35.3"),
@@ -89,6 +89,15 @@ def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path
     assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
     both = _report(folder, make_run(tmp_path / "whole")).text
     assert "state stopped at 30 of 100 finished" in both and "k-NN at step 20 100" in both
+
+
+def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
+    """A resident set holds more than any plan of a step: a share of it would say nothing."""
+    folder = make_run(tmp_path / "run")
+    assert "% of the plan" not in _report(folder).text
+    path = folder / "environment.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "devices": "NVIDIA H200"}))
+    assert "Measured is 114 % of the plan" in _report(folder).text
 
 
 def test_json_is_one_object(tmp_path, capsys):

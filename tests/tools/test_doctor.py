@@ -35,7 +35,7 @@ def _resolved(name):
     return resolve_ds_config(load_ds_config(path, {}), path, 512, 1)
 
 
-def _on_pool(function, ranks):
+def _on_pool(function, ranks, bare):
     assert function == "dino_ds.tools.doctor_speed:sum_tensors"
     return [ChildResult(value, 0, 0) for value in run_on_ranks(doctor_speed.sum_tensors, world=ranks)]
 
@@ -120,6 +120,18 @@ def test_a_ds_config_that_the_device_can_t_compute_stops(monkeypatch):
     assert found.level == "FAIL" and "no fp16" in found.text and "wants fp16" in found.remedy
     (found,) = doctor_machine._precision(_resolved("zero2_bf16.json"), QUICKSTART, cpu)
     assert found.level == "ok"
+
+
+@pytest.mark.slow
+def test_processes_that_sum_load_no_more_than_torch():
+    """DeepSpeed and training's code, loaded twice, took most of the doctor's time on a busy machine."""
+    code = (
+        "import sys, dino_ds.tools.doctor_speed as d\n"
+        "loaded = {'deepspeed', 'timm', 'torchvision'} & set(sys.modules)\n"
+        "if __name__ == '__main__': print(loaded, d.measure_sums()[0].level)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout == "set() ok\n"
 
 
 def test_versions_that_do_not_fit_are_named(monkeypatch):

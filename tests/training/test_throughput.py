@@ -10,7 +10,7 @@ from dino_ds.engine.gpu_sensors import GpuReading
 from dino_ds.training import metrics
 from dino_ds.training.throughput import LONG, WARMUP, Host, HostReader, ThroughputMonitor
 
-QUIET = Host(others=0.5, cores=4, memory=0.5)
+QUIET = Host(others=0.5, cores=4, memory=0.5, load=4.0)
 
 
 class _Run:
@@ -66,12 +66,19 @@ def test_the_wait_for_data_is_named(run):
 @pytest.mark.parametrize(
     ("host", "says"),
     [
-        (Host(others=3.5, cores=4, memory=0.5), "other processes on this host: they use 3.5 of 4 cores, it was 0.5"),
-        (Host(others=3.5, cores=4, memory=0.97), "memory is 97 % full"),
-        (QUIET, "each step takes longer"),
+        (Host(3.5, 4, 0.5, 4.0), "cause: other processes on this host: they use 3.5 of 4 cores, it was 0.5"),
+        (Host(0.7, 4, 0.5, 9.0), "cause: other processes on this host: they use 0.7 of 4 cores, it was 0.5"),
+        (Host(0.7, 4, 0.5, 9.0), "0.5; the load is 9.0, it was 4.0"),
+        (Host(3.5, 4, 0.97, 9.0), "cause: memory is 97 % full"),
+        (
+            Host(0.9, 4, 0.5, 4.5),
+            "80. Each step takes longer, and other processes explain it badly (they use 0.9 of 4 cores, it was 0.5; "
+            "the load is 4.5, it was 4.0)",
+        ),
     ],
 )
 def test_a_slower_step_is_told_by_the_state_of_the_host(run, host, says):
+    """The cause follows the numbers: nothing is called as before that has changed."""
     run.host = host
     _, said = run.windows(30, 0.16, 0.02)
     assert len(said) == 1 and says in said[0]
@@ -84,8 +91,8 @@ def test_a_slower_step_is_told_by_the_state_of_the_host(run, host, says):
         (GpuReading(0.99, slowed_by="power"), "because of power"),
         (GpuReading(0.99, others=2), "2 other processes use this GPU, there were 0"),
         (GpuReading(0.4), "the GPU is busy for 40 % of the time, it was 98 %"),
-        (GpuReading(0.97), "each step takes longer"),
-        (None, "each step takes longer"),
+        (GpuReading(0.97), "Each step takes longer"),
+        (None, "Each step takes longer"),
     ],
 )
 def test_a_slower_step_is_told_by_the_state_of_the_gpu(run, gpu, says):
@@ -119,7 +126,7 @@ def test_the_warning_comes_in_the_last_of_the_long_windows(run):
 
 def test_the_real_host_can_be_read():
     host = HostReader()()
-    assert 0 <= host.others <= host.cores and 0 < host.memory <= 1
+    assert 0 <= host.others <= host.cores and 0 < host.memory <= 1 and host.load >= 0
 
 
 @pytest.mark.parametrize(

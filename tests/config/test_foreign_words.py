@@ -1,0 +1,162 @@
+"""Words of other programs are answered in one line by what to type here, or by what comes nearest."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from dino_ds.config.ds_schema import key_names
+from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
+from dino_ds.errors import ConfigError
+from dino_ds.foreign_backbones import foreign_spec
+from dino_ds.hubs import hub_id
+from dino_ds.names import DS_HOMES
+from dino_ds.options.commands import COMMANDS, find_command
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE, MEANT, OPTIONS
+
+
+def _refusal(words: list[str]) -> str:
+    command, rest = find_command(words)
+    with pytest.raises(ConfigError) as caught:
+        parse_flags(command, rest)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "do"),
+    [
+        # DINO and DINOv2.
+        ("train --batch_size_per_gpu 8", "--ds.train_micro_batch_size_per_gpu"),
+        ("train --arch vit_small", "--model.backbone"),
+        ("train --saveckp_freq 20", '--save_every "20 epochs"'),
+        ("train --momentum_teacher 0.99", "--teacher.momentum 0.99"),
+        ("train --freeze_last_layer 1", '--objective.freeze_prototypes "1 epochs"'),
+        ("train --warmup_teacher_temp_epochs 30", '--objective.teacher_temp_warmup "30 epochs"'),
+        ("train --use_fp16 true", "--ds.fp16.enabled"),
+        ("train --config-file a.yaml", "write --config a.yaml"),
+        ("train --eval-only", "dino-ds eval MODEL"),
+        ("train train.dataset_path=/x", "write --data.root /x"),
+        # Hugging Face.
+        ("train --per_device_train_batch_size 8", "--ds.train_micro_batch_size_per_gpu"),
+        (
+            "train --resume_from_checkpoint x",
+            "--model.init_from FILE, or timm's name; a stopped run continues with --r",
+        ),
+        ("train --report_to wandb", "--ds.wandb.enabled true"),
+        ("train --output_dir out", "write --run_dir out"),
+        ("train --num_train_epochs 3", 'write --length "3 epochs"'),
+        ("train --gradient_accumulation_steps 2", "--ds.gradient_accumulation_steps"),
+        ("train --save_strategy epoch", 'write --save_every "N steps", or epochs'),
+        ("train --save_total_limit 2", "--keep_checkpoints 2"),
+        ("train --load_best_model_at_end true", "no best checkpoint is chosen"),
+        ("train --fp16 true", "--ds.fp16.enabled"),
+        ("train --bf16", "--ds.bf16.enabled"),
+        ("train --push_to_hub", "dino-ds export RUN --format hf --push"),
+        ("train --dataloader_num_workers 4", "write --data.workers 4"),
+        ("train --logging_steps 5", "write --log_every 5"),
+        # Lightning and lightly.
+        ("train --out x", "write --run_dir x"),
+        ("train --devices 2", "dino-ds launch"),
+        ("train --ckpt_path x", "--model.init_from FILE"),
+        ("train --accumulate_grad_batches 2", "--ds.gradient_accumulation_steps"),
+        ("train --early_stopping true", "there is no early stopping"),
+        ("train --patience 3", "there is no early stopping"),
+        ("train --limit_train_batches 4", "write --max_steps 4"),
+        ("train --strategy fsdp", "--ds_config zero1_bf16"),
+        ("train --overwrite", "never overwritten"),
+        ("train --num_workers 4", "write --data.workers 4"),
+        # timm and others.
+        ("train --keep_best 3", "no best checkpoint is chosen; --keep_every"),
+        ("train --lora 8", "there is no LoRA; --model.freeze_backbone"),
+        ("train --data.sampler balanced", "a list of files: --data.root list.txt"),
+        ("train --data.val_split 0.1", "no images are held back"),
+        ("train --val_dir /x", "--eval.root /x"),
+        ("train --opt adamw", "--optimizer.kind"),
+        ("train --sched cosine", "--optimizer.schedule"),
+        ("train --mixup 0.8", "DINO has no such thing"),
+        ("train --epochs 3", 'write --length "3 epochs"'),
+        ("train --lr 1e-3", "--optimizer.lr"),
+        ("train --gpus 2", "deepspeed --num_gpus 2"),
+        ("train --wandb", "--ds.wandb.enabled true"),
+        ("train --experiment-name a", "--run_dir runs/a"),
+        # Without dashes; a key of the recipe keeps its own answer.
+        ("train data=/x", "unexpected word 'data=/x': write --data.root /x"),
+        ("train epochs=3", 'write --length "3 epochs"'),
+        ("train data.root=/x", "options begin with two dashes: --data.root=/x"),
+        # Slips of the hand.
+        ("train --no-save_in_background", "write --save_in_background=false"),
+        ("train --no-resume", "write --resume=false"),
+        ("train --eval.evals knn linear", "several have commas between: --eval.evals knn,linear"),
+        ("eval m --evals knn linear", "several have commas between: --evals knn,linear"),
+        ("pictures m --only attention pca", "several have commas between: --only attention,pca"),
+        ("eval m --k 20 50", "several have commas between: --k 20,50"),
+        ("train -lr 3", "-lr: options begin with two dashes; Did you mean --optimizer.lr?"),
+        ("train -data_dir x", "-data_dir: options begin with two dashes; write --data.root"),
+        ("train --help-all", "write --help all"),
+        ("train --objective.koleo 0.1", "write --objective.koleo_weight 0.1"),
+        ("train --num_local_crops 6", "write --crops.num_local 6"),
+        ("launch --nproc 4 -- --config vits16", "write --ranks 4"),
+        ("export m --format pth", "for PyTorch: --format safetensors, or dino"),
+        # Other commands name what they have.
+        ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
+        ("embed m --output a.npy", "write --out a.npy"),
+        ("eval m --data-dir /x", "write --root /x"),
+        ("eval m --val_dir /x", "write --test_root /x"),
+        ("eval m --batch_size 8", "write --batch 8"),
+        ("embed m --fp16", "write --half"),
+        ("report --run_dir x", "give it without a name: dino-ds report x"),
+        ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),
+        ("look-data --output_dir x", "write --out x"),
+        ("convert --ckpt_path x --out y", "give it without a name: dino-ds convert x"),
+        ("convert x y", "unexpected word 'y': what is written with --out y"),
+    ],
+)
+def test_an_option_of_another_program_is_answered_by_what_to_type(typed: str, do: str):
+    refused = _refusal(shlex.split(typed))
+    assert do in refused and "\n" not in refused
+
+
+def test_answers_name_options_and_commands_that_there_are():
+    known = {option.name for command in COMMANDS.values() for option in command.all_options}
+    known |= {option.name for option in recipe_options()} | {f"ds.{key}" for key in key_names()}
+    known |= {"ds.KEY", "objective.KEY", "num_gpus", "help", "local"}  # hf has --local-dir
+    for answer in (*OPTIONS.values(), *COMMANDS_ELSEWHERE.values()):
+        assert {name.rstrip(".") for name in re.findall(r"--([\w.]+)", answer)} <= known, answer
+        assert all(find_command(name.split()) for name in re.findall(r"dino-ds ([a-z-]+)", answer)), answer
+    assert {option for answer in MEANT.values() for option in answer.split()} <= known
+
+
+def test_a_word_of_this_program_has_no_answer_for_another():
+    """An answer would never be shown: the option comes first."""
+    train = {option.name for option in (*COMMANDS["train"].all_options, *recipe_options())}
+    assert not train & OPTIONS.keys() and not OPTIONS.keys() & DS_HOMES.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "backbone"),
+    [
+        ("ViT-S/16", "vits16", "vit_small_patch16_224"),
+        ("ViT-B/8", "vitb16 --model.patch_size 8", "vit_base_patch8_224"),
+        ("ViT-L/14", "vitl16 --model.patch_size 14", "vit_large_patch14_224"),
+        ("ViT-H/14", "vith14", "vit_huge_patch14_224"),
+        ("vit_small", "vits16", "vit_small_patch16_224"),
+        ("vit-b", "vitb16", "vit_base_patch16_224"),
+        ("DeiT-S", "vits16", "vit_small_patch16_224"),
+        ("DINOv2 ViT-B/14", "dinov2_vitb14", "vit_base_patch14_dinov2"),
+        ("dinov3_vitb", "dinov3_vitb16", "vit_base_patch16_dinov3"),
+        ("vit_small_patch14_dinov2", "dinov2_vits14", None),
+        ("dino_vits16", "vits16; are weights meant? --model.init_from: that is torch.hub's name", None),
+        ("dino_vits8", "vits16 --model.patch_size 8; are weights meant? --model.init_from: that is", None),
+    ],
+)
+def test_a_network_s_name_in_a_paper_leads_to_a_recipe_and_to_timm_s_name(name, recipe, backbone):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(name, {})
+    assert str(caught.value).startswith(f"no recipe is named {name!r}: write --config {recipe}")
+    assert recipe.split()[0].rstrip(";") in recipe_names() and hub_id(name) is None
+    if backbone is not None:
+        with pytest.raises(ValueError, match=f"is {backbone} here$"):
+            foreign_spec(name)
