@@ -145,7 +145,9 @@ def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None
             f"{run} is of another backbone: {theirs.model.backbone} there, {ours.model.backbone} here"
         )
     if differ := _differences(*(vars(spec) for spec in backbones)):
-        raise CheckpointError(f"{run} is of another backbone: {differ}")
+        other = backbones[0].in_chans != backbones[1].in_chans
+        advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
+        raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
     heads = [_heads(recipe) for recipe in (theirs, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:

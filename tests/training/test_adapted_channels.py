@@ -17,6 +17,7 @@ import dino_ds
 from dino_ds.weights.channels import adapt_convolution
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
+from tests.training import test_stages as stages
 from tests.training.harness import image_folder, log_of, train_tiny
 from tests.training.test_resume import assert_same_checkpoint
 from tests.weights.originals import assert_same
@@ -152,6 +153,14 @@ def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
     assert run_on_ranks(train_tiny, place / "4", tmp_path / "made", max_steps=1, changes=start, world=1) == [None]
     teach["teacher.source"] = str(tmp_path / "made")
     assert run_on_ranks(train_tiny, place / "4", tmp_path / "run", max_steps=1, changes=base | teach, world=1) == [None]
+
+
+def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
+    options = {"model.in_chans": "1", "data.mean": "none", "data.std": "none", "data.root": str(place / "1")}
+    options |= {"stage_start": "restart", "from": str(place / "rgb")}
+    said = stages.run(stages.words_of(tmp_path / "stage", *stages.flags(options)))
+    assert said is not None and "is of another backbone: in_chans 3 there, 1 here; model.init_from in the place" in said
+    assert "\n" not in said and not (tmp_path / "stage").exists()
 
 
 def test_paths_as_a_user_gives_them(place, tmp_path):
