@@ -14,8 +14,9 @@ from dino_ds import distributed
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
-from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, range_text, why_not_scaled
+from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.data.normalisation import Normalisation
+from dino_ds.digits import range_text
 from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageCms, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import UnreadableImage
+from dino_ds.digits import range_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
 """Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
@@ -170,11 +170,6 @@ def extremes(values: np.ndarray, name: str) -> ValueRange:
     if not math.isfinite(low + high):
         raise UnreadableImage(name, "NaN or infinite pixels")
     return low, high
-
-
-def range_text(value_range: Sequence[float]) -> str:
-    """As one gives it on the command line."""
-    return ",".join(f"{value:.10g}" for value in value_range)
 
 
 def _mend_byte_order(image: Image.Image) -> None:

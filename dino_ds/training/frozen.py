@@ -18,8 +18,8 @@ from dino_ds.config.crops import FROZEN, teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
-from dino_ds.data.images import range_text
 from dino_ds.data.normalisation import Normalisation
+from dino_ds.digits import range_text
 from dino_ds.engine.device import DTYPES
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec, create, facts_of, features_of

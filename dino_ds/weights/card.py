@@ -9,7 +9,7 @@ import yaml
 
 from dino_ds import __version__
 from dino_ds.backbones import BACKBONES, backbone_name
-from dino_ds.data.images import range_text
+from dino_ds.digits import range_text
 from dino_ds.weights.load import Backbone
 
 _USE = {

@@ -12,8 +12,9 @@ from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_name
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.images import ValueRange, range_text
+from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
+from dino_ds.digits import range_text
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
