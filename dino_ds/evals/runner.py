@@ -93,7 +93,7 @@ class EvalRunner(AtStep):
         )
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         runner._advice += _changes_that_help(recipe)
-        runner._notes += note_on_shared(train, test, "eval.root")
+        runner._notes += note_on_shared(names, train, test, "eval.root")
         return runner
 
     def _check(self, name: str) -> None:

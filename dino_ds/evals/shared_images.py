@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from dino_ds import distributed
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
 
+_OF_ONE_SET = ("retrieval", "statistics")
 _LOOKED_AT = 64
 _OF_ONE_NAME = 2
 """Training images of the same file name that are compared with a test image, besides the one in the same folder."""
 
 
-def note_on_shared(train: Source | None, test: Source | None, option: str) -> list[str]:
-    """A note where some of 64 test images have the same content as a training image of the same file name; every rank
-    calls it, and gets what rank 0 finds. `option` names other test images."""
+def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
+    """A note where some of 64 test images have the same content as a training image of the same file name, and one of
+    the evaluations needs both; every rank calls it, and gets what rank 0 finds. `option` names other test images."""
     found: list[str] = []
-    if train is not None and test is not None and distributed.rank() == 0:
+    needed = set(evaluations) - set(_OF_ONE_SET)
+    if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
         shared = _shared(train, test, looked_at)
         if shared:

@@ -84,7 +84,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     if of_images:
         sources = [source for source in subject.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        subject.note([*notes, *note_on_shared(*subject.sources, "--test_root")])
+        subject.note([*notes, *note_on_shared(of_images, *subject.sources, "--test_root")])
         subject.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:

@@ -140,10 +140,10 @@ def test_shared_images_are_found_by_name_and_content(made, tmp_path, form, chang
             archive.add(root, "")
         root = tmp_path / "copy.tar"
     train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
-    (note,) = note_on_shared(train, test, "--test_root")
+    (note,) = note_on_shared(["knn"], train, test, "--test_root")
     assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
-    assert note_on_shared(train, None, "") == []
-    assert note_on_shared(train, build_source("photos", None, "test", False), "") == []
+    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
+    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
 
 
 def test_statistics_need_no_labels(place):
