@@ -93,6 +93,24 @@ class ImageSet:
         return f"{counts}: {part}{added} added, {removed} removed, {len(both - same_size)} of another size{other}"
 
 
+def facts_of_images(source: Source) -> dict[str, Any]:
+    """What work on all images of a source is begun with, as JSON; `changed_images` compares it with that of a later
+    start."""
+    return {"images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
+
+
+def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What differs between the `facts_of_images` of two starts, in words; "" for nothing, None where those of `before`
+    are not known."""
+    old, new = ImageSet.from_json(before.get("images")), ImageSet.from_json(now["images"])
+    if old is None or new is None:
+        return None
+    changes = old.changes(new)
+    if not changes and before.get("times") != now["times"]:
+        return f"{new.count} images of the same names, whose files have other sizes or times"
+    return changes
+
+
 def times_of_files(source: Source) -> str | None:
     """A hash of the size and the time of the file of every image, or None for a source that does not tell them."""
     file_time = getattr(source, "file_time", None)

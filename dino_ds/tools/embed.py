@@ -115,7 +115,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
 
 def _facts(model: Backbone, source: Source, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
     """Everything that the rows of an embedding depend on, as JSON: the network, its input and the images."""
-    from dino_ds.data.image_set import ImageSet, times_of_files
+    from dino_ds.data.image_set import facts_of_images
     from dino_ds.weights.frozen import digest
 
     network = model.network
@@ -126,8 +126,7 @@ def _facts(model: Backbone, source: Source, what: str, size: int, value_range: V
         "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
         "normalisation": vars(model.normalisation),
         "value_range": value_range,
-        "images": ImageSet.of(source, None).to_json(),
-        "times": times_of_files(source),
+        **facts_of_images(source),
     }
 
 

@@ -22,7 +22,7 @@ from dino_ds import distributed
 from dino_ds.checkpoint.files import checksum, is_plain_file
 from dino_ds.config.flat import differences
 from dino_ds.data.base import Source
-from dino_ds.data.image_set import ImageSet
+from dino_ds.data.image_set import changed_images
 from dino_ds.data.parquet import import_parquet
 from dino_ds.durable import replace_file, replacing
 from dino_ds.engine.device import device
@@ -78,18 +78,11 @@ class Parts:
         """What differs from the embedding whose parts are here, in words; "" if nothing does."""
         try:
             before = json.loads(read_bytes(self._about, _MOST_JSON))
-            images = [ImageSet.from_json(facts["images"]) for facts in (before, now)]
-            if before == now:
-                return ""
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            images = [None]
-        if None in images:
+            changes = changed_images(before, now)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            changes = None
+        if changes is None:
             return f"{self._about.name} does not say of which, it is missing, damaged or of an earlier version"
-        old, new = images
-        assert old and new
-        changes = old.changes(new)
-        if not changes and before.get("times") != now["times"]:
-            changes = f"{new.count} images of the same names, whose files have other sizes or times"
         texts = differences(before | _OPAQUE, now | _OPAQUE) | ({"images": changes} if changes else {})
         if before.get("weights") != now["weights"]:
             texts["weights"] = "other weights"
