@@ -168,6 +168,13 @@ def test_a_callback_that_changes_torch_s_defaults_stops_the_run_as_an_error_does
     )
 
 
+@pytest.mark.parametrize("line", ["{", "[" * 100_000])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has a damaged line .*: remove it"):
+        _ = Run(tmp_path).metrics
+
+
 def test_what_a_run_changes_of_python_itself_is_put_back(tmp_path):
     before = sys.path[:], sys.excepthook
     with as_it_was():

@@ -14,11 +14,11 @@ from typing import Any
 
 from dino_ds.config.flat import differences, flatten
 from dino_ds.errors import CheckpointError
-from dino_ds.text_file import MAX_BYTES, read_bytes
+from dino_ds.text_file import read_bytes
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
-_ENVIRONMENT = "environment.json"
+_ENVIRONMENT, _MOST_BYTES = "environment.json", 1 << 24
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
     "log_every",
@@ -56,7 +56,7 @@ class Origin:
         """The origin of the run in this folder; None where it began with nothing, or its environment.json can't be
         read."""
         try:
-            found = json.loads(read_bytes(run_dir / _ENVIRONMENT, MAX_BYTES))[ORIGIN]
+            found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[ORIGIN]
             texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
             run, run_id, stage_start = texts
             return Origin(run, run_id, int(found["step"]), stage_start)
@@ -94,7 +94,7 @@ class Origin:
 def read_run_id(run_dir: Path) -> str | None:
     """The run id that environment.json of a folder has; None where it has none, or can't be read."""
     try:
-        found = json.loads(read_bytes(run_dir / _ENVIRONMENT, MAX_BYTES))["run_id"]
+        found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))["run_id"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
