@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from dino_ds.as_it_was import as_it_was, torch_as_it_was
 from dino_ds.cli import check_software, prepare
 from dino_ds.config.stages import Given, stage_folder
-from dino_ds.errors import ConfigError, Stopped
+from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.python_values import words_of
@@ -64,6 +64,8 @@ class Run:
             return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl") if line.endswith(b"\n")]
         except OSError as error:
             raise ConfigError(f"{self.path} holds no metrics.jsonl ({error.strerror}): give a run's folder") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
     def load(self, device: str = "cpu") -> Backbone:
         """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""

@@ -1,23 +1,27 @@
-"""A caller's process that is left as it was found: its environment, loggers, torch's settings and generators."""
+"""Leaves a Python program as it was before a run in it: environment, paths, torch's settings and generators."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dino_ds.errors import ConfigError
-from dino_ds.preflight import adopt_ranks
+from dino_ds.preflight import adopt_ranks, forget_empty_ranks
 
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """For this process alone; its environment and DeepSpeed's logger are left as they were. Raises ConfigError."""
+    """Within, this process trains alone. Its environment, Python's path of modules and hook for errors, and DeepSpeed's
+    logger are left as they were. Raises ConfigError in a process of a launcher."""
     before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
+    hook, path = sys.excepthook, sys.path[:]
     logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
     try:
+        forget_empty_ranks(os.environ)
         adopt_ranks(os.environ)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ConfigError(
@@ -26,6 +30,7 @@ def as_it_was() -> Iterator[None]:
             )
         yield
     finally:
+        sys.excepthook, sys.path[:] = hook, path
         logger.level, logger.propagate, logger.handlers[:], logger.filters[:] = logged
         for name in os.environ.keys() - before.keys():
             del os.environ[name]

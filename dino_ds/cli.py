@@ -42,7 +42,7 @@ from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
-from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision
+from dino_ds.preflight import adopt_ranks, check_hostfile, check_torchvision, forget_empty_ranks
 
 # Launchers stop all ranks when one ends: rank 0 must have spoken before.
 _SECONDS_FOR_RANK_0 = 3.0
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
     words, run_dir = drop_local_rank(sys.argv[1:] if argv is None else argv), None
     debug = any(word in ("--debug", "--debug=true") for word in words)
+    forget_empty_ranks(os.environ)
     try:
         if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
             asked = words[1:] if words[:1] == ["help"] else words

@@ -11,12 +11,21 @@ from pathlib import Path
 
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.own_code import explaining_interrupted
 
-# RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE by those who start ranks without setting them.
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same by those who start ranks without setting them.
 _RANK_VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+
+
+def forget_empty_ranks(environment: MutableMapping[str, str]) -> None:
+    """Remove the variables of ranks that are set to nothing, as a shell script leaves them: they say nothing."""
+    for name in (*_OURS, *itertools.chain.from_iterable(_RANK_VARIABLES.values())):
+        if environment.get(name) == "":
+            del environment[name]
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
@@ -35,7 +44,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
                 "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
             )
         environment.setdefault("MASTER_PORT", "29500")
-        for ours, theirs in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), names, strict=True):
+        for ours, theirs in zip(_OURS, names, strict=True):
             if theirs in environment:
                 environment[ours] = environment[theirs].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
         return
@@ -88,9 +97,11 @@ def _is_launcher(word: str) -> bool:
 
 
 def check_torchvision() -> None:
-    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error."""
+    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error; or if
+    an import of them was interrupted in this process."""
     try:
-        import torchvision  # noqa: F401
+        with explaining_interrupted("torch", "torchvision"):
+            import torchvision  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
     except (RuntimeError, ImportError, OSError) as error:

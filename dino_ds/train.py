@@ -115,14 +115,14 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
         _train(recipe, request._replace(given=next(iter(given), None)))
         return
     resume: Literal["auto", False] = "auto" if options.resume else False
-    stages = stages_to_train(options.run_dir, given, options.from_, resume == "auto")
+    stages = stages_to_train(options.run_dir, given, options.from_, resume == "auto", options.allow_change)
     for number, (folder, one, origin, is_over) in enumerate(stages):
         if is_over:
             if distributed.rank() == 0:
                 print(f"stage    {folder} is over: a later one has begun", flush=True)
             continue
         if number:
-            recipe = one.of_start(folder, Path(str(origin)), resume == "auto")
+            recipe = one.of_start(folder, origin, resume == "auto")
         own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
         _train(recipe, request._replace(options=own, given=one))
         free_memory()

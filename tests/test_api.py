@@ -25,6 +25,7 @@ import dino_ds
 import dino_ds.train
 from dino_ds import cli
 from dino_ds.api import Run, _one_at_a_time
+from dino_ds.as_it_was import as_it_was
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.launching import child
@@ -84,7 +85,8 @@ def _state():
         "cudnn": (cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic),
         "random": torch.get_rng_state().tolist(),
         "group": torch.distributed.is_initialized(),
-        "hook": threading.excepthook,
+        "hook": (threading.excepthook, sys.excepthook),
+        "path": sys.path[:],
         "logging": [(log.level, log.handlers, log.filters) for log in (logging.getLogger("DeepSpeed"), logging.root)],
         "threads": {thread.name for thread in threading.enumerate()} - {"tqdm_monitor"},
     }
@@ -153,6 +155,32 @@ def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_
     assert not _engines()
     steps = [[line for line in _settled(one.metrics) if "loss" in line] for one in (done, run[0])]
     assert steps[0] == steps[1]
+
+
+def test_a_callback_that_changes_torch_s_defaults_stops_the_run_as_an_error_does():
+    """What is learned after it would be of another precision; the default is put back at once."""
+    told = []
+    caller = Caller([lambda step, line: torch.set_default_dtype(torch.float64), lambda *line: told.append(line)])
+    caller.tell({"step": 3})
+    assert torch.get_default_dtype() == torch.float32 and not told
+    assert isinstance(caller.error, ConfigError) and "changes torch's default dtype to torch.float64" in str(
+        caller.error
+    )
+
+
+@pytest.mark.parametrize("line", ["{", "[" * 100_000])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl has a damaged line .*: remove it"):
+        _ = Run(tmp_path).metrics
+
+
+def test_what_a_run_changes_of_python_itself_is_put_back(tmp_path):
+    before = sys.path[:], sys.excepthook
+    with as_it_was():
+        sys.path.append(str(tmp_path))
+        sys.excepthook = print
+    assert (sys.path, sys.excepthook) == before
 
 
 def test_sys_exit_in_a_callback_waits_for_the_run_to_save():

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
-from dino_ds.errors import one_line
+from dino_ds.errors import is_out_of_memory, one_line
 
 _PIECE_BYTES = 16 * 2**20
 _SETTLED_SECONDS = 2.0
@@ -254,7 +254,12 @@ class PendingSave:
 
 
 def as_os_error(error: Exception, where: Path) -> OSError:
-    """Any error as an OSError: a bug of ours costs a save, not the run, and is reported as a full disk is."""
+    """Any error as an OSError: a bug of ours costs a save, not the run, and is reported as a full disk is.
+
+    Its number is ENOMEM where memory ran out.
+    """
     if isinstance(error, OSError):
         return error
+    if is_out_of_memory(error):
+        return OSError(errno.ENOMEM, f"out of memory ({one_line(error)})", str(where))
     return OSError(errno.EIO, f"{type(error).__name__}: {one_line(error, 1000)}", str(where))

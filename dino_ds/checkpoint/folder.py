@@ -123,15 +123,7 @@ class Checkpoints:
             discard(place)
             (self.folder / step_name(other)).rename(place)
         notes = [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
-        latest = self.folder / "latest"
-        if latest.is_dir() and not latest.is_symlink():
-            place = self.folder / (_ASIDE + latest.name)
-            discard(place)
-            latest.rename(place)
-            notes.append(f"{latest} was a folder and is put aside as {place.name}")
-        if step and self._pointer() != step_name(step):
-            replace_file(latest, step_name(step) + "\n")
-        return notes
+        return notes + self._point_to(step)
 
     def free_bytes(self) -> int:
         """On the disk, with what `tidy` will give back."""
@@ -155,8 +147,21 @@ class Checkpoints:
         """Rank 0: remove the files of `step`, whose save has failed."""
         discard(self.writing_folder(step))
 
-    def commit(self, manifest: Manifest) -> Path:
-        """Rank 0, when all files are verified: make the written folder the newest checkpoint. Raises OSError.
+    def _point_to(self, step: int) -> list[str]:
+        """Let `latest` name the checkpoint of this step, unless it is 0; lines for the log. Raises OSError."""
+        latest, notes = self.folder / "latest", list[str]()
+        if latest.is_dir() and not latest.is_symlink():
+            place = self.folder / (_ASIDE + latest.name)
+            discard(place)
+            latest.rename(place)
+            notes.append(f"{latest} was a folder and is put aside as {place.name}")
+        if step and self._pointer() != step_name(step):
+            replace_file(latest, step_name(step) + "\n")
+        return notes
+
+    def commit(self, manifest: Manifest) -> tuple[Path, list[str]]:
+        """Rank 0, when all files are verified: make the written folder the newest checkpoint, and return it with lines
+        for the log. Raises OSError.
 
         If the process dies here, `latest` is the new checkpoint or the one before.
         """
@@ -165,8 +170,7 @@ class Checkpoints:
         if os.path.lexists(place):
             self._remove(place)
         put_in_place(written, place)
-        replace_file(self.folder / "latest", place.name + "\n")
-        return place
+        return place, self._point_to(manifest.step)
 
     def rotate(self, newest: int) -> None:
         """Rank 0, when the checkpoint `newest` is there: remove what need not stay. Only good ones are counted."""

@@ -6,6 +6,7 @@ commit after the same step, with two small host gathers.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import threading
@@ -24,7 +25,7 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.digits import short
 from dino_ds.distributed import RankFlags
-from dino_ds.errors import NO_SPACE, StorageError
+from dino_ds.errors import NO_SPACE, OutOfMemory, StorageError, UserError
 
 FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
@@ -131,7 +132,7 @@ class Saving:
             lines += self._background_tasks.wait()
             total, problem = self._make_room(step, size)
             if problem:
-                return lines + self._failed(step, problem, must=wait)
+                return lines + self._failed(step, StorageError(problem), must=wait)
         if self._background and not wait:
             reserved = self.copies.reserve(files)
             files = self.copies.take(files)
@@ -179,15 +180,15 @@ class Saving:
         self._flags.set("saved", 0)
         self._flags.set("save_failed", 0)
         pending.is_written(_WAIT_SECONDS)  # its flag is set: it is about to end
-        mine = self._reason(pending, pending.error) if pending.error else ""
+        mine = self._reason(pending, pending.error) if pending.error else None
         answers = distributed.gather_objects((pending.records, pending.layout, mine))
-        reason = next((f"{why} (rank {rank})" for rank, (*_, why) in enumerate(answers) if why), "")
-        folder: Path | None = None
+        reason = next((type(why)(f"{why} (rank {rank})") for rank, (*_, why) in enumerate(answers) if why), None)
+        folder, notes = None, list[str]()
         if not reason and distributed.rank() == 0:
             files = {name: record for records, *_ in answers for name, record in records.items()}
             try:
                 manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
-                folder = self._checkpoints.commit(manifest)
+                folder, notes = self._checkpoints.commit(manifest)
             except Exception as error:  # of whatever kind: the other ranks wait to hear of it
                 reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
@@ -200,28 +201,28 @@ class Saving:
             self._background_tasks.start(folder, pending.step)
         _, stalls, later, seconds = zip(*outcomes, strict=True)
         self.cost = SaveCost(max(stalls), max(later), max(seconds), pending.bytes)
-        return [f"save     step {pending.step}: {self.cost}"]
+        return [f"save     step {pending.step}: {self.cost}", *(f"note     {note}" for note in notes)]
 
-    def _reason(self, pending: PendingSave, error: OSError) -> str:
+    def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:
             found = os.statvfs(self._checkpoints.folder)
-            return self._no_space(pending.step, pending.bytes, found.f_bavail * found.f_frsize)
-        return f"cannot save step {pending.step}: {error.strerror}: {error.filename or self._checkpoints.folder}"
+            return StorageError(self._no_space(pending.step, pending.bytes, found.f_bavail * found.f_frsize))
+        return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
 
     def _no_space(self, step: int, needed: int, free: int) -> str:
         where = self._checkpoints.folder
         return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
 
-    def _failed(self, step: int, reason: str, must: bool) -> list[str]:
+    def _failed(self, step: int, reason: UserError, must: bool) -> list[str]:
         """Nothing of the save stays; on all ranks the same line or error."""
         if distributed.rank() == 0:
             self._checkpoints.give_up(step)
         self._failures += 1
         if must:
-            raise StorageError(reason)
+            raise reason
         limit = FAILED_SAVES_IN_A_ROW
         if self._failures >= limit:
-            raise StorageError(f"{reason}; {limit} saves in a row have failed")
+            raise type(reason)(f"{reason}; {limit} saves in a row have failed")
         return [f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"]
 
 
@@ -249,18 +250,30 @@ class _BackgroundTasks:
 
     def ended(self) -> list[str]:
         """Lines to say, once it has."""
+        return [f"warning  {error}" for error in self._failure()]
+
+    def _failure(self) -> list[UserError]:
         if self._thread is None or self._thread.is_alive():
             return []
         error, self._thread, self._error = self._error, None, None
-        return [] if error is None else [f"warning  after a save: {error.strerror}: {error.filename}"]
+        return [] if error is None else [_explained("after a save", error)]
 
     def wait(self, must: bool = False) -> list[str]:
-        """Until it has ended; `must` makes its failure a StorageError of all ranks, which then all call it."""
+        """Until it has ended; `must` makes its failure an error of all ranks, which then all call it."""
         if self._thread is not None:
             self._thread.join()
-        lines = self.ended()
         if must:
             with distributed.raise_on_all_ranks():
-                if lines:
-                    raise StorageError(lines[0].removeprefix("warning  "))
-        return lines
+                for error in self._failure():
+                    raise error
+        return self.ended()
+
+
+def _explained(what: str, error: OSError, where: Path | None = None) -> UserError:
+    """The error of a kind that users can act upon: OutOfMemory, whose exit code is another, or StorageError."""
+    text = f"{what}: {error.strerror}: {error.filename or where}"
+    if error.errno == errno.ENOMEM:
+        return OutOfMemory(
+            f"{text}. Give the job more host memory, or go without a second copy with --save_in_background false"
+        )
+    return StorageError(text)

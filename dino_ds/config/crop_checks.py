@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from dino_ds.backbones import FROM_SOURCE
@@ -15,6 +16,7 @@ def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_siz
     several = parse_resolutions(crops.resolutions)
     sizes = [("crops.global_size", crops.global_size)]
     problems = _gram_problems(several, gram_size) + _colour_problems(crops, model)
+    problems += _mask_problems(crops, several, patch)
     if crops.num_local:
         sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
         sizes += [] if several else [("crops.local_size", crops.local_size)]
@@ -27,6 +29,18 @@ def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_siz
         f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
         for name, size in sizes
         if size % patch
+    ]
+
+
+def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: int) -> list[str]:
+    """Where a masked crop would never hide a patch."""
+    size = min([one.global_size for one in several] or [crops.global_size])
+    patches, (low, high) = (size // patch) ** 2, crops.mask_ratio
+    if crops.mask == "none" or not patches or int(patches * high):
+        return []
+    return [
+        f"crops.mask_ratio {low:g},{high:g} hides none of the {patches} patches of a crop of {size} pixels: it must "
+        f"reach {math.ceil(1e4 / patches) / 1e4:g}, one patch"
     ]
 
 

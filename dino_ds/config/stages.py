@@ -5,52 +5,23 @@ What a stage sets counts from the step at which it began; what it leaves goes on
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from dino_ds.config.begun_with import Origin, changed_settings, check_settings
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show_value
 from dino_ds.config.own_recipe import own_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.text_file import MAX_BYTES, read_bytes
 
-ORIGIN = "from"
-"""The key of environment.json with the `Origin` of a stage."""
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 """What a stage does not take over from the run's recipe: it says how that run began."""
 _STARTS_GRAM = {"gram.weight", "gram.teacher", "gram.start"}
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Which run a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
-
-    run: str
-    run_id: str
-    step: int
-    stage_start: str
-
-    @property
-    def first_step(self) -> int:
-        """The step from which the stage counts."""
-        return self.step if self.stage_start == "continue" else 0
-
-    @staticmethod
-    def read(run_dir: Path) -> Origin | None:
-        """Of the run in this folder; None where it began with nothing, or its environment.json can't be read."""
-        try:
-            found = json.loads(read_bytes(run_dir / "environment.json", MAX_BYTES))[ORIGIN]
-            texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
-            run, run_id, stage_start = texts
-            return Origin(run, run_id, int(found["step"]), stage_start)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None
 
 
 @dataclass(frozen=True)
@@ -62,15 +33,20 @@ class Given:
     overrides: Mapping[str, str]
     notes: list[str] = field(default_factory=list, compare=False)
 
-    def of_start(self, run_dir: Path, origin: Path | None, resumes: bool, by_own: bool = False) -> Recipe:
+    def of_start(self, run_dir: Path, place: str | None, resumes: bool, by_own: bool = False) -> Recipe:
         """The recipe of a start in `run_dir`: of a run that is there already by the file that it has written, if that
-        is a stage or `by_own`; else over that of the run `origin`, else by itself. Raises ConfigError, CheckpointError.
+        is a stage or `by_own`; else over that of the run at `place`, else by itself. Raises ConfigError, and
+        CheckpointError where a stage that is there began with another run than the one at `place`.
         """
-        own = run_dir / "config.yaml"
+        own, (origin, step) = run_dir / "config.yaml", split_origin(place) if place is not None else (None, None)
         if resumes and own.is_file() and (by_own or load_recipe(str(own), {}).stage_start is not None):
             recipe = self.over(own_recipe(run_dir, self.overrides, self.notes), forget=False)
-            there = Origin.read(run_dir)
-            return self.begun(recipe, there.first_step if there else 0) if recipe.stage_start else recipe
+            if recipe.stage_start is None:
+                return recipe
+            there = Origin.of_stage(run_dir)
+            if origin is not None:
+                there.check_is(origin, step)
+            return self.begun(recipe, there.first_step)
         recipe = self.over(recipe_of(origin)) if origin else load_recipe(self.config, self.overrides, self.notes)
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
@@ -153,16 +129,35 @@ class Stage(NamedTuple):
     origin: str | None
     is_over: bool
 
+    def check_unchanged(self, allowed: Collection[str]) -> None:
+        """Raises CheckpointError where what is given for a stage that is over is not what it was trained with."""
+        own = self.folder / "config.yaml"
+        if not own.is_file():
+            return  # its folder was removed: nothing of it is used any more
+        given = replace(self.given, notes=[])
+        before, now = load_recipe(str(own), {}), given.of_start(self.folder, self.origin, resumes=True)
+        values = [one.model_dump(mode="json") for one in (before, now)]
+        if now.data.known_range is None:  # what "auto" has found
+            values[1]["data"]["value_range"] = values[0]["data"]["value_range"]
+        check_settings(changed_settings(*values), f"{self.folder}, a stage that is over, was trained", allowed)
 
-def stages_to_train(run_dir: str, given: Sequence[Given], origin: str | None, resumes: bool) -> list[Stage]:
-    """Those of `--stages`, the first from `origin`. Raises ConfigError where one has begun and is not to be resumed."""
+
+def stages_to_train(
+    run_dir: str, given: Sequence[Given], origin: str | None, resumes: bool, allow_change: str | None
+) -> list[Stage]:
+    """The stages of `--stages`, the first from `origin`. Raises ConfigError where one has begun and is not to be
+    resumed, CheckpointError where one that is over was trained with other settings than those given now."""
     folders = [stage_folder(run_dir, number, one) for number, one in enumerate(given, 1)]
     begun = [holds_run(folder) for folder in folders]
     if any(begun) and not resumes:
         there = folders[begun.index(True)]
         raise ConfigError(f"{there} already holds a run; add --resume to continue it, or give another --run_dir")
     origins = [origin, *map(str, folders)]
-    return [Stage(folders[i], one, origins[i], any(begun[i + 1 :])) for i, one in enumerate(given)]
+    stages = [Stage(folders[i], one, origins[i], any(begun[i + 1 :])) for i, one in enumerate(given)]
+    for stage in stages:
+        if stage.is_over:
+            stage.check_unchanged({key.strip() for key in (allow_change or "").split(",")})
+    return stages
 
 
 def stage_folder(run_dir: str, number: int, given: Given) -> Path:

@@ -23,6 +23,8 @@ def read_yaml(path: str) -> dict[str, Any]:
     except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
+    if not text.strip(" \t\r\n\0\ufeff"):
+        raise ConfigError(f"{path} is empty, as a file is that was cut off: give a recipe's 'key: value' lines")
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -201,7 +201,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             image = open_image(self._source, index, options.max_pixels, options.value_range, options.channels)
         except (UnreadableImage, DataError, MemoryError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise DataError(
                 f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
                 "reports what it can't read by raising UnreadableImage"

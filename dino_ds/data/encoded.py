@@ -107,6 +107,10 @@ class ListedFiles(ListedImages):
     def file_bytes(self, index: int) -> int:
         return os.stat(self._path(index)).st_size
 
+    def file_time(self, index: int) -> int:
+        """Time of the file's last change in nanoseconds. Raises OSError."""
+        return os.stat(self._path(index)).st_mtime_ns
+
     def _path(self, index: int) -> str:
         return os.path.join(self._folder, self._names[index])
 
@@ -131,6 +135,10 @@ class NamedFiles(EncodedImages):
 
     def member(self, index: int) -> str:
         return self._paths[index]
+
+    def file_time(self, index: int) -> int:
+        """Time of the file's last change in nanoseconds. Raises OSError."""
+        return os.stat(self._paths[index]).st_mtime_ns
 
 
 def read_file(path: str, name: str) -> bytes:

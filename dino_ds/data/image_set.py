@@ -1,4 +1,7 @@
-"""Which images a run is trained on, in a few kilobytes: enough to say on a resume what has changed since."""
+"""Describes a set of images in a few kilobytes: enough to say what has changed when work on them is continued.
+
+Whatever continues (a run, an embedding) compares the description that it was begun with, and says or refuses the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,39 @@ import binascii
 import hashlib
 import heapq
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dino_ds.data.base import Source
 
 _SAMPLE = 1024
+_READ = 64
+"""Images whose content is hashed: as many as a small batch reads, and enough to meet one in twenty that is another."""
 _NO_SIZE = -1
+_THREADS, _CHUNK = 16, 1024
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Number of images, a hash of all `names` in their order, and a `sample`: hash of a name -> bytes of its file.
+    """Number of images, a hash of all `names` in their order, a `sample`: hash of a name -> bytes of its file, and
+    `contents`: hash of a name -> hash of its file's content.
 
-    The sample has the 1,024 smallest hashes, so that two sets sample the same names: sets of up to 1,024 images are
-    compared whole, larger ones by a part that is the same every time.
+    The sample has the 1,024 smallest hashes and the contents the 64 smallest, so that two sets sample the same names:
+    sets of up to 1,024 images are compared whole, larger ones by a part that is the same every time. A source without
+    `read`, and a description that an earlier version has written, have no contents.
     """
 
     count: int
     names: str
     sample: dict[int, int]
+    contents: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
-        """Of a source; names count as they are below `root`, which may move."""
+        """The description of a source; names count as they are below `root`, which may move."""
         order = hashlib.blake2b(digest_size=16)
 
         def hashes() -> Iterator[tuple[int, int]]:
@@ -42,40 +52,101 @@ class ImageSet:
                 yield int.from_bytes(digest, "little"), index
 
         chosen = heapq.nsmallest(_SAMPLE, hashes())
-        return ImageSet(len(source), order.hexdigest(), {value: _size(source, index) for value, index in chosen})
+        sizes = {value: _size(source, index) for value, index in chosen}
+        return ImageSet(len(source), order.hexdigest(), sizes, _contents(source, chosen[:_READ]))
 
     def to_json(self) -> dict[str, Any]:
-        packed = b"".join(struct.pack("<Qq", value, size) for value, size in self.sample.items())
-        return {"count": self.count, "names": self.names, "sample": base64.b64encode(packed).decode()}
+        sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
+        return {"count": self.count, "names": self.names, "sample": sample, "contents": contents}
 
     @staticmethod
-    def from_json(saved: dict[str, Any] | None) -> ImageSet | None:
-        """None for what no `to_json` has made."""
+    def from_json(saved: Mapping[str, Any] | None) -> ImageSet | None:
+        """The description that `to_json` has made, or None for anything else."""
         try:
             assert saved is not None
-            sample = dict(struct.iter_unpack("<Qq", base64.b64decode(saved["sample"], validate=True)))
-            found = ImageSet(int(saved["count"]), str(saved["names"]), sample)
+            sample, contents = _unpacked("<Qq", saved["sample"]), _unpacked("<QQ", saved.get("contents", ""))
+            found = ImageSet(int(saved["count"]), str(saved["names"]), sample, contents)
             return found if found.count > 0 else None
-        except (AssertionError, KeyError, TypeError, ValueError, struct.error, binascii.Error):
+        except (AssertionError, AttributeError, KeyError, TypeError, ValueError, struct.error, binascii.Error):
             return None
 
     def changes(self, now: ImageSet) -> str:
-        """What differs in `now`: "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" if nothing."""
-        if self == now:
-            return ""
+        """What differs in `now`: "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" if nothing does."""
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
         # Beyond the largest hash of a full sample nothing is known of that set.
         last = min(max(one.sample, default=0) if one.count > _SAMPLE else 2**64 for one in (self, now))
         before, after = ({value: size for value, size in one.sample.items() if value <= last} for one in (self, now))
         both = before.keys() & after.keys()
         added, removed = len(after) - len(both), len(before) - len(both)
-        resized = sum(before[value] != after[value] for value in both)
+        same_size = {value for value in both if before[value] == after[value]}
+        read = same_size & self.contents.keys() & now.contents.keys()
+        rewritten = sum(self.contents[value] != now.contents[value] for value in read)
         compared = len(before.keys() | after.keys())
         whole = len(self.sample) == self.count and len(now.sample) == now.count
-        if whole and not added + removed + resized:
-            return f"{counts}: the same names in another order"
+        if not added + removed + len(both - same_size) + rewritten:
+            if self.names == now.names:
+                return ""
+            if whole:
+                return f"{counts}: the same names in another order"
         part = "" if whole else f"of {compared} that were compared "
-        return f"{counts}: {part}{added} added, {removed} removed, {resized} of another size"
+        other = f", {rewritten} of {len(read)} that were read of other content" if rewritten else ""
+        return f"{counts}: {part}{added} added, {removed} removed, {len(both - same_size)} of another size{other}"
+
+
+def facts_of_images(source: Source) -> dict[str, Any]:
+    """What work on all images of a source is begun with, as JSON; `changed_images` compares it with that of a later
+    start."""
+    return {"images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
+
+
+def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What differs between the `facts_of_images` of two starts, in words; "" for nothing, None where those of `before`
+    are not known."""
+    old, new = ImageSet.from_json(before.get("images")), ImageSet.from_json(now["images"])
+    if old is None or new is None:
+        return None
+    changes = old.changes(new)
+    if not changes and before.get("times") != now["times"]:
+        return f"{new.count} images of the same names, whose files have other sizes or times"
+    return changes
+
+
+def times_of_files(source: Source) -> str | None:
+    """A hash of the size and the time of the file of every image, or None for a source that does not tell them."""
+    file_time = getattr(source, "file_time", None)
+    if file_time is None:
+        return None
+
+    def described(first: int) -> bytes:
+        places = range(first, min(first + _CHUNK, len(source)))
+        return b"".join(struct.pack("<qq", _size(source, i), _known(file_time, i)) for i in places)
+
+    found = hashlib.blake2b(digest_size=16)
+    with ThreadPoolExecutor(_THREADS) as pool:  # a network file system answers many at once
+        for part in pool.map(described, range(0, len(source), _CHUNK)):
+            found.update(part)
+    return found.hexdigest()
+
+
+def _packed(form: str, values: Mapping[int, int]) -> str:
+    return base64.b64encode(b"".join(struct.pack(form, *pair) for pair in values.items())).decode()
+
+
+def _unpacked(form: str, text: str) -> dict[int, int]:
+    return dict(struct.iter_unpack(form, base64.b64decode(text, validate=True)))
+
+
+def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
+    """Hash of a name -> hash of what its file holds, for those of (hash, index) that can be read."""
+    read, found = getattr(source, "read", None), dict[int, int]()
+    if read is None:
+        return found
+    for value, index in sorted(chosen, key=lambda pair: pair[1]):  # neighbors lie in one row group of a Parquet file
+        try:
+            found[value] = int.from_bytes(hashlib.blake2b(read(index), digest_size=8).digest(), "little")
+        except Exception:  # a source of the user's may raise anything: training says what, of which image
+            continue
+    return dict(sorted(found.items()))
 
 
 def _name(source: Source, index: int, root: str | None) -> bytes:
@@ -87,8 +158,11 @@ def _name(source: Source, index: int, root: str | None) -> bytes:
 
 
 def _size(source: Source, index: int) -> int:
-    file_bytes = getattr(source, "file_bytes", None)
+    return _known(getattr(source, "file_bytes", None), index)
+
+
+def _known(ask: Callable[[int], int] | None, index: int) -> int:
     try:
-        return int(file_bytes(index)) if file_bytes else _NO_SIZE
+        return int(ask(index)) if ask else _NO_SIZE
     except (OSError, ValueError):  # ValueError: a NUL in the path
         return _NO_SIZE

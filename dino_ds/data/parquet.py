@@ -88,6 +88,10 @@ class ParquetImages(EncodedImages):
         file, row = self._row_of_file(index)
         return f"{os.path.splitext(os.path.basename(file))[0]}/{row:09d}"
 
+    def file_time(self, index: int) -> int:
+        """Time of the Parquet file's last change in nanoseconds. Raises OSError."""
+        return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
+
     def _find(self, index: int) -> tuple[int, int, int]:
         """File, row group of the file, row of the group."""
         place = int(np.searchsorted(self._groups[:, 0], range(self._rows)[index], side="right")) - 1

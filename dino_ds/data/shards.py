@@ -69,6 +69,10 @@ class TarShards(ListedImages):
     def file_bytes(self, index: int) -> int:
         return int(self._size[index])
 
+    def file_time(self, index: int) -> int:
+        """Time of the shard's last change in nanoseconds, as it was indexed: one that has changed is not read."""
+        return int(self._states[int(self._shard[index])][1])
+
     def shard_name(self, index: int) -> str:
         """The file's name of the shard that holds image `index`."""
         return os.path.basename(self._path(int(self._shard[index])))

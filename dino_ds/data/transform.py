@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.errors import ConfigError, DataError, one_line
-from dino_ds.own_code import find_own
+from dino_ds.own_code import default_dtype, find_own, put_back
 
 
 class FailedTransform(DataError):
@@ -34,18 +34,21 @@ class OwnTransform:
     def __call__(self, crop: np.ndarray, seed: int) -> np.ndarray:
         """The function's crop of `crop` (h, w, c), uint8 or float32 in [0, 1], which it may write to.
 
-        All its random numbers come from `seed`. Raises FailedTransform for whatever it raises, but for MemoryError, and
-        where its crop has another shape or type or, as float32, values beyond 0 and 1.
+        All its random numbers come from `seed`. Raises FailedTransform for whatever it raises, but for MemoryError,
+        where it changes torch's default dtype, and where its crop has another shape or type or, as float32, values
+        beyond 0 and 1.
         """
-        shape, dtype = crop.shape, crop.dtype
+        shape, dtype, before = crop.shape, crop.dtype, default_dtype()
         try:
             changed = self._function(crop, np.random.default_rng(seed))
         except MemoryError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(frame.filename).name}, line {frame.lineno}"
             raise FailedTransform(f"{self} raised {type(error).__name__}: {one_line(error)} ({where})") from error
+        if told := put_back(before):
+            raise FailedTransform(f"{self} {told}")
         if not isinstance(changed, np.ndarray):
             raise FailedTransform(f"{self} returned {type(changed).__name__}, and must return an array")
         if (changed.shape, changed.dtype) != (shape, dtype):

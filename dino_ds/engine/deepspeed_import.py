@@ -7,11 +7,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from dino_ds.own_code import explaining_interrupted
+
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed; what it prints goes to stderr, as standard output is for results such as a bench's JSON."""
+    """Import DeepSpeed; what it prints goes to stderr, as standard output is for results such as a bench's JSON.
+
+    Raises ConfigError where an earlier import of it was interrupted.
+    """
     first = "deepspeed" not in sys.modules
-    with contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext(), _without_mlflow():
+    quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
+    with quiet, _without_mlflow(), explaining_interrupted("deepspeed"):
         import deepspeed
     return deepspeed
 

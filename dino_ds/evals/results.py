@@ -28,7 +28,10 @@ def name_images(source: str, root: str | None) -> str:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """By evaluation; none where the file is absent. Raises OSError, ValueError."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        found = json.loads(path.read_text()) if path.is_file() else {}
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError("it holds no results of evaluations")
     # Runs made before results had their step: no step, no use.

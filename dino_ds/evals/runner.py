@@ -21,6 +21,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
 from dino_ds.evals.results import RESULTS, write_results
+from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.teachers.base import Teacher
 from dino_ds.training.run import AtStep, Moment
@@ -92,6 +93,7 @@ class EvalRunner(AtStep):
         )
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         runner._advice += _changes_that_help(recipe)
+        runner._notes += note_on_shared(names, train, test, "eval.root")
         return runner
 
     def _check(self, name: str) -> None:

@@ -71,7 +71,8 @@ def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Pa
         return
     kept = without(words, "--stages", "--run_dir", "--from", "--resume")
     resume = ["--resume", "auto"] if options.resume else []
-    for stage in stages_to_train(options.run_dir, train["given"], options.from_, bool(options.resume)):
+    resumes, allowed = bool(options.resume), options.allow_change
+    for stage in stages_to_train(options.run_dir, train["given"], options.from_, resumes, allowed):
         own = ["--config", str(stage.given.config), "--run_dir", str(stage.folder), *resume]
         own += [] if stage.origin is None else ["--from", stage.origin]
         if not stage.is_over:

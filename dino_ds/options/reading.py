@@ -12,7 +12,7 @@ from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.default_folder import default_folder
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Given, check_chain, holds_run, split_origin, stage_folder
+from dino_ds.config.stages import Given, check_chain, holds_run, stage_folder
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
@@ -78,7 +78,6 @@ def _read_train(
 
     Raises ConfigError, and CheckpointError where --from is not a run.
     """
-    origin = split_origin(options.from_)[0] if options.from_ is not None else None
     configs = [config] if options.stages is None else [word.strip() for word in options.stages.split(",")]
     if options.stages is not None and (config is not None or not all(configs)):
         raise ConfigError("--stages RECIPE,RECIPE,... names the recipes: leave out --config, and empty names")
@@ -87,7 +86,7 @@ def _read_train(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
     named = bool(options.run_dir)
-    if not named and config is None and origin is not None and options.stages is None:
+    if not named and config is None and options.from_ is not None and options.stages is None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     place, note = options.run_dir, ""
     if not named:
@@ -96,10 +95,10 @@ def _read_train(
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
     given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    alone = named and config is None and origin is None
+    alone = named and config is None and options.from_ is None
     if alone and options.stages is None and options.resume not in (False, "auto"):
         _check_resumed(Path(options.run_dir), overrides)
-    recipe = given[0].of_start(first, origin, options.resume is not False, by_own=alone)
+    recipe = given[0].of_start(first, options.from_, options.resume is not False, by_own=alone)
     if recipe.model.backbone != FROM_SOURCE:
         check_chain(recipe, given[1:])
     return options, {"recipe": recipe, "given": given}

@@ -6,12 +6,12 @@ with the images, and what was done before an interruption is not done again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from dino_ds.durable import why_not_writable
@@ -21,6 +21,8 @@ from dino_ds.options.model import EmbedOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from dino_ds.data.base import Source
+    from dino_ds.data.images import ValueRange
     from dino_ds.weights.load import Backbone
 
 _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
@@ -71,7 +73,6 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     from dino_ds.evals.features import Reading
     from dino_ds.tools.embedding_parts import Parts, put_together
     from dino_ds.tools.model_options import find_images, range_for, side_of
-    from dino_ds.weights.frozen import digest
     from dino_ds.weights.load import load
 
     init_distributed()
@@ -87,15 +88,14 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            images = hashlib.sha256("\n".join(map(source.name, range(len(source)))).encode()).hexdigest()
-            weights = digest(model.network.state_dict())
-            parts.begin({"what": options.what, "size": size, "images": images, "weights": weights})
+            parts.begin(_facts(model, source, options.what, size, value_range))
     distributed.barrier()
     crop = EvalCrop(size, model.normalisation)
     reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
-        bad = parts.write(_features(model, options.what), source, reading)
-    bad = [text for texts in distributed.gather_objects(bad) for text in texts]
+        mine = parts.write(_features(model, options.what), source, reading)
+    found = distributed.gather_objects(mine)
+    bad, damaged = ([text for texts in each for text in texts] for each in zip(*found, strict=True))
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             if len(bad) == len(source):
@@ -109,7 +109,24 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         "shape": [parts.images, *parts.shape],
         "dtype": parts.dtype,
         "first": source.name(0),
-        "notes": [note for note in (*getattr(source, "notes", ()), *notes, unread) if note],
+        "notes": [note for note in (*getattr(source, "notes", ()), *notes, *damaged, unread) if note],
+    }
+
+
+def _facts(model: Backbone, source: Source, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
+    """Everything that the rows of an embedding depend on, as JSON: the network, its input and the images."""
+    from dino_ds.data.image_set import facts_of_images
+    from dino_ds.weights.frozen import digest
+
+    network = model.network
+    return {
+        "what": what,
+        "size": size,
+        "weights": digest(network.state_dict()),
+        "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
+        "normalisation": vars(model.normalisation),
+        "value_range": value_range,
+        **facts_of_images(source),
     }
 
 

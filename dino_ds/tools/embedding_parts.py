@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,18 +19,25 @@ import torch
 from torch import Tensor
 
 from dino_ds import distributed
+from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.config.flat import differences
 from dino_ds.data.base import Source
+from dino_ds.data.image_set import changed_images
 from dino_ds.data.parquet import import_parquet
 from dino_ds.durable import replace_file, replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.evals.features import LabelledImages, Reading, loaded
+from dino_ds.text_file import read_bytes
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
 """Images of a part, and bytes of one of maps, at most: what an interruption costs a rank."""
 _FEW, _PARTS = 64, 64
 """Few images are cut into so many parts, of so many at least, for ranks to share."""
+_MOST_JSON = 1 << 26
+_OPAQUE = dict.fromkeys(("images", "times", "weights"))
+"""Facts of an embedding that are told in words of their own."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +56,66 @@ class Parts:
         return max(1, min(most, max(_FEW, -(-self.images // _PARTS))))
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Make the folder, or take up an earlier one. Raises ConfigError where it is of another embedding."""
+        """Make the folder, or take up an earlier one. Raises ConfigError, with what differs, where it was begun with
+        other `facts`."""
         about = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
-        own = self.folder / "about.json"
         try:
-            if self.folder.exists() and (not own.is_file() or own.read_text() != about):
+            if self.folder.exists() and (differ := self._differences(json.loads(about))):
                 raise ConfigError(
-                    f"{self.folder} holds parts of another embedding (other weights, images or options): remove it, or "
-                    "name another file with --out"
+                    f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
+                    "--out"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(own, about)
+            replace_file(self._about, about)
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
 
-    def write(self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading) -> list[str]:
-        """This rank's parts that are not there yet; the texts that name unreadable images of all its parts."""
+    @property
+    def _about(self) -> Path:
+        return self.folder / "about.json"
+
+    def _differences(self, now: dict[str, Any]) -> str:
+        """What differs from the embedding whose parts are here, in words; "" if nothing does."""
+        try:
+            before = json.loads(read_bytes(self._about, _MOST_JSON))
+            changes = changed_images(before, now)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            changes = None
+        if changes is None:
+            return f"{self._about.name} does not say of which, it is missing, damaged or of an earlier version"
+        texts = differences(before | _OPAQUE, now | _OPAQUE) | ({"images": changes} if changes else {})
+        if before.get("weights") != now["weights"]:
+            texts["weights"] = "other weights"
+        return ", ".join(texts.values())
+
+    def write(
+        self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
+    ) -> tuple[list[str], list[str]]:
+        """Write this rank's parts that are not there yet, or damaged. Returns texts that name the unreadable images of
+        all its parts, and notes on the damaged ones."""
         mine = range(distributed.rank(), -(-self.images // self.length), distributed.world_size())
-        missing = [part for part in mine if not self._file(part).is_file()]
+        known = {part: self._unreadable(part) for part in mine}
+        damaged = [part for part in mine if known[part] is None and self._file(part).exists()]
+        missing = [part for part in mine if known[part] is None]
         for part, rows, bad in self._computed(missing, describe, source, reading):
             self._save(part, rows, bad)
-        return [text for part in mine for text in json.loads(self._file(part, "json").read_text())]
+            known[part] = bad
+        notes = [f"{self._file(part)} was incomplete or damaged: computed again" for part in damaged]
+        return [text for bad in known.values() for text in bad or ()], notes
+
+    def _unreadable(self, part: int) -> list[str] | None:
+        """The texts that name the unreadable images of a part; None where it is not there as it was written."""
+        try:
+            sealed = json.loads(read_bytes(self._file(part, "json"), _MOST_JSON))
+            whole = is_plain_file(self._file(part)) and sealed == self._sealed(part, sealed["unreadable"])
+            return [str(text) for text in sealed["unreadable"]] if whole else None
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+
+    def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
+        """What is written beside a part: the CRC32 of its file, and that of all it belongs to. Raises OSError."""
+        of = zlib.crc32(f"{self._about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
+        return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
 
     def _computed(
         self, missing: list[int], describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
@@ -107,9 +154,9 @@ class Parts:
 
     def _save(self, part: int, rows: Rows, bad: list[str]) -> None:
         try:
-            replace_file(self._file(part, "json"), json.dumps(bad))
             with replacing(self._file(part)) as temporary, temporary.open("wb") as file:
                 np.save(file, rows)
+            replace_file(self._file(part, "json"), json.dumps(self._sealed(part, bad)))
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
 

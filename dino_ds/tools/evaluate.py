@@ -24,6 +24,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.results import RESULTS, as_json, name_images, read_results, write_results
+from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.measure.host import describe_host, host_line
 from dino_ds.options.model import EvalOptions
@@ -83,7 +84,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     if of_images:
         sources = [source for source in subject.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        subject.note(notes)
+        subject.note([*notes, *note_on_shared(of_images, *subject.sources, "--test_root")])
         subject.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:

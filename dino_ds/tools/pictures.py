@@ -270,5 +270,5 @@ def _step_of(about: Path) -> int:
     """Of the teacher that is shown; 0 where nothing says it."""
     try:
         return int(json.loads(about.read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
@@ -29,6 +30,8 @@ from dino_ds.tools.shard_writer import ShardRecord, Shrink, names_digest, repack
 CHECKSUMS = "checksums.sha256"
 """As sha256sum writes and checks them."""
 _ABOUT = "shards.json"
+_BEGUN_WITH = "begun_with"
+"""Its key for `facts_of_images`."""
 _RECORDS = "shards.jsonl"
 """One line for each finished shard."""
 BAD = "unreadable.txt"
@@ -70,17 +73,23 @@ def run(options: ShardOptions) -> None:
 def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink) -> int:
     """Images per shard, from before where the folder holds part of the same shards. Raises ConfigError if others."""
     folder.mkdir(parents=True, exist_ok=True)
-    about = folder / _ABOUT
+    about, now = folder / _ABOUT, facts_of_images(images)
     if about.is_file():
-        known = json.loads(about.read_text())
+        try:
+            known = json.loads(about.read_text())
+            per_shard = int(known["images_per_shard"])
+            images_changed = changed_images(known.get(_BEGUN_WITH, {}), now)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(f"{about} is damaged: give another --out, or remove {folder}") from None
         changed = [f"{key} was {known.get(key)}, is {value}" for key, value in plan.items() if known.get(key) != value]
+        changed += [f"images changed: {images_changed}"] if images_changed else []
         if changed:
             raise ConfigError(f"{folder} holds other shards ({'; '.join(changed)}): give another --out, or remove it")
-        return int(known["images_per_shard"])
+        return per_shard
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give --out a new folder")
     per_shard = _images_per_shard(str(plan["shard_size"]), images, shrink)
-    _write_whole(about, json.dumps({**plan, "images_per_shard": per_shard}, indent=2) + "\n")
+    _write_whole(about, json.dumps({**plan, "images_per_shard": per_shard, _BEGUN_WITH: now}, indent=2) + "\n")
     return per_shard
 
 

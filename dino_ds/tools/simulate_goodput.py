@@ -70,7 +70,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file that may be missing or be written at this moment."""
     lines: list[Any] = []
     for text in read_lines(path) if path.is_file() else ():
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             lines.append(loads(text))
     return [line for line in lines if isinstance(line, dict)]
 

@@ -99,7 +99,7 @@ def _inside(images: Source) -> Callable[[int], str]:
 
 def _write_one(folder: Path, name: str, data: bytes) -> None:
     path = folder / name
-    if path.is_file() and path.stat().st_size == len(data):
+    if path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data:
         return  # from before an interruption: files are written whole
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.parent.resolve().is_relative_to(folder.resolve()):

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
+from dino_ds.config.begun_with import Origin
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
-from dino_ds.config.stages import Given, Origin, split_origin
+from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.image_set import ImageSet
 from dino_ds.errors import CheckpointError, ConfigError

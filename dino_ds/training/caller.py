@@ -13,7 +13,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
+from dino_ds.own_code import default_dtype, put_back
 from dino_ds.training.stop import StopRequests, signals_to_handle
 
 Callback = Callable[[int, dict[str, Any]], object]
@@ -34,10 +36,13 @@ class Caller:
         return self._stop
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Call every callback, until one has raised an error."""
+        """Call every callback, until one has raised an error or changed torch's default dtype, which is one."""
+        before = default_dtype()
         try:
             for callback in self._callbacks:
                 callback(line["step"], dict(line))
+                if told := put_back(before):
+                    raise ConfigError(f"callback {getattr(callback, '__name__', callback)} {told}")
         except (Exception, SystemExit) as error:
             self.error, self._callbacks = error, ()
             if self._stop is not None:

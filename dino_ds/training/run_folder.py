@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import secrets
 import stat
 import time
@@ -17,11 +16,12 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.begun_with import ORIGIN, Origin, changed_settings, check_settings, is_free, learned, read_run_id
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import ORIGIN, Origin, holds_run
+from dino_ds.config.stages import holds_run
 from dino_ds.durable import discard, replace_file, why_not_writable
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.names import did_you_mean
@@ -31,22 +31,6 @@ from dino_ds.training.other_images import IMAGES
 from dino_ds.weights.about import about_teacher
 from dino_ds.weights.sidecar import write_with_sidecar
 
-# Recipe values that a resumed run may change: they do not change what is learned.
-_FREE = (
-    "log_every",
-    "save_every",
-    "expected_hours_between_failures",
-    "keep_checkpoints",
-    "keep_every",
-    "save_in_background",
-    "max_bad_steps",
-    "hang_seconds",
-    "data.workers",
-    "data.root",
-    "data.download",
-    "data.max_bad_fraction",
-    "teacher.source",  # the digest of its weights must stay the same
-)
 _FILES = (
     "config.yaml",
     "ds_config.json",
@@ -82,7 +66,7 @@ class RunFolder:
         self.resume = there and resume is not False
         self.wanted_step = None if isinstance(resume, (bool, str)) else resume
         self.may_start_anew = resume in (False, "auto")
-        self.run_id = _read_run_id(path) if self.resume else None
+        self.run_id = read_run_id(path) if self.resume else None
         self.origin = Origin.read(path) if self.resume else None
         self._allowed = self._read_allowed(allow_change, resume)
         _check_kinds(path)
@@ -97,7 +81,7 @@ class RunFolder:
         known = {*self._learned(), IMAGES}
         allowed = {key.strip() for key in keys.split(",")}
         for key in sorted(allowed - known):
-            free = _is_free(key) and key in flat_values(self.recipe)
+            free = is_free(key) and key in flat_values(self.recipe)
             what = "it may change freely, leave it out" if free else "it is not a key of the recipe"
             raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
         return allowed
@@ -185,7 +169,7 @@ class RunFolder:
 
     def _learned(self) -> dict[str, Any]:
         """Everything that changes what is learned, by its dotted name."""
-        return _learned(self.recipe.model_dump(mode="json"), self.config.clipping)
+        return learned(self.recipe.model_dump(mode="json")) | {"gradient_clipping": self.config.clipping}
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
@@ -195,21 +179,13 @@ class RunFolder:
                 f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
                 "it back, or start a new run from these weights with --model.init_from"
             )
-        refused = {key: how for key, how in changed.items() if key not in self._allowed}
-        if refused:
-            raise CheckpointError(
-                f"settings changed since step {saved.step}: {', '.join(refused.values())}; "
-                f"accept with --allow_change {','.join(refused)}"
-            )
+        check_settings(changed, f"step {saved.step}", self._allowed)
 
     def changed(self, saved: Manifest) -> dict[str, str]:
         """What of the settings that change what is learned differs from those that a checkpoint was saved with."""
         # A run from before an option did what the option's default does.
-        defaults = _learned(Recipe().model_dump(mode="json"), saved.gradient_clipping)
-        old = defaults | _learned(saved.recipe, saved.gradient_clipping)
-        new = self._learned()
-        keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-        return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
+        before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
+        return changed_settings(before, self._learned())
 
     def notes_on(self, saved: Manifest) -> list[str]:
         """Differences from the start that saved a checkpoint, in lines for people."""
@@ -238,15 +214,6 @@ def _becomes_visible(path: Path) -> bool:
     return True
 
 
-def _learned(recipe: dict[str, Any], clipping: float) -> dict[str, Any]:
-    flat = {key: value for key, value in flatten(recipe).items() if not _is_free(key)}
-    return {**flat, "gradient_clipping": clipping}
-
-
-def _is_free(key: str) -> bool:
-    return key in _FREE or key.startswith("eval.")
-
-
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     """How a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
     ranks = f"{this['world_size']} rank{'s' if this['world_size'] > 1 else ''}"
@@ -254,15 +221,6 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
     batch = f", micro-batch {parts[0][0]} x accumulation {parts[0][1]}" if parts[0] != parts[1] else ""
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
-
-
-def _read_run_id(path: Path) -> str | None:
-    """The run id of this folder's checkpoints; None where no file has it."""
-    try:
-        found = json.loads((path / "environment.json").read_text())["run_id"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 
 def _check_kinds(path: Path) -> None:

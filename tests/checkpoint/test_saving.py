@@ -16,7 +16,7 @@ from dino_ds import distributed
 from dino_ds.checkpoint import files as checkpoint_writing
 from dino_ds.checkpoint import saving as checkpoint_saving
 from dino_ds.checkpoint.files import write_tensors
-from dino_ds.errors import StorageError
+from dino_ds.errors import OutOfMemory, StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of
 from tests.ranks import run_on_ranks
 
@@ -192,6 +192,37 @@ def _full(path, tensors, about):
     """Takes some bytes, then the disk is full."""
     path.write_bytes(b"\0" * 1000)
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def test_a_folder_in_the_place_of_latest_is_put_aside_and_said(tmp_path):
+    """Also in the middle of a run: saves go on, and what lies in the folder is kept."""
+    run = SmallRun(tmp_path, background=False).train().save()
+    (tmp_path / "checkpoints/latest").unlink()
+    (tmp_path / "checkpoints/latest").mkdir()
+    (tmp_path / "checkpoints/latest/mine").touch()
+    for _ in range(3):
+        run.train().save()
+    assert sum("latest was a folder and is put aside as aside_latest" in line for line in run.said) == 1
+    assert not any("warning" in line for line in run.said)
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000004\n"
+    assert (tmp_path / "checkpoints/aside_latest/mine").exists()
+
+
+def _no_memory(*_):
+    raise MemoryError
+
+
+def test_memory_that_runs_out_in_a_save_or_after_it_is_not_reported_as_the_disk(tmp_path, monkeypatch):
+    """Its exit code says that a new start would only repeat it, and the line what to change."""
+    told = r"MemoryError.*Give the job more host memory, or go without a second copy with --save_in_background false$"
+    for wait in (True, False):
+        run = SmallRun(tmp_path / str(wait), finish=_no_memory)
+        with pytest.raises(OutOfMemory, match=f"^after a save: out of memory .*{told}") as caught:
+            run.train().save(wait) and run.saving.finish(must=True)
+        assert caught.value.exit_code == 7
+    monkeypatch.setattr(checkpoint_writing, "write_tensors", _no_memory)
+    with pytest.raises(OutOfMemory, match=f"^cannot save step 1: out of memory .*{told.replace('$', '')}"):
+        SmallRun(tmp_path / "run").train().save(wait=True)
 
 
 class TestFullDisk:

@@ -134,7 +134,7 @@ def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
     monkeypatch.chdir(tmp_path)
     for name in there.split():
         (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "config.yaml").touch()
+        (tmp_path / "runs" / name / "config.yaml").write_text("seed: 0\n")
     (tmp_path / "runs/quickstart-99").mkdir(parents=True)  # it holds none
     cli.main(["train", "--config", "quickstart", *words.split()])
     ((options, files),) = calls

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -68,6 +70,50 @@ def test_ranks_of_mpirun_and_srun(given: dict[str, str], found: tuple[str | None
     assert variables.get("MASTER_PORT") == (None if found[0] is None else "29500")
 
 
+def test_variables_that_are_set_to_nothing_are_not_set():
+    """As a shell script leaves them: there is one process then, or an error that names what is missing."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    variables = {**dict.fromkeys(names, ""), "HOME": ""}
+    preflight.forget_empty_ranks(variables)
+    preflight.adopt_ranks(variables)
+    environment.check_ranks(variables)
+    assert variables == {"HOME": ""}
+    words = [sys.executable, "-m", "dino_ds", "train", "--data.root", "/nowhere"]
+    everything = {**os.environ, **dict.fromkeys(names, "")}
+    found = subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 2 and "/nowhere does not exist" in found.stderr
+
+
+INTERRUPTED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from dino_ds.preflight import check_torchvision
+for _ in range(2):
+    try:
+        check_torchvision()
+    except BaseException as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_an_interrupted_import_is_no_wrong_installation(tmp_path: Path):
+    """Python keeps the parts of a package whose import was interrupted, which then fails in other ways."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "ops.py").write_text("import sys\nnumber = sys.__dict__.setdefault('times', [])\nnumber.append(1)\n")
+    (package / "__init__.py").write_text(
+        "import sys\nif hasattr(sys, 'times'):\n    raise RuntimeError('registered already')\n"
+        "import torchvision.ops\nraise KeyboardInterrupt\n"
+    )
+    words = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    first, second = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    assert first.startswith("KeyboardInterrupt")
+    assert second == (
+        "ConfigError the import of torchvision was interrupted in this process, and can't be taken up (registered "
+        "already): start Python anew, or in a notebook restart the kernel"
+    )
+
+
 def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
     inside = {"RANK": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     preflight.adopt_ranks(variables := dict(inside))
@@ -93,7 +139,8 @@ def test_torchvision_of_another_torch_is_one_clear_line(body: str, says: str, tm
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError) as caught:
         preflight.check_torchvision()
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)

@@ -273,6 +273,10 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
         ({"objective.dino_weight": "0"}, "all weights are 0"),
         ({"crops.mask_ratio": "0,0.5"}, "mask_ratio [0.0, 0.5] must be two parts of the patches, 0 < low <= high < 1"),
         ({"crops.mask_ratio": "0.5,0.1"}, "0 < low <= high < 1"),
+        (
+            {"crops.mask_ratio": "0.0001,0.0002", "crops.mask": "dinov2", "objective.ibot_weight": "1"},
+            "crops.mask_ratio 0.0001,0.0002 hides none of the 196 patches of a crop of 224 pixels: it must reach 0.005",
+        ),
         ({"objective.ibot_weight": "1"}, "objective.ibot_weight needs masked patches: set crops.mask dinov2"),
         ({"crops.mask": "dinov2"}, "hides patches that no loss predicts"),
         (

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import build_source
@@ -91,6 +94,75 @@ def test_files_are_known_by_their_names_below_the_root_and_their_sizes(tmp_path)
             archive.add(path, path.name)
     for other in (moved / "list.txt", tmp_path / "shard.tar"):
         assert ImageSet.of(build_source("folder", str(other), "train", False), str(other)) == old
+
+
+@dataclass
+class Files(Names):
+    """A source of encoded files, the content of each its own."""
+
+    contents: dict[str, bytes] | None = None
+
+    def read(self, index):
+        return self.contents[self.names[index]]
+
+
+def _files(count, changed=()):
+    names = _numbered(0, count)
+    contents = {name: (b"new" if i in changed else b"old") + name.encode() for i, name in enumerate(names)}
+    return ImageSet.of(Files(names, dict.fromkeys(names, 10), contents), None)
+
+
+def test_other_contents_of_the_same_sizes_are_noticed():
+    """64 images are read: sets of no more are compared whole, a twentieth of a large one is noticed."""
+    assert _files(40).changes(_files(40)) == ""
+    assert _files(40).changes(_files(40, {7})) == (
+        "40 images as before: 0 added, 0 removed, 0 of another size, 1 of 40 that were read of other content"
+    )
+    changes = _files(3000).changes(_files(3000, range(0, 3000, 10)))
+    assert re.search(r"0 of another size, \d+ of 64 that were read of other content$", changes)
+    assert len(json.dumps(_files(3000).to_json())) < 30_000
+
+
+def test_a_description_of_an_earlier_version_is_compared_by_names_and_sizes():
+    old = _files(40).to_json()
+    del old["contents"]
+    assert ImageSet.from_json(old).changes(_files(40, range(40))) == ""
+    assert ImageSet.from_json({**old, "contents": "ab"}) is None
+
+
+def _bmp(path, seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.mark.parametrize("form", ["folder", "list", "tar", "parquet"])
+def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
+    """The same below another folder; other images under the same names, in files of the same sizes, are others."""
+    found = []
+    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder = tmp_path / place
+        folder.mkdir()
+        files = [folder / f"{i}.bmp" for i in range(5)]
+        for number, file in enumerate(files):
+            _bmp(file, seed + number)
+        root = folder
+        if form == "list":
+            root = folder / "list.txt"
+            root.write_text("".join(f"{file.name}\n" for file in files))
+        if form == "tar":
+            root = folder / "shard.tar"
+            with tarfile.open(root, "w") as archive:
+                for file in files:
+                    archive.add(file, file.name)
+        if form == "parquet":
+            parquet, root = pytest.importorskip("pyarrow.parquet"), folder / "images.parquet"
+            import pyarrow
+
+            rows = pyarrow.table({"image": [file.read_bytes() for file in files]})
+            parquet.write_table(rows, root, row_group_size=2)
+        found.append(ImageSet.of(build_source("folder", str(root), "train", False), str(root)))
+    assert found[0].changes(found[1]) == "" and found[0] == found[1]
+    assert found[0].changes(found[2]).endswith("0 of another size, 5 of 5 that were read of other content")
 
 
 class Own:

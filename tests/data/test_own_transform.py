@@ -121,6 +121,18 @@ FAILING = [
         ConfigError,
         "made something else of the same crop when called again: draw all random numbers from rng",
     ),
+    ("import sys\ndef f(crop, rng):\n    sys.exit(5)", DataError, r"raised SystemExit: 5 \(mod.py, line 3\)"),
+    (
+        "import torch\ndef f(crop, rng):\n    torch.set_default_dtype(torch.float64)\n    return crop",
+        DataError,
+        "changes torch's default dtype to torch.float64, and so what is learned: name the dtype where tensors are made",
+    ),
+    (
+        "import torch\ntorch.set_default_dtype(torch.float64)\ndef f(crop, rng): return crop",
+        ConfigError,
+        "importing mod changes torch's default dtype to torch.float64",
+    ),
+    ("import sys\nsys.exit(5)", ConfigError, "importing mod fails: SystemExit: 5"),
     ("def f(crop): return crop", ConfigError, r"must take two arguments: f\(crop, rng\)"),
     ("class f:\n    def __init__(self, crop, rng): pass", ConfigError, "mod has no function f"),
     (None, ConfigError, "there is no mod on Python's path or in"),
@@ -140,6 +152,7 @@ def test_what_is_wrong_with_a_function_is_one_line_before_anything_starts(write_
     assert isinstance(caught.value, kind) and "\n" not in said and "data.transform mod:f" in said
     if kind is DataError:
         assert said.endswith("the image is noise/0")
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_floats_beyond_0_and_1_are_refused(write_module):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +137,98 @@ def test_an_interrupted_embedding_goes_on(place, expected, tmp_path, monkeypatch
             embed.run(options)
     embed.run(options)
     assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+@pytest.fixture
+def interrupted(place, tmp_path, monkeypatch):
+    """Options of an embedding of 150 images of which one part of 64 is there; images and weights are own copies."""
+    shutil.copytree(place, tmp_path / "place")
+    options, plain, done = _options(tmp_path / "place", tmp_path / "x.npy"), embed._features, list[int]()
+
+    def stopping(model, what):
+        def describe(images):
+            done.append(len(images))
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            return plain(model, what)(images)
+
+        return describe
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embed, "_features", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            embed.run(options)
+    assert sorted(path.name for path in (tmp_path / "x.npy.parts").iterdir()) == [
+        "00000000.json",
+        "00000000.npy",
+        "about.json",
+    ]
+    return options
+
+
+def _other_images(place, parts):
+    """Other contents of the same sizes and times."""
+    for path in (place / "images").rglob("*.png"):
+        time, content = path.stat().st_mtime_ns, path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        os.utime(path, ns=(time, time))
+
+
+def _touched(place, parts):
+    os.utime(next((place / "images").rglob("*.png")), (1, 1))
+
+
+def _described(place, **values):
+    (place / "teacher.json").write_text(json.dumps(json.loads((place / "teacher.json").read_text()) | values))
+
+
+CONTINUED_WITH_OTHERS = {
+    "images": (_other_images, "0 of another size, 64 of 64 that were read of other content"),
+    "times": (_touched, "150 images of the same names, whose files have other sizes or times"),
+    "one more": (lambda place, _: image_folder(place / "images/more", 1), "150 -> 151 images: "),
+    "normalisation": (lambda place, _: _described(place, mean=[0, 0, 0], std=[1, 1, 1]), r"normalisation.mean \[0.485"),
+    "range": (lambda place, _: _described(place, value_range=[0, 4095]), r"value_range .* -> \[0.0, 4095.0\]"),
+    "old": (lambda _, parts: (parts / "about.json").write_text("{}"), "about.json does not say of which"),
+    "cut": (lambda _, parts: os.truncate(parts / "about.json", 40), "about.json does not say of which"),
+    "list": (lambda _, parts: (parts / "about.json").write_text("[1]"), "about.json does not say of which"),
+    "gone": (lambda _, parts: (parts / "about.json").unlink(), "about.json does not say of which"),
+}
+
+
+@pytest.mark.parametrize("what", CONTINUED_WITH_OTHERS)
+def test_an_embedding_is_not_continued_with_others(interrupted, tmp_path, what):
+    """What the rows depend on is compared with what was begun with, and refused with what differs."""
+    change, said = CONTINUED_WITH_OTHERS[what]
+    change(tmp_path / "place", tmp_path / "x.npy.parts")
+    with pytest.raises(ConfigError, match=rf"holds parts of another embedding \(.*{said}.*\): remove it, or name"):
+        embed.run(interrupted)
+    assert not (tmp_path / "x.npy").exists()
+
+
+def _swapped(part):
+    """A part and its seal as of another number."""
+    for ending in ("npy", "json"):
+        shutil.copy(part.with_suffix(f".{ending}"), part.with_name(f"00000001.{ending}"))
+
+
+DAMAGES = {
+    "flipped": lambda part: part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1])),
+    "cut": lambda part: os.truncate(part, 200),
+    "empty": lambda part: os.truncate(part, 0),
+    "a pipe": lambda part: (part.unlink(), os.mkfifo(part)),
+    "seal cut": lambda part: os.truncate(part.with_suffix(".json"), 5),
+    "seal odd": lambda part: part.with_suffix(".json").write_text("[]"),
+    "seal gone": lambda part: part.with_suffix(".json").unlink(),
+    "swapped": _swapped,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, capsys, damage):
+    DAMAGES[damage](tmp_path / "x.npy.parts/00000000.npy")
+    embed.run(interrupted)
+    assert "was incomplete or damaged: computed again" in capsys.readouterr().err
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 

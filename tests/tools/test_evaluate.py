@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import shutil
+import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +16,12 @@ import torch
 from PIL import Image
 
 from dino_ds.cli import main
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import suite
 from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
+from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
 from dino_ds.tools import evaluate
@@ -105,6 +109,41 @@ def test_flags_become_settings(place, monkeypatch):
     flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
     _run(place, "knn,linear-sgd", k=(3, 4), **flags)
     assert seen == 2 * [Settings(ks=(3, 4), **flags)]
+
+
+def test_test_images_that_are_training_images_are_said(place, capsys):
+    """By content, whatever the folders are called; k-NN with k 1 is 100 % there without any learning."""
+    _run(place, root=str(place / "test"), k=(1,))
+    output, told = capsys.readouterr()
+    assert json.loads(output)["results"]["knn"]["results"]["knn_1"] == 100
+    assert "9 of 9 test images looked at are training images too, such as " in told
+    assert "a score on them says nothing about new images; name others with --test_root" in told
+    _run(place, k=(1,))
+    assert "training images too" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (lambda folder: None, 24),
+        (lambda folder: shutil.rmtree(folder / "class1"), 16),
+        (lambda folder: [path.rename(folder / path.name) for path in folder.glob("*/*")], 24),
+        (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
+    ],
+)
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_shared_images_are_found_by_name_and_content(made, tmp_path, form, change, shared):
+    root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
+    change(root)
+    if form == "tar":
+        with tarfile.open(tmp_path / "copy.tar", "w") as archive:
+            archive.add(root, "")
+        root = tmp_path / "copy.tar"
+    train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
+    (note,) = note_on_shared(["knn"], train, test, "--test_root")
+    assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
+    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
+    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
 
 
 def test_statistics_need_no_labels(place):

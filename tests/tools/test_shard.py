@@ -190,6 +190,9 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     for path, data in held.items():
         path.unlink()
         path.write_bytes(data)
+    about = json.loads((tmp_path / "out/shards.json").read_text())
+    del about["begun_with"]  # the pipes were other files; earlier versions did not say it either
+    (tmp_path / "out/shards.json").write_text(json.dumps(about))
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     assert 2 <= len(done) < 20 and not (tmp_path / "out/index.safetensors").exists()
     with records.open("a") as file:
@@ -300,6 +303,39 @@ def test_an_interrupted_unshard_goes_on(made, tmp_path, monkeypatch):
     monkeypatch.setattr(unshard, "_write_one", write)
     unshard.run(options)
     assert files_below(tmp_path / "out") == made[1]
+
+
+def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):
+    """By size, time and content; a damaged description of what was begun with is refused too."""
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for i in range(4):
+        (images / f"{i}.png").write_bytes(png(i))
+    make(images, out, shard_size="2")
+    (out / "000001.tar").unlink()
+    make(images, out, shard_size="2")
+    (images / "1.png").write_bytes(bytes(reversed(png(1))))
+    with pytest.raises(
+        ConfigError, match=r"holds other shards \(images changed: 4 images as before: .* 1 of 4 that were"
+    ):
+        make(images, out, shard_size="2")
+    os.truncate(out / "shards.json", 50)
+    with pytest.raises(ConfigError, match=r"shards\.json is damaged: give another --out, or remove"):
+        make(images, out, shard_size="2")
+
+
+def test_an_image_of_other_shards_is_written_anew(tmp_path, monkeypatch):
+    """After an interruption, where images of the same names and sizes are others."""
+    for name, turned in (("a", False), ("b", True)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"{i}.png").write_bytes(png(i)[:: -1 if turned else 1])
+        pack(tmp_path / f"{name}.tar", {f"{i}.png": (tmp_path / name / f"{i}.png").read_bytes() for i in range(3)})
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # the mark of unfinished work stays
+    for name in ("a", "b"):
+        unshard.run(UnshardOptions(root=str(tmp_path / f"{name}.tar"), out=str(tmp_path / "out")))
+        found = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
+        assert found == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
 def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,12 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from dino_ds.errors import UserError
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError, UserError
+from dino_ds.launching.launch import _runs
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
 from dino_ds.report.folder import read_run
 from dino_ds.report.origin import environment_rows, reproduction
 from dino_ds.weights.sidecar import read_sidecar
@@ -36,9 +42,6 @@ CONTINUE, RESTART = {"stage_start": "continue"}, {"stage_start": "restart"}
 
 def train_words(words: list[str]) -> str | None:
     """`dino-ds train WORDS` in this process; the message of a UserError, "stopped" for exit code 75, else None."""
-    from dino_ds.options.commands import TRAIN
-    from dino_ds.options.flags import parse_flags
-    from dino_ds.options.reading import read
     from dino_ds.train import train
 
     with contextlib.redirect_stderr(io.StringIO()):
@@ -50,6 +53,10 @@ def train_words(words: list[str]) -> str | None:
         except SystemExit as stop:
             return "stopped" if stop.code == 75 else f"exit code {stop.code}"
     return None
+
+
+def read_words(words: list[str]) -> Recipe:
+    return read(TRAIN, parse_flags(TRAIN, words))[1]["recipe"]
 
 
 def words_of(run_dir: Path, *more: str, ds: str = "zero0_fp32.json", **changes: str) -> list[str]:
@@ -137,6 +144,47 @@ def test_a_stage_resumes_without_the_run_before(base, tmp_path):
     assert losses_of(parts) == losses_of(straight)
     assert_same_checkpoint(parts, straight, 9)
     assert json.loads((parts / "environment.json").read_text())["from"]["step"] == 5
+
+
+def other_id(path: Path) -> None:
+    environment = json.loads((path / "environment.json").read_text())
+    (path / "environment.json").write_text(json.dumps(environment | {"run_id": "0123456789abcdef"}))
+
+
+ORIGINS = {
+    "the same": (lambda path: None, "", None),
+    "moved": (lambda path: path.rename(path.with_name("other")), "../other", None),
+    "gone": (shutil.rmtree, "", None),
+    "its step": (lambda path: None, "checkpoints/step_00000005", None),
+    "another step": (lambda path: None, "checkpoints/step_00000004", "before, step 4 (run "),
+    "another run in its place": (other_id, "", "before (run 0123456789abcdef), and this stage began with "),
+    "another name": (lambda path: None, "../none", "none (which can't be read), and this stage began with "),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_a_stage_is_continued_with_the_run_that_it_began_with_alone(base, tmp_path, case):
+    """--from of a resume is compared with what is recorded, by the id of the run and the step if one is named."""
+    change, place, refused = ORIGINS[case]
+    shutil.copytree(base, tmp_path / "before")
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    recipe = yaml.safe_load((base / "config.yaml").read_text())
+    (stage / "config.yaml").write_text(yaml.dump(recipe | {"stage_start": "continue"}))
+    origin = {"run": str(tmp_path / "before"), "run_id": read_manifest(base, 5)["run_id"], "step": 5}
+    (stage / "environment.json").write_text(json.dumps({"from": origin | {"stage_start": "continue"}}))
+    change(tmp_path / "before")
+    words = words_of(stage, "--resume", "--from", os.path.normpath(tmp_path / "before" / place))
+    if refused is None:
+        assert read_words(words).stage_start == "continue"
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read_words(words)
+    assert refused in str(caught.value)
+    assert "leave --from out to continue it, or begin another stage in another --run_dir" in str(caught.value)
+    (stage / "environment.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it alone says which run this stage began with: bring it back"):
+        read_words(words_of(stage, "--resume"))
 
 
 def test_a_restart_is_a_run_from_the_teacher_s_weights(base, tmp_path):
@@ -380,6 +428,25 @@ def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
         assert losses_of(parts / folder) == losses_of(straight / folder)
     assert (parts / "1_first/metrics.jsonl").stat().st_mtime_ns == over
     assert "resumed  at step 4" in log_of(parts / "2_more")
+    for name, folder in (("first", "1_first"), ("more", "2_more")):  # over, or the one to be continued: treated alike
+        recipe = tmp_path / f"recipes/{name}.yaml"
+        before = recipe.read_text()
+        recipe.write_text(yaml.dump(yaml.safe_load(before) | {"seed": 5}))
+        told = str(run(words_of(parts, *words, "--resume")))
+        assert f"settings changed since {parts / folder}, a stage that is over, was trained: seed 0 -> 5" in told
+        assert run(words_of(parts, *words, "--resume", "--allow_change", "seed")) is None
+        recipe.write_text(before)
+
+
+def test_all_ranks_of_the_launcher_hear_of_a_changed_stage_too(images, tmp_path, monkeypatch):
+    """The launcher looks before it starts a rank."""
+    words = chain(tmp_path / "recipes", images)
+    for name, recipe in (("1_first", "first"), ("2_more", "more")):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / f"recipes/{recipe}.yaml", tmp_path / "both" / name / "config.yaml")
+    options, files = read(TRAIN, parse_flags(TRAIN, words_of(tmp_path / "both", *words, "--resume", length="7 steps")))
+    with pytest.raises(CheckpointError, match=r"1_first, a stage that is over, was trained: length 3 steps -> 7 steps"):
+        list(_runs((), {"options": options, **files}))
 
 
 @pytest.mark.parametrize(
@@ -393,12 +460,8 @@ def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
     ],
 )
 def test_stages_that_make_no_sense(words, message):
-    from dino_ds.options.commands import TRAIN
-    from dino_ds.options.flags import parse_flags
-    from dino_ds.options.reading import read
-
     with pytest.raises(UserError) as caught:
-        read(TRAIN, parse_flags(TRAIN, words))
+        read_words(words)
     assert message in str(caught.value)
 
 

@@ -1,0 +1,125 @@
+"""Compares what a start would continue with what it was begun with: settings, and the run that a stage began with.
+
+Its images are compared by `dino_ds.data.image_set`. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dino_ds.config.flat import differences, flatten
+from dino_ds.errors import CheckpointError
+from dino_ds.text_file import read_bytes
+
+ORIGIN = "from"
+"""The key of environment.json with the `Origin` of a stage."""
+_ENVIRONMENT, _MOST_BYTES = "environment.json", 1 << 24
+# Recipe values that a resumed run may change: they do not change what is learned.
+_FREE = (
+    "log_every",
+    "save_every",
+    "expected_hours_between_failures",
+    "keep_checkpoints",
+    "keep_every",
+    "save_in_background",
+    "max_bad_steps",
+    "hang_seconds",
+    "data.workers",
+    "data.root",
+    "data.download",
+    "data.max_bad_fraction",
+    "teacher.source",  # the digest of its weights must stay the same
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which run a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
+
+    run: str
+    run_id: str
+    step: int
+    stage_start: str
+
+    @property
+    def first_step(self) -> int:
+        """The step from which the stage counts."""
+        return self.step if self.stage_start == "continue" else 0
+
+    @staticmethod
+    def read(run_dir: Path) -> Origin | None:
+        """The origin of the run in this folder; None where it began with nothing, or its environment.json can't be
+        read."""
+        try:
+            found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[ORIGIN]
+            texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
+            run, run_id, stage_start = texts
+            return Origin(run, run_id, int(found["step"]), stage_start)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    @staticmethod
+    def of_stage(run_dir: Path) -> Origin:
+        """The origin of the stage in this folder. Raises CheckpointError where its environment.json does not say."""
+        origin = Origin.read(run_dir)
+        if origin is None:
+            raise CheckpointError(
+                f"{run_dir / _ENVIRONMENT} is missing or damaged, and it alone says which run this stage began with: "
+                "bring it back from a copy"
+            )
+        return origin
+
+    def check_is(self, run: Path, step: int | None) -> None:
+        """Raises CheckpointError where the run in this folder, or its step if one is named, is another than this one.
+
+        A folder that is gone may be the one that is recorded, under its name.
+        """
+        found = read_run_id(run)
+        is_same = str(run) == self.run if found is None else found == self.run_id
+        if is_same and step in (None, self.step):
+            return
+        named = f"{run}{'' if step is None else f', step {step}'}"
+        what = "which can't be read" if found is None else f"run {found}"
+        raise CheckpointError(
+            f"--from {named} ({what}), and this stage began with {self.run}, step {self.step} (run {self.run_id}): "
+            "leave --from out to continue it, or begin another stage in another --run_dir"
+        )
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The run id that environment.json of a folder has; None where it has none, or can't be read."""
+    try:
+        found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
+
+
+def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything of a recipe, as plain values, that changes what is learned, by its dotted name."""
+    return {key: value for key, value in flatten(dict(recipe)).items() if not is_free(key)}
+
+
+def is_free(key: str) -> bool:
+    """Whether a resumed run may change this key of the recipe."""
+    return key in _FREE or key.startswith("eval.")
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between two recipes, as plain values, of what changes what is learned: in words, by dotted name."""
+    return differences(learned(before), learned(now))
+
+
+def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[str]) -> None:
+    """Raises CheckpointError, naming every difference, for changed settings that are not allowed."""
+    refused = {key: how for key, how in changed.items() if key not in allowed}
+    if refused:
+        raise CheckpointError(
+            f"settings changed since {since}: {', '.join(refused.values())}; accept with --allow_change "
+            f"{','.join(refused)}"
+        )
