@@ -96,10 +96,10 @@ def _read_train(
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
     given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    alone = named and config is None and origin is None
-    if alone and options.stages is None and options.resume not in (False, "auto"):
+    by_own = named and config is None and origin is None  # of --stages too: what they leave is as their folders say
+    if by_own and options.stages is None and options.resume not in (False, "auto"):
         _check_resumed(Path(options.run_dir), overrides)
-    recipe = given[0].of_start(first, origin, options.resume is not False, by_own=alone)
+    recipe = given[0].of_start(first, origin, options.resume is not False, by_own)
     if recipe.model.backbone != FROM_SOURCE:
         check_chain(recipe, given[1:])
     return options, {"recipe": recipe, "given": given}
