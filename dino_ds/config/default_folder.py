@@ -14,9 +14,9 @@ from dino_ds.errors import ConfigError
 def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> tuple[str, str]:
     """The folder of recipe `name`, and a line that says so where there are several, else "".
 
-    A new run gets the number after the newest one's; `resumes`: the newest one itself. All ranks of one machine see the
-    same folders until the run begins. Those of several might not (a network disk's cache), so that there
-    the first name alone is taken: raises ConfigError where others are to be resumed.
+    A new run gets the number after the newest one's; a start that `resumes` the newest one itself. All ranks of one
+    machine see the same folders until the run begins. Those of several machines might not (a network disk's cache):
+    there the first name alone is taken. Raises ConfigError where another one would be resumed there.
     """
     first = os.path.join("runs", name)
     numbers = sorted(_numbers(first))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from typing import Any, Literal
@@ -74,16 +73,16 @@ class ModelSection(Section):
         if self.backbone == FROM_SOURCE:
             return self
         spec = backbone_spec(self.backbone)
-        if self.arguments != "{}" and not _hasoption(spec, "arguments"):
+        if self.arguments != "{}" and not has_option(spec, "arguments"):
             raise ValueError(
                 f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
             )
         if "drop_path_rate" in json.loads(self.arguments):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
-        foreign = [key for key in _SPEC_KEYS if getattr(self, key) is not None and not _hasoption(spec, key)]
+        foreign = [key for key in SPEC_KEYS if getattr(self, key) is not None and not has_option(spec, key)]
         if foreign:
             raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
-        for key, only in _OF_ANY_BACKBONE.items():
+        for key, only in OF_ANY_BACKBONE.items():
             if getattr(self, key) != only and not isinstance(spec, ViTSpec):
                 what = f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds"
                 raise ValueError(f"{what}: {self.backbone} knows {only} alone; leave it out")
@@ -94,7 +93,7 @@ class ModelSection(Section):
         if isinstance(arch, ViTSpec) and arch.width % arch.heads:
             raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
         if not isinstance(arch, ViTSpec) or arch.rope is None:
-            given = [key for key in _OF_ROPE if getattr(self, key) is not None]
+            given = [key for key in OF_ROPE if getattr(self, key) is not None]
             if given:
                 raise ValueError(
                     f"model.{given[0]} is for ViTs with rotary positions, and {self.backbone} has none: leave it out"
@@ -114,27 +113,16 @@ class ModelSection(Section):
         if self.backbone == FROM_SOURCE:
             raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         spec: Any = backbone_spec(self.backbone)
-        keys = (*_SPEC_KEYS, "in_chans", *(["arguments"] if _hasoption(spec, "arguments") else []))
+        keys = (*SPEC_KEYS, "in_chans", *(["arguments"] if has_option(spec, "arguments") else []))
         changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
         replaced: BackboneSpec = dataclasses.replace(spec, **changed)
         return replaced
 
 
-_OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
-_OF_ROPE = ("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale")
-_SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
+OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
+OF_ROPE = ("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale")
+SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
 
 
-def keys_not_of(backbone: object) -> list[str]:
-    """Keys of the recipe that `backbone` can't take over from another one: arguments, and what it does not have."""
-    keys = ["arguments"]
-    with contextlib.suppress(ValueError):  # the schema refuses an unknown name
-        spec = None if backbone == FROM_SOURCE else backbone_spec(str(backbone))
-        keys += [key for key in _SPEC_KEYS if spec and not _hasoption(spec, key)]
-        keys += _OF_ANY_BACKBONE if spec and not isinstance(spec, ViTSpec) else ()
-        keys += _OF_ROPE if spec and getattr(spec, "rope", None) is None else ()
-    return [f"model.{key}" for key in dict.fromkeys(keys)]
-
-
-def _hasoption(spec: Any, name: str) -> bool:
+def has_option(spec: Any, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(spec))

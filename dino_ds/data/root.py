@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from dino_ds.config.fields import SOURCES
+from dino_ds.data.elsewhere import images_elsewhere
 from dino_ds.data.encoded import EXTENSIONS, HDF5
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.listing import printable
@@ -20,7 +21,6 @@ from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.raster import band_axis
 from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.hubs import images_elsewhere
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
 _ENDINGS = (".txt", ".tar", ".parquet")

@@ -81,6 +81,17 @@ def test_an_elastic_run_must_be_able_to_go_on():
 STAGES = "--stages=quickstart_dinov3,quickstart_gram,quickstart_highres"
 
 
+def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, monkeypatch):
+    """One that is named goes on as it is; each rank would look for a free one by itself."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/quickstart").mkdir(parents=True)
+    (tmp_path / "runs/quickstart/config.yaml").touch()
+    for words, folder in (([], "runs/quickstart-2"), (["--run_dir", "mine"], "mine"), (["--run_dir=mine"], "mine")):
+        main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", "--config", "quickstart", *words])
+        *_, command = capsys.readouterr().out.splitlines()
+        assert command.count("--run_dir") == 1 and command.replace("=", " ").endswith(f"--run_dir {folder}")
+
+
 def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
     """As a command each would begin or resume them; what is over is left out."""
 
