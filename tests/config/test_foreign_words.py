@@ -8,7 +8,8 @@ import shlex
 import pytest
 
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.loading import load_recipe, recipe_names, recipe_options
+from dino_ds.config.loading import load_recipe, recipe_options
+from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
 from dino_ds.foreign_backbones import foreign_spec
 from dino_ds.hubs import hub_id
