@@ -1,11 +1,10 @@
-"""Answers to names from elsewhere: of the Hugging Face Hub, torch.hub, a bucket, or a paper. Nothing is fetched."""
+"""Answers to addresses that are not local paths: of the Hugging Face Hub, torch.hub or a bucket. Nothing is fetched."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
 _COPY = {
@@ -23,52 +22,12 @@ _HUB_SETS = re.compile(
 """An address of a data set; old ones have no owner, and files of it may follow."""
 
 
-_VIT = re.compile(
-    r"(facebook/)?((?P<project>dino(v2|v3)?)[-_ ]?)?(vit|deit)[-_ ]?"
-    r"(?P<size>tiny|ti|t|small|s|base|b|large|l|huge|h|giant|g|7b)([-_/ ]?(patch|p)?(?P<patch>8|14|16))?"
-    r"([-_.](224|dino(v2|v3)?|reg4|qkvb|lvd142m|lvd1689m))*"
-)
-
-
-class Vit(NamedTuple):
-    """A ViT as a paper or another project names it; size: ti, s, b, l, h, g or 7b; project and patch may be unsaid."""
-
-    project: str
-    size: str
-    patch: int | None
-
-
-def vit_named(text: str) -> Vit | None:
-    """What ViT-S/16, vit_small or dino_vits16 are, or None for any other text."""
-    if (found := _VIT.fullmatch(text.lower())) is None:
-        return None
-    project = re.search(r"dino(v2|v3)?", text.lower())
-    short = {
-        "tiny": "ti",
-        "t": "ti",
-        "giant": "g",
-        **{long: letter for letter, long in _SIZES.items() if letter != "7b"},
-    }
-    size = short.get(found["size"], found["size"])
-    return Vit(project[0] if project else "", size, int(found["patch"]) if found["patch"] else None)
-
-
-def timm_vit(text: str) -> str | None:
-    """timm's name of a ViT that a paper or another project calls `text`; None for any other text."""
-    if (vit := vit_named(text)) is None or vit.size == "7b":
-        return None
-    size = "tiny" if vit.size == "ti" else _SIZES[vit.size]
-    if vit.project in ("dinov2", "dinov3"):
-        return f"vit_{size}_patch{vit.patch or (14 if vit.project == 'dinov2' else 16)}_{vit.project}"
-    return f"vit_{size}_patch{vit.patch or (14 if vit.size in 'hg' else 16)}_224"
-
-
 def hub_id(text: str) -> str | None:
     """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
     name = re.sub(r"^(hf://|hf[-_]hub:|https?://(www\.)?huggingface\.co/)?(datasets/)?", "", text).rstrip("/")
     # "runs/mine" is a run that is missing.
     looks_so = re.fullmatch(r"(?!runs/)[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
-    is_network = vit_named(name) is not None and not name.startswith("facebook/")
+    is_network = re.search(r"vit-(ti|s|b|l|h|g|7b)/\d+$", name.lower()) is not None  # a paper's ViT-S/16
     return name if looks_so and not is_network and not Path(name).parent.is_dir() else None
 
 
