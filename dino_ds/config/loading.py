@@ -14,13 +14,14 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from dino_ds.config.ds_homes import ds_home
 from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.problems import COMMAND_LINE, problem_lines, show_value
 from dino_ds.config.recipe import UNSURE, Recipe
 from dino_ds.config.recipe_files import read_recipe_files
 from dino_ds.errors import ConfigError
-from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, ds_home, nearest, suggestion, unquoted
+from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, nearest, suggestion, unquoted
 
 NONE_WORDS = ("none", "null")
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
