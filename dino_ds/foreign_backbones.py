@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
-from dino_ds.hubs import timm_vit, weights_elsewhere
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import nearest
 from dino_ds.own_code import find_own
 
@@ -260,7 +260,5 @@ def foreign_spec(name: str) -> ForeignSpec:
     base = name.partition(".")[0]
     if "." in name and re.fullmatch(r"\w+", base) and timm.is_model(base):
         raise ValueError(f"{name!r} names weights of timm's: give model.backbone {base} and model.init_from {name}")
-    if found := timm_vit(name):
-        raise ValueError(f"{name!r} is {found} here")
     near = ", ".join(nearest(name, timm.list_models(), cutoff=0.0, slack=1.0))
     raise ValueError(f"{name!r} is neither timm's nor a class of yours as module:Class. The nearest are {near}")

@@ -1,51 +1,25 @@
-"""Answers to names from elsewhere: of the Hugging Face Hub, torch.hub, a bucket, or a paper. Nothing is fetched."""
+"""Answers to addresses that are not local paths: of the Hugging Face Hub, torch.hub or a bucket. Nothing is fetched."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
-_VIT = re.compile(
-    r"(facebook/)?((?P<project>dino(v2|v3)?)[-_ ]?)?(vit|deit)[-_ ]?"
-    r"(?P<size>tiny|ti|t|small|s|base|b|large|l|huge|h|giant|g|7b)([-_/ ]?(patch|p)?(?P<patch>8|14|16))?"
-    r"([-_.](224|dino(v2|v3)?|reg4|qkvb|lvd142m|lvd1689m))*"
+_COPY = {
+    "s3": "aws s3 sync {} DIR",
+    "gs": "gcloud storage rsync -r {} DIR",
+    "http": "wget {}, and unpack what comes",
+    "https": "wget {}, and unpack what comes",
+}
+"""How what a scheme names gets onto a disk."""
+
+_HUB_SETS = re.compile(
+    r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"
+    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
-
-
-class Vit(NamedTuple):
-    """A ViT as a paper or another project names it; size: ti, s, b, l, h, g or 7b; project and patch may be unsaid."""
-
-    project: str
-    size: str
-    patch: int | None
-
-
-def vit_named(text: str) -> Vit | None:
-    """What ViT-S/16, vit_small or dino_vits16 are, or None for any other text."""
-    if (found := _VIT.fullmatch(text.lower())) is None:
-        return None
-    project = re.search(r"dino(v2|v3)?", text.lower())
-    short = {
-        "tiny": "ti",
-        "t": "ti",
-        "giant": "g",
-        **{long: letter for letter, long in _SIZES.items() if letter != "7b"},
-    }
-    size = short.get(found["size"], found["size"])
-    return Vit(project[0] if project else "", size, int(found["patch"]) if found["patch"] else None)
-
-
-def timm_vit(text: str) -> str | None:
-    """timm's name of a ViT that a paper or another project calls `text`; None for any other text."""
-    if (vit := vit_named(text)) is None or vit.size == "7b":
-        return None
-    size = "tiny" if vit.size == "ti" else _SIZES[vit.size]
-    if vit.project in ("dinov2", "dinov3"):
-        return f"vit_{size}_patch{vit.patch or (14 if vit.project == 'dinov2' else 16)}_{vit.project}"
-    return f"vit_{size}_patch{vit.patch or (14 if vit.size in 'hg' else 16)}_224"
+"""An address of a data set; old ones have no owner, and files of it may follow."""
 
 
 def hub_id(text: str) -> str | None:
@@ -53,7 +27,7 @@ def hub_id(text: str) -> str | None:
     name = re.sub(r"^(hf://|hf[-_]hub:|https?://(www\.)?huggingface\.co/)?(datasets/)?", "", text).rstrip("/")
     # "runs/mine" is a run that is missing.
     looks_so = re.fullmatch(r"(?!runs/)[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
-    is_network = vit_named(name) is not None and not name.startswith("facebook/")
+    is_network = re.search(r"vit-(ti|s|b|l|h|g|7b)/\d+$", name.lower()) is not None  # a paper's ViT-S/16
     return name if looks_so and not is_network and not Path(name).parent.is_dir() else None
 
 
@@ -69,6 +43,23 @@ def weights_elsewhere(text: str) -> str | None:
     if known:
         return f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or {fetch}"
     return f"if {found} is on the Hugging Face Hub: {fetch}"
+
+
+def images_elsewhere(text: str) -> str | None:
+    """What to do with a data set's name on the Hub or in a bucket; None if it is not one."""
+    found = hub_id(text)
+    if found is None and (address := _HUB_SETS.match(text)):
+        found = address["name"]
+    if found is not None:
+        return (
+            f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+        )
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", text)
+    if scheme is None:
+        return None
+    copy = _COPY.get(scheme[1] or "")
+    return f"is not a local path: mount or copy it{f' ({copy.format(text)})' if copy else ''}, then give"
 
 
 def _timm_name(name: str) -> str | None:

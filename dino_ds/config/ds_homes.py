@@ -1,4 +1,4 @@
-"""Where a setting belongs that was found in the recipe and is DeepSpeed's: one fact has one home."""
+"""The place in the ds JSON of a setting that was found in the recipe or on the command line."""
 
 from __future__ import annotations
 

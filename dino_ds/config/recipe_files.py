@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_ds.config.yaml_file import read_yaml
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import vit_named, weights_elsewhere
+from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import as_written, did_you_mean, missing_file
 from dino_ds.text_file import is_file
 
@@ -72,11 +71,6 @@ def _find(config: str, start: str) -> str:
     if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
         raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
     own = "" if start.startswith("--") else start
-    if config not in recipe_names() and not is_file(config) and (recipe := _recipe_of_network(config)):
-        weights = weights_elsewhere(config)
-        weights = f"; are weights meant? --model.init_from: {weights}" if weights else ""
-        write = f"write --config {recipe}" if not own else f"write {recipe}"
-        raise ConfigError(f"{own}no recipe is named {config!r}: {write}{weights}")
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if not is_file(config) and (answer := weights_elsewhere(config)):
             raise ConfigError(f"{start}{config} is not a recipe; are weights meant? --model.init_from: {answer}")
@@ -92,17 +86,3 @@ def _find(config: str, start: str) -> str:
             f"a file of your own ends in .yaml.{near}"
         )
     return str(RECIPES / f"{config}.yaml")
-
-
-def _recipe_of_network(name: str) -> str | None:
-    """The options that train the ViT which papers or other projects call `name`; None if it is none of them."""
-    if (vit := vit_named(name)) is None:
-        return None
-    prefix = f"{vit.project}_" if vit.project in ("dinov2", "dinov3") else ""
-    start = f"{prefix}vit{vit.size}"
-    found = [recipe for recipe in recipe_names() if re.fullmatch(rf"{start}\d+", recipe)]
-    if not found:
-        return None
-    if vit.patch is None or f"{start}{vit.patch}" in found:
-        return found[-1] if vit.patch is None else f"{start}{vit.patch}"
-    return f"{found[-1]} --model.patch_size {vit.patch}"

@@ -17,6 +17,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import Flags, check_required
+from dino_ds.options.networks import check_networks
 from dino_ds.options.run import TrainOptions
 
 
@@ -35,6 +36,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     problems: list[str] = []
     if command.takes_recipe:
         try:
+            backbone = flags.recipe.get("model.backbone", given.get("backbone"))
+            check_networks((config or given.get("stages") or "").split(","), backbone)
             if command is TRAIN:
                 options, files = _read_train(options, config, flags.recipe)
             else:

@@ -7,16 +7,18 @@ import shlex
 
 import pytest
 
+from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_homes import DS_HOMES
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.loading import load_recipe, recipe_options
+from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.foreign_backbones import foreign_spec
 from dino_ds.hubs import hub_id
 from dino_ds.options.commands import COMMANDS, find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE, MEANT, OPTIONS
+from dino_ds.options.networks import check_networks
+from dino_ds.options.reading import read
 
 
 def _refusal(words: list[str]) -> str:
@@ -155,9 +157,28 @@ def test_a_word_of_this_program_has_no_answer_for_another():
 )
 def test_a_network_s_name_in_a_paper_leads_to_a_recipe_and_to_timm_s_name(name, recipe, backbone):
     with pytest.raises(ConfigError) as caught:
-        load_recipe(name, {})
+        check_networks([name], None)
     assert str(caught.value).startswith(f"no recipe is named {name!r}: write --config {recipe}")
     assert recipe.split()[0].rstrip(";") in recipe_names() and hub_id(name) is None
     if backbone is not None:
-        with pytest.raises(ValueError, match=f"is {backbone} here$"):
-            foreign_spec(name)
+        assert backbone in BACKBONES
+        with pytest.raises(ConfigError, match=f"--model.backbone: .* is {backbone} here$"):
+            check_networks(["vits16"], name)
+
+
+def test_names_that_are_right_are_left_alone():
+    for recipe in recipe_names():
+        check_networks([recipe], None)
+    for backbone in (*BACKBONES, "deit_small_patch16_224", "resnet50", "my.module:ViT", "from_source"):
+        check_networks([""], backbone)
+
+
+def test_a_network_is_answered_wherever_a_recipe_or_a_backbone_is_read():
+    for words in ("train --config ViT-S/16", "train --stages vits16,vit_small", "plan --config vit_small"):
+        command, rest = find_command(words.split())
+        with pytest.raises(ConfigError, match=r"write --config vits16$"):
+            read(command, parse_flags(command, rest))
+    for words in ("train --model.backbone ViT-S/16", "plan --backbone vit_small"):
+        command, rest = find_command(words.split())
+        with pytest.raises(ConfigError, match=r"is vit_small_patch16_224 here$"):
+            read(command, parse_flags(command, rest))

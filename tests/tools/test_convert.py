@@ -123,7 +123,7 @@ def test_refusals_leave_nothing_behind(trained, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("")
     cases = [
-        (("--out", out), 2, "no checkpoint is given: --checkpoint X"),
+        (("--out", out), 2, "no checkpoint is given: dino-ds convert CHECKPOINT"),
         (("--checkpoint", checkpoint, "--out", out, "--student", "--ranks", 2), 2, "leave one out"),
         (("--checkpoint", tmp_path / "nothing", "--out", out), 3, "is not a folder"),
         (("--checkpoint", trained / "run", "--out", out), 3, "found: step_00000003"),
