@@ -29,9 +29,6 @@ from dino_ds import distributed
 from dino_ds.errors import is_out_of_memory, one_line
 
 _PIECE_BYTES = 16 * 2**20
-_SETTLED_SECONDS = 2.0
-"""File systems have clocks with coarse ticks: a file that was changed a moment ago may change again unseen."""
-_known_sums: dict[tuple[object, ...], FileRecord] = {}
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.uint8: "U8"}
 
 
@@ -91,18 +88,6 @@ def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None
             size += count
             progress(count)
     return FileRecord(size, crc)
-
-
-def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """As `checksum`, but a file that this process has read before, and that has not changed, is not read again."""
-    at = path.stat()
-    key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
-    if key in _known_sums:
-        return _known_sums[key]
-    record = checksum(path, progress)
-    if time.time() - at.st_ctime > _SETTLED_SECONDS:
-        _known_sums[key] = record
-    return record
 
 
 def is_plain_file(path: Path) -> bool:

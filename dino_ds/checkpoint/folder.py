@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds import distributed
-from dino_ds.checkpoint.files import checksum_once, is_plain_file
+from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file
 from dino_ds.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -30,6 +30,7 @@ from dino_ds.checkpoint.manifest import (
 from dino_ds.durable import discard, put_in_place, replace_file, sync
 from dino_ds.errors import CheckpointError
 
+Read = Callable[[Path, Callable[[int], object]], FileRecord]
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 
@@ -102,7 +103,7 @@ class Checkpoints:
         with distributed.raise_on_all_ranks():
             accept(manifest)
         share = sorted(manifest.files)[distributed.rank() :: distributed.world_size()]
-        if problem := _first(_find_damage(folder, manifest, share)):
+        if problem := _first(find_damage(folder, manifest, share)):
             return None, problem
         return manifest, ""
 
@@ -216,29 +217,15 @@ class Checkpoints:
             return None
 
 
-def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
-    """The checkpoint in `folder`, which may lie anywhere, verified by this process alone: every file is there and as
-    long as it should be, and every byte is right of the files whose names begin with `only`. No others may be read
-    then. Raises CheckpointError."""
-    try:
-        manifest = read_manifest(folder)
-        check_present(folder, manifest)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
-    if problem := _find_damage(folder, manifest, [name for name in sorted(manifest.files) if name.startswith(only)]):
-        raise CheckpointError(problem)
-    return SavedCheckpoint(folder, manifest)
-
-
-def _find_damage(folder: Path, manifest: Manifest, names: Sequence[str]) -> str:
-    """Reads these files of a checkpoint; returns what is wrong with the first bad one, or nothing."""
+def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
+    """Reads these files of a checkpoint by `read`; returns what is wrong with the first bad one, or nothing."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
     what = f"verifying {folder.name}"
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
-                check_content(folder, name, manifest, checksum_once(folder / name, bar.update))
+                check_content(folder, name, manifest, read(folder / name, bar.update))
             except CheckpointError as error:
                 return str(error)
             except OSError as error:

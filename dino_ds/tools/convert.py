@@ -16,8 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.checkpoint.files import FileRecord, rank_file, whole_file, write_parts, write_tensors
-from dino_ds.checkpoint.folder import Checkpoints, open_checkpoint
+from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import SavedCheckpoint
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.digits import short

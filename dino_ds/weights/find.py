@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dino_ds.backbones import BACKBONES, VITS
-from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.foreign_backbones import ForeignSpec
@@ -62,7 +62,8 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` is the folder of one checkpoint, maybe of one that is not whole."""
     is_named_so = STEP_NAME.fullmatch(path.name) is not None and path.parent.name == "checkpoints"
-    return path.is_dir() and (is_named_so or (path / MANIFEST).is_file())
+    has_manifest = (path / MANIFEST).is_file() and not (path / "config.json").is_file()  # which other projects' have
+    return path.is_dir() and (is_named_so or has_manifest)
 
 
 def _near_checkpoints(path: Path) -> str:
@@ -73,8 +74,10 @@ def _near_checkpoints(path: Path) -> str:
     if folder.name != "checkpoints" or path not in (folder, folder / "latest"):
         return ""
     steps = sorted(one for one in folder.glob("step_*") if STEP_NAME.fullmatch(one.name))
+    if not steps:
+        return ""
     what = "is the folder of a run's checkpoints" if path == folder else "only names the newest checkpoint"
-    return f"{what}: give {f'one of them, such as {steps[-1]}' if steps else 'a run that has some'}"
+    return f"{what}: give one of them, such as {steps[-1]}"
 
 
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:

@@ -1,7 +1,7 @@
 """A file of weights and the JSON next to it, its sidecar: written so that they always go together, verified when read.
 
 This is half of one rule: whatever reads weights verifies them. The other half is
-`dino_ds.checkpoint.folder.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
+`dino_ds.checkpoint.opening.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
 of its own content. Two files can't be replaced in one step, so the sidecar comes first and describes the old file too
 until that is replaced: whenever the process dies, one of the two descriptions is that of the file that is there.
 Sidecars that others made, or earlier versions, have no checksums: nothing is said of them.
@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dino_ds.checkpoint.files import FileRecord, checksum, checksum_once
+from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import content_sum
+from dino_ds.checkpoint.opening import checksum_once
 from dino_ds.durable import discard, is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.names import sidecar_of

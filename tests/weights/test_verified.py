@@ -165,6 +165,14 @@ def test_what_is_near_a_checkpoint_gets_an_answer(run, given, says):
         dino_ds.load(run / given)
 
 
+def test_folders_of_others_that_are_called_so(run, tmp_path):
+    """A folder for transformers named checkpoints, or with a manifest.json of its own, is what it is."""
+    export(ExportOptions(model=str(run), format="hf", out=str(tmp_path / "checkpoints"), json=True))
+    (tmp_path / "checkpoints/manifest.json").write_text("{}")
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(dino_ds.load(tmp_path / "checkpoints").features(images), dino_ds.load(run).features(images))
+
+
 def test_a_half_checkpoint_is_refused(run):
     """Of two ranks' files one is missing: nothing of it is read, though the teacher's file is whole."""
     (run / OLD / "rank_00000.safetensors").unlink()
@@ -207,11 +215,11 @@ def test_a_meant_edit_of_teacher_json(run):
 
 def test_a_command_reads_a_file_once_to_verify_it(run, monkeypatch):
     """However often it opens the model; a file that has changed since is read again, at whatever length."""
-    from dino_ds.checkpoint import files
+    from dino_ds.checkpoint import opening
 
-    read, checksum = [], files.checksum
-    monkeypatch.setattr(files, "checksum", lambda path, *how: read.append(Path(path).name) or checksum(path, *how))
-    monkeypatch.setattr(files, "_SETTLED_SECONDS", -1e9)
+    read, checksum = [], opening.checksum
+    monkeypatch.setattr(opening, "checksum", lambda path, *how: read.append(Path(path).name) or checksum(path, *how))
+    monkeypatch.setattr(opening, "_SETTLED_SECONDS", -1e9)
     for _ in range(2):
         dino_ds.load(run)
         find_frozen(str(run))

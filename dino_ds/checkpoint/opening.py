@@ -1,0 +1,44 @@
+"""Opens a checkpoint wherever it lies, for those who only read it; nothing unverified comes out of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dino_ds.checkpoint.files import FileRecord, checksum
+from dino_ds.checkpoint.folder import find_damage
+from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest
+from dino_ds.errors import CheckpointError
+
+_SETTLED_SECONDS = 2.0
+"""File systems have clocks with coarse ticks: a file that was changed a moment ago may change again unseen."""
+_known_sums: dict[tuple[object, ...], FileRecord] = {}
+
+
+def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
+    """The checkpoint in `folder`, which may lie anywhere, verified by this process alone: every file is there and as
+    long as it should be, and every byte is right of the files whose names begin with `only`. No others may be read
+    then. Raises CheckpointError."""
+    try:
+        manifest = read_manifest(folder)
+        check_present(folder, manifest)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
+    names = [name for name in sorted(manifest.files) if name.startswith(only)]
+    if problem := find_damage(folder, manifest, names, checksum_once):
+        raise CheckpointError(problem)
+    return SavedCheckpoint(folder, manifest)
+
+
+def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
+    """As `checksum`, but a file that this process has read before, and that has not changed, is not read again."""
+    at = path.stat()
+    key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+    if key in _known_sums:
+        return _known_sums[key]
+    record = checksum(path, progress)
+    if time.time() - at.st_ctime > _SETTLED_SECONDS:
+        _known_sums[key] = record
+    return record
