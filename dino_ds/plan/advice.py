@@ -178,8 +178,8 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
             Row(
                 "head first",
                 f"{frozen} steps, head only",
-                "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, a twentieth of the run at "
-                "most: rule of thumb",
+                "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the "
+                "run: rule of thumb",
                 {"model.freeze_backbone": f"{frozen} steps", "objective.freeze_prototypes": "0 steps"},
             )
         )

@@ -174,8 +174,8 @@ def _remedies(recipe: Recipe) -> list[str]:
         f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
         "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
         "(docs/quickstart.md)",
-        f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or released weights "
-        f"as they are: {RULE} (dinov2#204)",
+        f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
+        f"weights as they are: {RULE} (dinov2#204)",
         "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
     ]
 
