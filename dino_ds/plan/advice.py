@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dino_ds.config.loading import load_recipe
 from dino_ds.plan.rules import (
     LEAST_BATCH,
     Data,
@@ -122,11 +123,13 @@ def _crops(data: Data, gpus: Gpus, recipe: str) -> Row:
         sizes = crop_sizes(data.side, tiny_patch(data), 64)
         why = "half strength and no blur: recipe cifar10; sizes by the images: rule of thumb"
         return Row("crops", f"2 x {sizes[0]} + 6 x {sizes[1]} px", why, {**_sizes(sizes), "crops.num_local": "6"})
-    sizes = crop_sizes(data.side, 16, 224)
+    sizes, small = crop_sizes(data.side, 16, 224), load_recipe(recipe, {}).crops.num_local
     if sizes == (224, 96):
-        return Row("crops", "2 x 224 + 8 x 96 px", "DINO's (main_dino.py); scales as in the recipe", {})
+        return Row(
+            "crops", f"2 x 224 + {small} x 96 px", "DINO's (main_dino.py); number and scales are the recipe's", {}
+        )
     why = f"not larger than the images' {data.side} px: rule of thumb; in DINO's ratio"
-    return Row("crops", f"2 x {sizes[0]} + 8 x {sizes[1]} px", why, _sizes(sizes))
+    return Row("crops", f"2 x {sizes[0]} + {small} x {sizes[1]} px", why, _sizes(sizes))
 
 
 def _sizes(sizes: tuple[int, int]) -> dict[str, str]:

@@ -41,6 +41,9 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
         recipe = load_recipe(recipe_for(data, gpus), {"data.source": "folder", "data.root": "x", **flags})
         recipe.check_learning_rates()
         recipe.check_batch()
+        crops = recipe.crops
+        (said,) = [row.value for row in rows if row.setting == "crops"]
+        assert said == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
         assert recipe.data.global_batch % max(1, gpus.count) == 0 or not gpus.count
         assert recipe.model.in_chans == (3 if data.color else channels)
 

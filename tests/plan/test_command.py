@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dino_ds.cli import main
-from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 
 
@@ -42,7 +41,7 @@ def test_one_json_object_with_all_that_was_asked(capsys):
 @pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
 def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
     found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
-    page = Path("docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
+    page = (CHECKOUT / "docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
     first = 2 if card == "a10-24g" else 4
     cells = [int(cell) for cell in row.split("|")[first : first + 2]]
