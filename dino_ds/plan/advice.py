@@ -70,8 +70,9 @@ def _start(data: Data, gpus: Gpus, weights: str | None) -> Row:
         )
         return Row("start", f"continue from {weights}", why, {"model.init_from": weights})
     if not data.color:
-        why = f"released weights have 3 channels, these images {data.channels}: adapted (docs/backbones.md), untried"
-        return Row("start", "from scratch", why, {"model.in_chans": str(data.channels)})
+        channels = data.channels
+        why = f"released weights have 3 channels, these images {channels}: adapting them (docs/backbones.md) is untried"
+        return Row("start", "from scratch", why, {"model.in_chans": str(channels)})
     if data.tiny:
         return Row("start", "from scratch", f"released weights know 224 pixels, these images have {data.side}", {})
     if not gpus.count:
