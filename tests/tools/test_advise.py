@@ -216,7 +216,7 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
         (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
         (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
         (["{good}", "--memory_gib", "0.2"], "nothing fits 0.194 GiB"),
-        (["--data.root", "{good}"], "Did you mean --root?"),
+        (["--data.root", "{good}"], "give it without a name: dino-ds advise"),
     ],
 )
 def test_mistakes_are_one_line(photographs, words, message, capsys):
