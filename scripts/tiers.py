@@ -28,7 +28,7 @@ README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"
 # The card of each tier with the least memory that torch finds.
 CARDS = {
     "8gb": "rtx4060-8g",
-    "12gb": "rtx3060-12g",
+    "12gb": "rtx5070-12g",
     "16gb": "rtx4080-16g",
     "t4_16gb": "t4-16g",
     "v100_16gb": "v100-16g",

@@ -57,6 +57,9 @@ dino-ds find-batch-size measures what fits
 sizes are those of the crops: --crops.global_size {n}, --crops.local_size
     image_size img_size crop_size input_size resolution
 
+recompute blocks instead: --ds_config ds_configs/zero2_bf16_checkpointing.json (docs/performance.md)
+    crop_batch_size
+
 --crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation change
 it; --data.transform adds a function of yours (docs/data.md)
     color_jitter jitter blur grayscale flip hflip solarize vflip vertical_flip rotation rotate transform transforms

@@ -57,7 +57,7 @@ dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer
 - **Recipe** (`--config NAME` or `--config FILE.yaml`; override with `--section.key value`): *what is learned*.
 - **ds JSON** (`--ds_config FILE.json`; override with `--ds.section.key value`): *how fast and on what hardware*.
   Swapping it does not change what is learned, up to rounding; clipping is the exception.
-- A key in the wrong file, an unknown one, one set twice or one without effect is an error.
+- A key in the wrong file, an unknown one or one set twice is an error; so are those known to have no effect.
 - Defaults < recipe file < command line. `extends: NAME` or `extends: FILE.yaml` in a file: it sets what differs.
 - A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
 - `none` on the command line and `null` in YAML unset an optional value.

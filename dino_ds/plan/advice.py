@@ -1,49 +1,29 @@
-"""Which settings for which data: every rule of `dino-ds advise`, with its source. docs/your-data.md explains them.
+"""What `dino-ds advise` says of each setting: its value, the flags, and the reason, with a source.
 
 A rule without a source says that it is a rule of thumb. Nothing here reads an image or needs torch.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from dino_ds.config.loading import load_recipe
+from dino_ds.plan.rules import (
+    LEAST_BATCH,
+    Data,
+    Gpus,
+    batch_size,
+    cpu_patch,
+    crop_sizes,
+    epochs,
+    momentum,
+    prototypes,
+    recipe_for,
+    released_weights,
+    tiny_patch,
+)
+
 RULE = "rule of thumb"
-LEAST_IMAGES = 100
-"""Fewer are refused."""
-FEW_IMAGES = 3000
-"""LightlyTrain's FAQ wants several thousand."""
-_MANY_IMAGES = 1_000_000
-"""From here on training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
-_TINY_SIDE = 96
-"""Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
-_LARGE_GIB = 39.0
-
-
-@dataclass(frozen=True)
-class Data:
-    """What decides: number of images, median shorter side in pixels, channels (1 or 3 are one thing: grey is read as
-    RGB)."""
-
-    images: int
-    side: int
-    channels: int = 3
-
-    @property
-    def tiny(self) -> bool:
-        return self.side < _TINY_SIDE
-
-    @property
-    def colour(self) -> bool:
-        return self.channels in (1, 3)
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """How many there are, none for a CPU, and the memory of one."""
-
-    count: int = 0
-    memory_gib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,78 +36,30 @@ class Row:
     flags: dict[str, str]
 
 
-def recipe_for(data: Data, gpus: Gpus) -> str:
-    """The shipped recipe that the rest changes."""
-    if data.tiny or not gpus.count:
-        return "cifar10"
-    if released_weights(data, gpus):
-        return "vits16"
-    if data.images < 50_000:
-        return "vitti16"
-    if data.images < _MANY_IMAGES or gpus.count < 4:
-        return "vits16"
-    return "dinov2_vitl16_short" if gpus.count >= 8 and gpus.memory_gib >= _LARGE_GIB else "vitb16"
-
-
-def released_weights(data: Data, gpus: Gpus) -> str | None:
-    """timm's name of the weights to continue from, None to train from scratch."""
-    if data.tiny or not gpus.count or not data.colour or data.images >= _MANY_IMAGES:
-        return None
-    large = gpus.count >= 4 and data.images >= 100_000
-    return f"vit_{'base' if large else 'small'}_patch16_224.dino"
-
-
-def frozen_weights(data: Data, gpus: Gpus) -> str | None:
-    """timm's name of the weights whose features are worth a look before any training; a CPU computes these too."""
-    return released_weights(data, gpus if gpus.count else Gpus(1))
-
-
-def epochs(images: int, continued: bool) -> int:
-    """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
-    epochs at least. Continued from released weights: a quarter."""
-    scratch = min(max(20e6 / images, 100), 2000) if images < 1_280_000 else min(max(128e6 / images, 5), 100)
-    return max(1, round(scratch / 4 if continued else scratch))
-
-
-def batch_size(images: int, gpus: int) -> int:
-    """Of an optimizer step: a multiple of the GPUs, and at least 8 steps an epoch."""
-    wanted = 1024 if gpus >= 16 else 512 if images >= _MANY_IMAGES else 256
-    wanted = min(wanted, 2 ** int(math.log2(images / 8)))
-    return max(1, wanted // gpus) * gpus
-
-
-def prototypes(images: int) -> int:
-    """A power of two: 16 images or more for each."""
-    return min(max(2 ** int(math.log2(images / 16)), 1024), 65536)
-
-
-def momentum(batch: int, steps: int) -> float:
-    """Of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more than a
-    hundredth of the run."""
-    return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
-
-
-def crop_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
-    """(global, local) crops, multiples of the patch: global ones not larger than the images, local ones in DINO's
-    ratio of 96 to 224, of small images half."""
-    large = max(2, min(most, side) // patch) * patch
-    share = 0.5 if most < 224 else 96 / 224
-    return large, max(1, round(share * large / patch)) * patch
-
-
 def advise(data: Data, gpus: Gpus) -> list[Row]:
-    """The rows in the order in which one decides. `data` has at least LEAST_IMAGES images."""
+    """The rows in the order in which one decides. `data` has at least LEAST_IMAGES images; `gpus`: the useful ones."""
     recipe, weights = recipe_for(data, gpus), released_weights(data, gpus)
     rows = [_start(data, gpus, weights), _backbone(data, gpus, recipe, weights), _objective(recipe, weights)]
     rows.append(_crops(data, gpus, recipe))
     if not gpus.count:
-        rows.append(_cpu_length(data.images))
+        rows.append(_cpu_length(data))
     elif recipe.startswith("dinov2"):
-        why = "batch 2048, learning rate and momentum are the recipe's: dinov2's config for ImageNet"
+        why = "learning rate and momentum too are the recipe's: dinov2's config for ImageNet"
         rows.append(Row("length", "125,000 steps", why, {}))
+        batch = str(batch_size(data, gpus))
+        rows.append(
+            Row("batch", batch, "dinov2's 2048, or the next multiple of the GPUs below", {"data.global_batch": batch})
+        )
     else:
         rows += _schedule(data, gpus, recipe, weights)
     return rows
+
+
+def fewer_gpus(data: Data, used: Gpus, offered: int) -> Row:
+    """Why not all of the GPUs are useful."""
+    batch = batch_size(data, used)
+    why = f"{batch} images a step (below), {LEAST_BATCH} or more for each GPU: rule of thumb"
+    return Row("GPUs", f"{used.count} of {offered}", why, {})
 
 
 def _start(data: Data, gpus: Gpus, weights: str | None) -> Row:
@@ -137,9 +69,10 @@ def _start(data: Data, gpus: Gpus, weights: str | None) -> Row:
             "continued (dinov3#23)"
         )
         return Row("start", f"continue from {weights}", why, {"model.init_from": weights})
-    if not data.colour:
-        why = f"released weights have 3 channels, these images {data.channels}"
-        return Row("start", "from scratch", why, {"model.in_chans": str(data.channels)})
+    if not data.color:
+        channels = data.channels
+        why = f"released weights have 3 channels, these images {channels}: adapting them (docs/backbones.md) is untried"
+        return Row("start", "from scratch", why, {"model.in_chans": str(channels)})
     if data.tiny:
         return Row("start", "from scratch", f"released weights know 224 pixels, these images have {data.side}", {})
     if not gpus.count:
@@ -155,11 +88,13 @@ def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
         flags = {"model.backbone": "vit_base_patch16_224"} if base else {}
         return Row("backbone", f"ViT-{'B' if base else 'S'}/16", why, flags)
     if not gpus.count:
-        return Row("backbone", "2 blocks, 128 wide", "recipe cifar10, measured on two cores (docs/quickstart.md)", {})
+        patch, why = cpu_patch(data)[0], "recipe cifar10, measured on two cores (docs/quickstart.md)"
+        flags = {} if patch == 8 else {"model.patch_size": str(patch)}
+        return Row("backbone", f"2 blocks, 128 wide, patch {patch}", why, flags)
     if data.tiny:
-        patch = str(_tiny_patch(data))
-        own = {"model.patch_size": patch, "model.width": "192", "model.depth": "12", "model.heads": "3"}
-        return Row("backbone", f"ViT-Ti/{patch}", "64 patches or more of a crop: rule of thumb", own)
+        small = str(tiny_patch(data))
+        own = {"model.patch_size": small, "model.width": "192", "model.depth": "12", "model.heads": "3"}
+        return Row("backbone", f"ViT-Ti/{small}", "patches of 4 below 64 px, of 8 below 96: rule of thumb", own)
     names = {"vitti16": "ViT-Ti/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}
     why = "Ti below 50,000 images, S below 1 million or 4 GPUs, L with 8 GPUs of 40 GB, else B: rule of thumb"
     return Row("backbone", names[recipe], why, {})
@@ -178,38 +113,42 @@ def _objective(recipe: str, weights: str | None) -> Row:
 
 def _crops(data: Data, gpus: Gpus, recipe: str) -> Row:
     if not gpus.count:
-        return Row("crops", "2 x 32 + 2 x 16 px", "recipe cifar10 (docs/quickstart.md)", {})
+        sizes = crop_sizes(data.side, *cpu_patch(data))
+        if sizes == (32, 16):
+            return Row("crops", "2 x 32 + 2 x 16 px", "recipe cifar10 (docs/quickstart.md)", {})
+        why = (
+            "by the images' size, with few patches for a CPU: rule of thumb; half strength and no blur: recipe cifar10"
+        )
+        return Row("crops", f"2 x {sizes[0]} + 2 x {sizes[1]} px", why, _sizes(sizes))
     if recipe == "cifar10":
-        sizes = crop_sizes(data.side, _tiny_patch(data), 64)
+        sizes = crop_sizes(data.side, tiny_patch(data), 64)
         why = "half strength and no blur: recipe cifar10; sizes by the images: rule of thumb"
         return Row("crops", f"2 x {sizes[0]} + 6 x {sizes[1]} px", why, {**_sizes(sizes), "crops.num_local": "6"})
-    sizes = crop_sizes(data.side, 16, 224)
+    sizes, small = crop_sizes(data.side, 16, 224), load_recipe(recipe, {}).crops.num_local
     if sizes == (224, 96):
-        return Row("crops", "2 x 224 + 8 x 96 px", "DINO's (main_dino.py); scales as in the recipe", {})
+        return Row(
+            "crops", f"2 x 224 + {small} x 96 px", "DINO's (main_dino.py); number and scales are the recipe's", {}
+        )
     why = f"not larger than the images' {data.side} px: rule of thumb; in DINO's ratio"
-    return Row("crops", f"2 x {sizes[0]} + 8 x {sizes[1]} px", why, _sizes(sizes))
+    return Row("crops", f"2 x {sizes[0]} + {small} x {sizes[1]} px", why, _sizes(sizes))
 
 
 def _sizes(sizes: tuple[int, int]) -> dict[str, str]:
     return {"crops.global_size": str(sizes[0]), "crops.local_size": str(sizes[1])}
 
 
-def _tiny_patch(data: Data) -> int:
-    return 4 if data.side < 64 else 8
-
-
-def _cpu_length(images: int) -> Row:
-    most, recipe_s = 2000 * images, "batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
+def _cpu_length(data: Data) -> Row:
+    most, recipe_s = 2000 * data.images, "batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
     if most < 600_000:
-        return Row(
-            "length", "2000 epochs", f"the most that LightlyTrain advises; {recipe_s}", {"length": f"{most} images"}
-        )
-    return Row("length", "600,000 images", f"12 minutes of two cores on CIFAR-10; {recipe_s}", {})
+        why = f"the most that LightlyTrain advises; {recipe_s}"
+        return Row("length", f"{most:,} images, each 2000 times", why, {"length": f"{most} images"})
+    measured = "12 minutes of two cores on CIFAR-10" + (", 40 on photographs of 375 px" if data.side >= 64 else "")
+    return Row("length", "600,000 images", f"{measured}; {recipe_s}", {})
 
 
 def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[Row]:
     """Length, batch, learning rate, momentum, prototypes."""
-    passes, batch = epochs(data.images, weights is not None), batch_size(data.images, gpus.count)
+    passes, batch = epochs(data.images, weights is not None), batch_size(data, gpus)
     steps = max(1, data.images // batch * passes)
     ema, outputs, warmup = momentum(batch, steps), prototypes(data.images), max(1, min(10, passes // 10))
     lightly = "LightlyTrain: 200-2000 below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
@@ -226,13 +165,15 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
             "EMA momentum",
             f"{ema:g} to 1",
             "DINO: 0.996 at 512, 0.9995 at 256 (main_dino.py); LightlyTrain: 0.99 up to 20,000 images; here as many "
-            "images as DINO's 0.996 averages, and at most a hundredth of the run: rule of thumb",
+            "images as DINO's 0.996 averages, at most a hundredth of the run, but 0.99 or more: rule of thumb",
             {"teacher.momentum": f"{ema:g}"},
         ),
         Row(
             "prototypes",
             f"{outputs:,}",
-            "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536",
+            "the least; LightlyTrain's up to 20,000 images"
+            if 16 * outputs > data.images
+            else "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536",
             {"head.prototypes": str(outputs)},
         ),
     ]
@@ -242,7 +183,8 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
             Row(
                 "head first",
                 f"{frozen} steps, head only",
-                "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps: rule of thumb",
+                "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the "
+                "run: rule of thumb",
                 {"model.freeze_backbone": f"{frozen} steps", "objective.freeze_prototypes": "0 steps"},
             )
         )
@@ -250,8 +192,10 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> list[
 
 
 def _batch(images: int, batch: int) -> Row:
-    why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 %; at 8: 35.2 (arXiv 2104.14294, table 9)"
-    if 8 * batch <= images < 16 * batch:
+    why = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"
+    if 8 * batch > images:
+        why = f"the least, though it leaves {images // batch} steps an epoch: rule of thumb. {why}"
+    elif images < 16 * batch:
         why = f"more would leave fewer than 8 steps an epoch of {images:,} images: rule of thumb. {why}"
     return Row("batch", str(batch), why, {"data.global_batch": str(batch)})
 
@@ -270,12 +214,12 @@ def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
     if weights:
         known = "76.1" if "base" in weights else "74.5"
         return (
-            "the released weights' on your classes, and a few points more",
+            "a few points above the released weights on your classes",
             f"they have {known} % on ImageNet (dino README); +3.3 for that user (dinov3#23)",
         )
-    if not gpus.count:
+    if not gpus.count and data.side < 64:
         return "41.9 % on CIFAR-10's 50,000 images", "raw pixels 40.5, untrained 27.3 (docs/quickstart.md, measured)"
-    if data.tiny:
+    if data.tiny and gpus.count:
         return (
             "84 % on CIFAR-10's 50,000 images, not reached by us",
             "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried",

@@ -45,8 +45,11 @@ GPUS: dict[str, Gpu] = {
     for gpu in (
         Gpu("rtx3070-8g", 7.7, 40.6, 448, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
         Gpu("rtx4060-8g", 7.6, 30.2, 272, _GEN4 / 2, _GEN4 / 2, _ETHERNET, _GEFORCE),
+        Gpu("rtx3080-10g", 9.7, 59.5, 760, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
         Gpu("rtx2080ti-11g", 10.7, 53.8, 616, _GEN3, _GEN3, _ETHERNET, _GEFORCE, bf16=False),
+        Gpu("rtx5070-12g", 11.4, 61.7, 672, _GEN5, _GEN5, _ETHERNET, _GEFORCE),
         Gpu("rtx3060-12g", 11.6, 25.5, 360, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
+        Gpu("rtx3080-12g", 11.6, 61.3, 912, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
         Gpu("rtx4070-12g", 11.6, 58.3, 504, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
         Gpu("t4-16g", 14.5, 65.0, 320, _GEN3, _GEN3, _ETHERNET, 0.35, bf16=False),
         Gpu("v100-16g", 15.7, 125.0, 900, 150, _GEN3, 50, _VOLTA, bf16=False),

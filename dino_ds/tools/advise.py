@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 import shlex
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,24 +18,22 @@ from dino_ds.errors import ConfigError
 from dino_ds.measure.machine import find_gpus
 from dino_ds.measure.tables import print_result
 from dino_ds.options.data import AdviseOptions
-from dino_ds.plan.advice import (
-    FEW_IMAGES,
-    LEAST_IMAGES,
-    RULE,
-    Data,
-    Gpus,
-    Row,
-    advise,
-    expected_knn,
-    frozen_weights,
-    recipe_for,
-    released_weights,
-)
+from dino_ds.plan.advice import RULE, Row, advise, expected_knn, fewer_gpus
 from dino_ds.plan.fit import FILLED
 from dino_ds.plan.gpus import named_gpu, similar_gpu
 from dino_ds.plan.recommend import recommend
+from dino_ds.plan.rules import (
+    FEW_IMAGES,
+    LEAST_IMAGES,
+    Data,
+    Gpus,
+    frozen_weights,
+    recipe_for,
+    released_weights,
+    useful_gpus,
+)
 from dino_ds.plan.speed import Cluster
-from dino_ds.tools.data_report import duplicates_sentence
+from dino_ds.tools.advise_page import page
 from dino_ds.tools.data_statistics import Facts, look_at, summarise
 
 _TESTS = ("test", "val", "valid", "validation")
@@ -49,9 +45,6 @@ _BF16_SINCE = 8
 """Major compute capability."""
 _FAST = 0.99
 """EMA momentum that is advised where the teacher decides nothing."""
-_SHORT = 0.1
-"""Hours below which a prediction says little: starting takes as long."""
-_WIDTH = 120
 
 
 def run(options: AdviseOptions) -> None:
@@ -66,13 +59,16 @@ def run(options: AdviseOptions) -> None:
     data = _decisive(source, facts)
     if data.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {data.channels}: gather more images"
-        if data.colour:
+        if data.color:
             cure = f"take released features, dino-ds {_embed('vit_small_patch16_224.dino', options)}"
         raise ConfigError(
             f"{data.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
-    gpus = Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
+    offered, cluster = cluster, cluster and _useful(data, cluster)
+    gpus = _gpus(cluster)
     rows = advise(data, gpus)
+    if offered and offered != cluster:
+        rows.insert(0, fewer_gpus(data, gpus, offered.world_size))
     name = recipe_for(data, gpus)
     flags = _train_flags(options, name, rows)
     recipe = load_recipe(name, flags)
@@ -81,17 +77,18 @@ def run(options: AdviseOptions) -> None:
         "found": found,
         "gpu": None if cluster is None else cluster.gpu.name,
         "gpus": gpus.count,
+        "gpus_offered": _gpus(offered).count,
         "advice": [vars(row) for row in rows],
         "prediction": None if cluster is None else _predict(recipe, data.images, cluster),
         "expected_knn": list(expected_knn(data, gpus)),
-        "command": _command(name, flags, options.nodes, gpus.count),
+        "command": _command(name, flags, cluster.nodes if cluster else 1, gpus.count),
         "remedies": _remedies(recipe),
         "notes": [
             *_notes(data, gpus, options, recipe.eval.root is not None, found["classes"] is not None),
             *_about_images(data, found, _images(options)),
         ],
     }
-    print_result(_page(result, options), result, options.json)
+    print_result(page(result, options.root or options.source), result, options.json)
 
 
 def _cluster(options: AdviseOptions) -> Cluster | None:
@@ -106,6 +103,17 @@ def _cluster(options: AdviseOptions) -> Cluster | None:
         return Cluster(card, options.gpus or len(here), options.nodes, card.network)
     card = named_gpu(options.gpu, options.memory_gib)
     return Cluster(card, options.gpus or 1, options.nodes, card.network)
+
+
+def _useful(data: Data, offered: Cluster) -> Cluster:
+    """The part of the GPUs, of whole nodes where it is more than one, that these images keep busy."""
+    count = useful_gpus(data, _gpus(offered))
+    nodes = max(1, count // offered.gpus)
+    return Cluster(offered.gpu, min(count, offered.gpus), nodes, offered.network)
+
+
+def _gpus(cluster: Cluster | None) -> Gpus:
+    return Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
 
 
 def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
@@ -166,8 +174,8 @@ def _remedies(recipe: Recipe) -> list[str]:
         f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
         "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
         "(docs/quickstart.md)",
-        f"k-NN falls: keep the best checkpoint, and try {slower}; else more images, or the weights as they are: {RULE} "
-        "(dinov2#204)",
+        f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
+        f"weights as they are: {RULE} (dinov2#204)",
         "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
     ]
 
@@ -204,7 +212,7 @@ def _images(options: AdviseOptions) -> str:
 
 def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[str]:
     """`images`: the options that name them."""
-    channels = "" if data.colour else f" --model.in_chans {data.channels}"
+    channels = "" if data.color else f" --model.in_chans {data.channels}"
     if found["unreadable"]["count"]:
         share = found["unreadable"]["count"] / found["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
@@ -230,64 +238,3 @@ def _named(options: AdviseOptions) -> str:
     """The images as options of the commands about models."""
     root = [] if options.root is None else ["--root", options.root]
     return shlex.join(root if options.source == "folder" else ["--source", options.source, *root])
-
-
-def _page(result: dict[str, Any], options: AdviseOptions) -> str:
-    found = result["found"]
-    images = f"{found['images']:,} in {options.root or options.source}"
-    classes = "no labels" if found["classes"] is None else f"{found['classes']['count']:,} classes"
-    sides = ", ".join(f"{side} {found[side]['min']:,.0f} to {found[side]['max']:,.0f}" for side in ("width", "height"))
-    about = [
-        f"images   {images}; {classes}; looked at {found['looked_at']:,}",
-        f"size     {sides}, shorter side {found['shorter_side']['median']:,.0f} px in the median; "
-        f"{result['decisive']['channels']} channel(s); {', '.join(found['formats'])}",
-        f"alike    {duplicates_sentence(found)}",
-        f"GPUs     {result['gpus']} x {result['gpu']}" if result["gpu"] else "GPUs     none",
-    ]
-    lines = [*_listed(about, 9), ""]
-    rows = [(row["setting"], row["value"], row["why"]) for row in result["advice"]]
-    rows.append(("k-NN", *result["expected_knn"]))
-    if prediction := result["prediction"]:
-        memory = f"{prediction['memory_gib']:.1f} of {prediction['limit_gib']:.1f} GiB"
-        rate = f"{prediction['images_per_second']:,.0f} images/s"
-        why = f"{rate}; {memory}; {prediction['ds_config']}: predicted by dino-ds plan, not verified on a GPU"
-        hours = f"{prediction['hours']:,.1f}" if prediction["hours"] >= _SHORT else f"less than {_SHORT}"
-        rows.append(("hours", hours, why))
-    for row in rows:
-        lines += _wrapped(*row)
-    notes = [f"note: {note}" for note in result["notes"]]
-    return "\n".join([*lines, "", _folded(result["command"]), "", *_listed(result["remedies"]), *_listed(notes)])
-
-
-def _wrapped(setting: str, value: str, why: str) -> list[str]:
-    """A row of three columns, 120 characters wide."""
-    cells = [[setting], textwrap.wrap(value, 30), textwrap.wrap(why, 70)]
-    height = max(map(len, cells))
-    filled = [cell + [""] * (height - len(cell)) for cell in cells]
-    return [f"{a:<14} {b:<31} {c}".rstrip() for a, b, c in zip(*filled, strict=True)]
-
-
-def _folded(command: str) -> str:
-    """Over several lines, as a shell takes it: an option and its value on one."""
-    lines = [""]
-    for part in re.split(r" (?=--[a-z])", command):
-        if len(lines[-1]) + len(part) > _WIDTH - 8:
-            lines.append("")
-        lines[-1] += f" {part}" if lines[-1] else part
-    return " \\\n    ".join(lines)
-
-
-def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
-    wrapper = textwrap.TextWrapper(
-        _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    )
-    return [
-        line
-        for text in texts
-        for part in text.splitlines()
-        for line in (
-            textwrap.indent(_folded(part.strip()), "  ").splitlines()
-            if part.startswith("  dino-ds ")
-            else wrapper.wrap(part)
-        )
-    ]

@@ -550,6 +550,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs --epochs 100", 2, '--length "100 epochs"'),
         ("train --data.root imgs --length 100 epochs", 2, '--length "100 epochs"'),
         ("train --data.root imgs --img_size 96", 2, "--crops.global_size 96"),
+        ("train --data.root imgs --crop_batch_size 8", 2, "zero2_bf16_checkpointing.json (docs/performance.md)"),
         ("train --data.root imgs --output out", 2, "--run_dir out"),
         ("train --data.root imgs --pretrained", 2, "--model.init_from FILE"),
         ("train --data.root imgs --device cuda", 2, "CUDA_VISIBLE_DEVICES"),

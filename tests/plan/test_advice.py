@@ -7,21 +7,20 @@ import itertools
 import pytest
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.plan.advice import (
+from dino_ds.plan.advice import RULE, advise, expected_knn
+from dino_ds.plan.rules import (
     LEAST_IMAGES,
-    RULE,
     Data,
     Gpus,
-    advise,
     batch_size,
     crop_sizes,
     epochs,
-    expected_knn,
     frozen_weights,
     momentum,
     prototypes,
     recipe_for,
     released_weights,
+    useful_gpus,
 )
 
 COUNTS = [100, 101, 300, 1000, 2999, 10_000, 49_999, 50_000, 99_999, 100_000, 999_999, 10**6, 1_280_000, 10**7, 10**9]
@@ -42,8 +41,11 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
         recipe = load_recipe(recipe_for(data, gpus), {"data.source": "folder", "data.root": "x", **flags})
         recipe.check_learning_rates()
         recipe.check_batch()
+        crops = recipe.crops
+        (said,) = [row.value for row in rows if row.setting == "crops"]
+        assert said == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
         assert recipe.data.global_batch % max(1, gpus.count) == 0 or not gpus.count
-        assert recipe.model.in_chans == (3 if data.colour else channels)
+        assert recipe.model.in_chans == (3 if data.color else channels)
 
 
 def _falls(values):
@@ -66,10 +68,22 @@ def test_epochs_from_scratch_are_in_the_range_of_lightly_train():
 
 @pytest.mark.parametrize("gpus", [1, 3, 8, 64])
 def test_batches_grow_with_the_images_and_leave_several_steps_an_epoch(gpus):
-    batches = [batch_size(images, gpus) for images in COUNTS]
-    assert _falls(batches[::-1]) and all(batch % gpus == 0 for batch in batches)
-    assert all(batch <= max(images / 8, gpus) for images, batch in zip(COUNTS, batches, strict=True))
+    used = [Gpus(useful_gpus(Data(images, 375), Gpus(gpus, 23.6)), 23.6) for images in COUNTS]
+    batches = [batch_size(Data(images, 375), some) for images, some in zip(COUNTS, used, strict=True)]
+    assert _falls(batches[::-1]) and all(batch % some.count == 0 for batch, some in zip(batches, used, strict=True))
+    assert all(batch <= max(images / 8, 32) for images, batch in zip(COUNTS, batches, strict=True))
     assert all(batch <= LEAST_IMAGES for batch in batches[:1])
+
+
+@pytest.mark.parametrize(
+    ("images", "offered", "used"),
+    [(120, 8, 1), (1000, 8, 2), (3000, 8, 8), (100_000, 12, 8), (100_000, 64, 32), (2_000_000, 64, 64), (120, 0, 0)],
+)
+def test_each_gpu_gets_a_sensible_share_of_a_step(images, offered, used):
+    gpus = Gpus(offered, 79.1)
+    assert useful_gpus(Data(images, 375), gpus) == used
+    if used:
+        assert batch_size(Data(images, 375), Gpus(used, 79.1)) // used >= 32
 
 
 def test_prototypes_grow_with_the_images():
@@ -103,9 +117,7 @@ def test_what_is_continued_and_what_not():
     assert recipe_for(Data(2_000_000, 375), one) == "vits16"
 
 
-@pytest.mark.parametrize(
-    ("images", "gpus", "limits"), [(120, 1, True), (1000, 8, True), (50_000, 1, False), (120, 64, False)]
-)
+@pytest.mark.parametrize(("images", "gpus", "limits"), [(120, 1, False), (1000, 2, True), (50_000, 1, False)])
 def test_a_batch_that_the_number_of_images_limits_says_so(images, gpus, limits):
     (row,) = [row for row in advise(Data(images, 375), Gpus(gpus, 23.6)) if row.setting == "batch"]
     assert (f"8 steps an epoch of {images:,} images" in row.why) == limits
@@ -116,7 +128,7 @@ def test_without_a_gpu_frozen_features_come_first_and_few_images_are_not_seen_mo
     assert all(frozen_weights(data, Gpus()) is None for data in (Data(120, 32), Data(120, 375, 6)))
     lengths = [{row.setting: row for row in advise(Data(n, 375), Gpus())}["length"] for n in (120, 300)]
     assert [row.flags for row in lengths] == [{"length": "240000 images"}, {}]
-    assert "2000 epochs" in lengths[0].value
+    assert "each 2000 times" in lengths[0].value
 
 
 @pytest.mark.parametrize("gpus", [Gpus(), Gpus(1, 14.5)])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dino_ds.cli import main
-from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 
 
@@ -35,6 +35,26 @@ def test_one_json_object_with_all_that_was_asked(capsys):
     assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
     assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
     assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "center and votes"}
+
+
+@pytest.mark.parametrize("card", ["a10-24g", "a100-80g"])
+@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
+def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
+    found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
+    page = (CHECKOUT / "docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
+    first = 2 if card == "a10-24g" else 4
+    cells = [int(cell) for cell in row.split("|")[first : first + 2]]
+    assert cells == [found["max_micro_batch"], round(found["images_per_second"])]
+
+
+@pytest.mark.parametrize(
+    ("word", "cards"), [("rtx3080", ("rtx3080-10g", "rtx3080-12g")), ("rtx5070", ("rtx5070-12g",))]
+)
+def test_a_card_named_without_its_memory_is_answered_with_its_names(word, cards, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu", word])
+    assert f"Did you mean {' or '.join(cards)}?" in capsys.readouterr().err
 
 
 def test_the_written_config_is_the_planned_one(capsys, tmp_path):

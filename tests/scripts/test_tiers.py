@@ -11,6 +11,7 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.plan.fit import FILLED, fit
+from dino_ds.plan.gpus import GPUS
 from scripts import tiers
 from scripts.tiers import CASES, FOLDER, README, SCALING, file_text, pages, parts_table, plan_all, table
 
@@ -50,6 +51,13 @@ def test_each_file_is_valid_and_fits_its_card(planned):
         assert config.micro_batch * config.accumulation * case.ranks == recipe.data.global_batch
         again = fit(recipe, ds, path, case.ranks, case.card.memory_gib)
         assert again.fits and again.memory.gib <= FILLED * case.card.memory_gib, found.name
+
+
+@pytest.mark.parametrize(("recipe", "fits"), [("vits16", True), ("vitb16", True), ("vitl16", False)])
+def test_a_card_of_10_gb_takes_the_files_of_12_gb_but_that_of_vit_l(recipe, fits):
+    path, card = str(FOLDER / f"12gb_1gpu_{recipe}_zero2_bf16.json"), GPUS["rtx3080-10g"]
+    found = fit(load_recipe(recipe, {}), load_ds_config(path, {}), path, 1, FILLED * card.memory_gib)
+    assert found.fits == fits
 
 
 def test_names_say_what_the_files_are(planned):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 import shlex
 
 import numpy as np
@@ -13,6 +16,7 @@ from dino_ds.cli import main
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
+from tests.sample import sampled
 from tests.training.harness import image_folder
 
 QUICK = ("--workers", "0", "--sample", "20")
@@ -50,6 +54,60 @@ def photographs(tmp_path_factory):
     for number in range(100):
         (path / f"broken/{number}.jpg").write_text("text")
     return path
+
+
+IMAGES, SIDES, CHANNELS = (100, 120, 1000, 10_000, 100_000, 1_300_000), (32, 64, 375, 1024), (1, 4)
+CARDS = ("none", "1 rtx3080-12g", "8 rtx3080-12g", "1 rtx4090-24g", "8 rtx4090-24g", "1 a100-80g", "8 a100-80g")
+NOISE = """
+import numpy as np
+class Noise:
+    def __init__(self, root): self.images, self.shape = int(root.split("_")[0]), tuple(map(int, root.split("_")[1:]))
+    def __len__(self): return self.images
+    def name(self, index): return str(index)
+    def load(self, index):
+        image = np.random.default_rng(index).integers(0, 255, (self.shape[0], *self.shape), np.uint8)
+        return image if self.shape[1] > 1 else image[..., 0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("images", "side", "channels", "card"), sampled(itertools.product(IMAGES, SIDES, CHANNELS, CARDS))
+)
+def test_every_advice_holds_together(images, side, channels, card, tmp_path, monkeypatch, capsys):
+    """Settings follow from the images, `train` takes them, and each reason speaks of the value beside it."""
+    (tmp_path / "noise.py").write_text(NOISE)
+    monkeypatch.chdir(tmp_path)
+    offered, _, gpu = card.partition(" ")
+    words = ["--gpu", gpu, "--gpus", offered] if gpu else []
+    source = ["--source", "noise:Noise", "--root", f"{images}_{side}_{channels}", "--sample", "2", "--workers", "0"]
+    main(["advise", *source, *words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    recipe, rows = _accepted(found["command"]), {row["setting"]: row for row in found["advice"]}
+    recipe.check_learning_rates()
+    recipe.check_batch()
+    crops, batch, gpus = recipe.crops, recipe.data.global_batch, max(1, found["gpus"])
+    assert crops.local_size < crops.global_size <= side and crops.global_size >= min(side, 224) / 8
+    assert rows["crops"]["value"] == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
+    assert batch % gpus == 0 and batch // gpus >= 32 and batch <= images
+    ranks = re.findall(r"--ranks (\d+)", found["command"])
+    assert ranks == ([str(gpus)] if gpus > 1 else []) and gpus <= int(offered if gpu else 1)
+    if found["gpus"] < (int(offered) if gpu else 0):
+        assert rows["GPUs"]["value"] == f"{gpus} of {offered}" and rows["GPUs"]["why"].startswith(f"{batch} images")
+    if gpu:
+        assert images // batch >= 3 and math.isfinite(found["prediction"]["hours"]) and found["prediction"]["hours"] > 0
+        assert rows["batch"]["value"] == str(batch) and "35.2" not in rows["batch"]["why"]
+        assert ("fewer than 8 steps" in rows["batch"]["why"]) <= (images // batch >= 8 > images // (2 * batch))
+        assert _number(r"leaves (\d+) steps", rows["batch"]["why"]) in (None, images // batch)
+        epochs = _number(r"(\d+) epochs = ", rows["length"]["value"])
+        assert epochs is None or _number(r"= ([\d,]+) steps", rows["length"]["value"]) == images // batch * epochs
+    if "prototypes" in rows:
+        assert rows["prototypes"]["value"] == f"{recipe.head.prototypes:,}"
+        assert ("16 images or more" in rows["prototypes"]["why"]) == (16 * recipe.head.prototypes <= images)
+
+
+def _number(pattern, text):
+    found = re.search(pattern, text)
+    return found and int(found[1].replace(",", ""))
 
 
 @pytest.mark.slow
@@ -158,7 +216,7 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
         (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
         (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
         (["{good}", "--memory_gib", "0.2"], "nothing fits 0.194 GiB"),
-        (["--data.root", "{good}"], "Did you mean --root?"),
+        (["--data.root", "{good}"], "give it without a name: dino-ds advise"),
     ],
 )
 def test_mistakes_are_one_line(photographs, words, message, capsys):

@@ -1,0 +1,123 @@
+"""Which settings for which data: the rules of `dino-ds advise` as functions. docs/your-data.md has their sources."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LEAST_IMAGES = 100
+"""Fewer are refused."""
+FEW_IMAGES = 3000
+"""LightlyTrain's FAQ wants several thousand."""
+_MANY_IMAGES = 1_000_000
+"""From here on training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+_TINY_SIDE = 96
+"""Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
+_LARGE_GIB = 39.0
+LEAST_BATCH = 32
+"""Images of a step, and of each GPU's share of it."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What decides: number of images, median shorter side in pixels, channels (1 or 3 are one thing: gray is read as
+    RGB)."""
+
+    images: int
+    side: int
+    channels: int = 3
+
+    @property
+    def tiny(self) -> bool:
+        return self.side < _TINY_SIDE
+
+    @property
+    def color(self) -> bool:
+        return self.channels in (1, 3)
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """How many there are, none for a CPU, and the memory of one."""
+
+    count: int = 0
+    memory_gib: float = 0.0
+
+
+def recipe_for(data: Data, gpus: Gpus) -> str:
+    """The shipped recipe that the rest changes."""
+    if data.tiny or not gpus.count:
+        return "cifar10"
+    if released_weights(data, gpus):
+        return "vits16"
+    if data.images < 50_000:
+        return "vitti16"
+    if data.images < _MANY_IMAGES or gpus.count < 4:
+        return "vits16"
+    return "dinov2_vitl16_short" if gpus.count >= 8 and gpus.memory_gib >= _LARGE_GIB else "vitb16"
+
+
+def released_weights(data: Data, gpus: Gpus) -> str | None:
+    """timm's name of the weights to continue from, None to train from scratch."""
+    if data.tiny or not gpus.count or not data.color or data.images >= _MANY_IMAGES:
+        return None
+    large = gpus.count >= 4 and data.images >= 100_000
+    return f"vit_{'base' if large else 'small'}_patch16_224.dino"
+
+
+def frozen_weights(data: Data, gpus: Gpus) -> str | None:
+    """timm's name of the weights whose features are worth a look before any training; a CPU computes these too."""
+    return released_weights(data, gpus if gpus.count else Gpus(1))
+
+
+def epochs(images: int, continued: bool) -> int:
+    """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
+    epochs at least. Continued from released weights: a quarter."""
+    scratch = min(max(20e6 / images, 100), 2000) if images < 1_280_000 else min(max(128e6 / images, 5), 100)
+    return max(1, round(scratch / 4 if continued else scratch))
+
+
+def useful_gpus(data: Data, gpus: Gpus) -> int:
+    """How many of these GPUs get a share of 32 images or more of each step; 0 without any."""
+    return min(gpus.count, max(1, _wanted_batch(data, gpus) // LEAST_BATCH))
+
+
+def batch_size(data: Data, gpus: Gpus) -> int:
+    """Images of an optimizer step, a multiple of the GPUs."""
+    return max(1, _wanted_batch(data, gpus) // gpus.count) * gpus.count
+
+
+def _wanted_batch(data: Data, gpus: Gpus) -> int:
+    """A power of two: 8 steps an epoch or more, where these have 32 images."""
+    if recipe_for(data, gpus).startswith("dinov2"):
+        return 2048
+    wanted = 1024 if gpus.count >= 16 else 512 if data.images >= _MANY_IMAGES else 256
+    return min(wanted, max(LEAST_BATCH, 2 ** int(math.log2(data.images / 8))))
+
+
+def prototypes(images: int) -> int:
+    """A power of two: 16 images or more for each."""
+    return min(max(2 ** int(math.log2(images / 16)), 1024), 65536)
+
+
+def momentum(batch: int, steps: int) -> float:
+    """Of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more than a
+    hundredth of the run."""
+    return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
+
+
+def crop_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
+    """(global, local) crops, multiples of the patch: global ones not larger than the images, local ones in DINO's
+    ratio of 96 to 224, of small crops half."""
+    large = max(2, min(most, side) // patch) * patch
+    share = 0.5 if most < 224 else 96 / 224
+    return large, min(max(1, round(share * large / patch)) * patch, large - patch)
+
+
+def tiny_patch(data: Data) -> int:
+    return 4 if data.side < 64 else 8
+
+
+def cpu_patch(data: Data) -> tuple[int, int]:
+    """Patches, and the largest crops, of 36 of them at most."""
+    return (4, 16) if data.side < 16 else (8, 32) if data.side < 64 else (16, 96)
