@@ -7,19 +7,6 @@ import re
 from pathlib import Path
 
 _SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
-_COPY = {
-    "s3": "aws s3 sync {} DIR",
-    "gs": "gcloud storage rsync -r {} DIR",
-    "http": "wget {}, and unpack what comes",
-    "https": "wget {}, and unpack what comes",
-}
-"""How what a scheme names gets onto a disk."""
-
-_HUB_SETS = re.compile(
-    r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"
-    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
-)
-"""An address of a data set; old ones have no owner, and files of it may follow."""
 
 
 def hub_id(text: str) -> str | None:
@@ -43,23 +30,6 @@ def weights_elsewhere(text: str) -> str | None:
     if known:
         return f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or {fetch}"
     return f"if {found} is on the Hugging Face Hub: {fetch}"
-
-
-def images_elsewhere(text: str) -> str | None:
-    """What to do with a data set's name on the Hub or in a bucket; None if it is not one."""
-    found = hub_id(text)
-    if found is None and (address := _HUB_SETS.match(text)):
-        found = address["name"]
-    if found is not None:
-        return (
-            f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
-        )
-    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", text)
-    if scheme is None:
-        return None
-    copy = _COPY.get(scheme[1] or "")
-    return f"is not a local path: mount or copy it{f' ({copy.format(text)})' if copy else ''}, then give"
 
 
 def _timm_name(name: str) -> str | None:
