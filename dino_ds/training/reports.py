@@ -14,6 +14,7 @@ from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
 from dino_ds.health.collapse import CollapseAlarm
+from dino_ds.host_memory import host_memory_gib, resident_gib
 from dino_ds.training.metrics import Clock, Meter
 from dino_ds.training.run import Run
 from dino_ds.training.saver import Saver
@@ -89,6 +90,7 @@ class Reports:
             **speed,
             **rolling,
             **hardware,
+            **_read_host(),
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
             **({} if run.predicted_gib is None else {"memory_predicted_gib": run.predicted_gib}),
@@ -163,6 +165,15 @@ class Reports:
         if not self._log.shows_bar:
             left = (run.last_step - record["step"]) * run.recipe.data.global_batch / rate
             self._log.info(f"step {record['step']}/{run.last_step}  {short}, {speed}, {_duration(left)} left{knn}")
+
+
+def _read_host() -> dict[str, float]:
+    """Memory of rank 0's machine in GiB: resident sets of this run's ranks and loader processes, and what is free."""
+    by_rank = distributed.gather_objects(resident_gib())
+    return {
+        "host_memory_gib": sum(by_rank[: distributed.local_world_size()]),  # ranks are numbered machine by machine
+        "host_free_gib": host_memory_gib()[1],
+    }
 
 
 def _duration(seconds: float) -> str:
