@@ -1,4 +1,5 @@
-"""Where else metrics go: Weights & Biases and Comet by DeepSpeed's monitors, and MLflow, as the ds JSON says.
+"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases and Comet (by DeepSpeed's monitors), MLflow,
+Trackio.
 
 DeepSpeed itself does not see these sections: its engine would wait for the device in every step to write its own loss.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,12 @@ from typing import Any, NamedTuple
 from dino_ds import distributed
 from dino_ds.errors import ConfigError, one_line
 
-_PACKAGES = {"wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml"), "mlflow": ("mlflow", "mlflow-skinny")}
+_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
 """Section -> the package that it needs, and what pip calls it."""
 
 
@@ -116,4 +122,42 @@ def _soon_refused() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow}
+def _open_trackio(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    """A run in Trackio's folder on this machine, unless its own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
+
+    Trackio continues a run by its name alone, so the name has a part of `run_id`: folders of one name stay apart.
+    """
+    with redirect_stdout(sys.stderr), _without_hub():
+        import trackio
+
+        run = trackio.init(
+            section.get("project", "dino_ds"),
+            name=f"{run_dir.name}-{run_id[:8]}",
+            group=section.get("group"),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # metrics.jsonl has both
+            auto_log_cpu=False,
+        )
+
+    def close() -> None:
+        with redirect_stdout(sys.stderr):
+            trackio.finish()  # not run.finish: at exit it would be finished once more, with a line on standard output
+
+    return Logger(lambda values, step: run.log(dict(values), step=step), close)
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    """Keep Trackio from asking huggingface.co whose token this is, where the run stays on this machine."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow, "trackio": _open_trackio}
