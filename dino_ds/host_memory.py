@@ -33,10 +33,14 @@ def host_memory_gib() -> tuple[float, float]:
 
 
 def resident_gib() -> float:
-    """Resident sets of this process and of all that it has started, in GiB; pages that they share count in each."""
+    """Resident memory of this process and of all that it has started, in GiB.
+
+    Pages of files and shared memory count once, as this process has them: code, batches, cached images.
+    """
     own = psutil.Process()
-    found = 0
-    for process in (own, *own.children(recursive=True)):
+    found = own.memory_info().rss
+    for process in own.children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            found += process.memory_info().rss
+            memory = process.memory_info()
+            found += memory.rss - getattr(memory, "shared", 0)
     return found / 2**30
