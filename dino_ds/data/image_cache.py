@@ -20,7 +20,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.host_memory import host_memory_gib
 
 _USED, _FULL, _FIRST = 0, 1, 2
-"""Places in the table of int64: bytes taken, 1 after an image had no room (2 once that was said), and of image 0."""
+"""Places in the table of int64: the bytes taken; 1 after an image had no room, 2 once that was said; image 0's."""
 _HEADER = 5
 """int32 numbers before the pixels: height, width, channels, bytes a value, whether a decoder may shrink the file."""
 _ALIGNED = 64
@@ -48,7 +48,7 @@ class ImageCache:
 
     @staticmethod
     def create(images: int, size: int) -> ImageCache:
-        """An empty cache for a source of so many images. Memory is taken as images come."""
+        """An empty cache for a source of `images` images. Memory is taken as images come."""
         fd, table = os.memfd_create("dino_ds images"), _aligned(8 * (images + _FIRST))
         os.ftruncate(fd, table + size)
         cache = ImageCache(fd, images)
@@ -60,7 +60,7 @@ class ImageCache:
         return _Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
 
     @staticmethod
-    def of(address: _Address, images: int) -> ImageCache:
+    def attach(address: _Address, images: int) -> ImageCache:
         """The cache of another process of this user on this machine. Raises OSError."""
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
         if os.fstat(fd).st_ino != address.inode:
@@ -159,7 +159,7 @@ def open_cache(gib: float, images: int) -> ImageCache | None:
     first = next(there for name, there in distributed.gather_objects((node, own.address)) if name == node)
     with distributed.raise_on_all_ranks():  # the owner waits here until all have opened it
         try:
-            return own if first == own.address else ImageCache.of(first, images)
+            return own if first == own.address else ImageCache.attach(first, images)
         except OSError as error:
             raise ConfigError(
                 f"the ranks of {node} can't share memory ({error.strerror}), as in containers of their own: set "

@@ -23,18 +23,18 @@ _PACKAGES = {
     "mlflow": ("mlflow", "mlflow-skinny"),
     "trackio": ("trackio", "trackio"),
 }
-"""Section -> the package that it needs, and what pip calls it."""
+"""The package that each section needs: its name in Python and for pip."""
 
 
 class Logger(NamedTuple):
-    """A service that takes metrics; it may fail with any error. write: gets the values by name, and their step."""
+    """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
 
     write: Callable[[Mapping[str, float], int], object]
     close: Callable[[], object]
 
 
 def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:
-    """Those that the `loggers` of a ds config turn on, on rank 0. A resumed run goes on under its `run_id`.
+    """The loggers that a ds config turns on, by name; none on ranks but 0. A resumed run continues under its `run_id`.
 
     Raises ConfigError for a package that is not installed, or a service that does not start.
     """
@@ -60,7 +60,7 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
 
 
 def _reason(error: BaseException) -> str:
-    """What the network said, where that is the cause: libraries wrap it in pages of their own; else the whole text."""
+    """One line of why a service failed: the network's own error if that is the cause, which libraries wrap in pages."""
     innermost = error
     while below := innermost.__cause__ or innermost.__context__:
         innermost = below
@@ -68,7 +68,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """What is not in the section is in W&B's own variables, such as WANDB_MODE=offline."""
+    """A run of W&B. Its own variables, such as WANDB_MODE=offline, set what the section does not."""
     import wandb
     from deepspeed.monitor.config import WandbConfig
     from deepspeed.monitor.wandb import WandbMonitor
@@ -89,7 +89,7 @@ def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
 
 def _of_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
-    """One of DeepSpeed's."""
+    """Wrap one of DeepSpeed's monitors."""
     return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
 
 
@@ -111,7 +111,7 @@ def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
 @contextmanager
 def _soon_refused() -> Iterator[None]:
-    """MLflow tries a server that is not there for minutes: at a start, while all ranks wait, for seconds."""
+    """Let MLflow give up a server that is not there after seconds instead of minutes: at a start all ranks wait."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
     ours = {name: value for name, value in limits.items() if name not in os.environ}
     os.environ.update(ours)

@@ -169,7 +169,7 @@ def test_a_killed_process_leaves_no_memory_and_no_lock(shared):
         assert np.array_equal(cache.get(1)[0], _pixels(1, 4, 4, 3))
     else:
         with pytest.raises(FileNotFoundError):
-            ImageCache.of(address, 1)
+            ImageCache.attach(address, 1)
 
 
 def _share():
@@ -185,7 +185,7 @@ def test_the_ranks_of_a_machine_have_one_together():
 
 def test_another_process_s_file_is_not_taken_for_a_cache(tmp_path):
     with (tmp_path / "other").open("w+") as other, pytest.raises(OSError, match="another process"):
-        ImageCache.of(image_cache._Address(os.getpid(), other.fileno(), 0), 1)
+        ImageCache.attach(image_cache._Address(os.getpid(), other.fileno(), 0), 1)
 
 
 class Pixels:
