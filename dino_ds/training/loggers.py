@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dino_ds import distributed
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.training.metrics import Logger
 
 _PACKAGES = {
     "wandb": ("wandb", "wandb"),
@@ -24,13 +25,6 @@ _PACKAGES = {
     "trackio": ("trackio", "trackio"),
 }
 """The package that each section needs: its name in Python and for pip."""
-
-
-class Logger(NamedTuple):
-    """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
-
-    write: Callable[[Mapping[str, float], int], object]
-    close: Callable[[], object]
 
 
 def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:

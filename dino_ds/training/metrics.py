@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from dino_ds.durable import append_whole, replace_file
 from dino_ds.errors import one_line
 from dino_ds.health.files import stamped
 from dino_ds.text_file import read_lines
-from dino_ds.training.loggers import Logger
 
 
 class Meter:
@@ -83,6 +82,13 @@ class Clock:
         }
         self._reset()
         return values
+
+
+class Logger(NamedTuple):
+    """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
+
+    write: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
 
 
 class RunLog:
@@ -217,7 +223,7 @@ def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """A value as metrics.jsonl has it: floats with nine digits, which tell FP32 values apart; NaN and infinity as text."""
+    """A value as metrics.jsonl has it: floats with nine digits, as FP32 values need; NaN and infinity as text."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if value - value == 0 else str(value)
