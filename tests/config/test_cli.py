@@ -545,8 +545,6 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root s3://b/i", 2, "aws s3 sync s3://b/i DIR"),
         ("train --data.root gs://b/i", 2, "gcloud storage rsync -r gs://b/i DIR"),
         ("train --data.root imgs --gpus 4", 2, "deepspeed --num_gpus 4"),
-        ("train --data.root imgs --cache ram", 2, "--data.cache_gib N"),
-        ("train --data.root imgs --trackio true", 2, "--ds.wandb.enabled true sends them on"),
         ("train --data.root imgs --lr 0.1", 2, "--optimizer.lr"),
         ("train --data.root imgs --batch_size 64", 2, "--data.global_batch"),
         ("train --data.root imgs --epochs 100", 2, '--length "100 epochs"'),
