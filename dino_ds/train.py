@@ -33,6 +33,7 @@ from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
+from dino_ds.data.image_cache import check_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine.process import init_distributed
@@ -209,6 +210,7 @@ def _open_folder(
     folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
+        check_cache(data.cache_gib, source)
     folder.agree()
     return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found]
 

@@ -15,7 +15,7 @@ LONG_SIGNATURES["api.py:train"] = "the options that most calls give, by name"
 """Functions of more than six parameters, and why."""
 LAYERS = [
     {"__init__", "errors", "names", "backbones", "foreign_backbones", "foreign_checks", "hubs", "own_code", "ranges"}
-    | {"text_file", "durable", "digits", "ports", "intervals", "goodput", "hashing"},
+    | {"text_file", "durable", "digits", "ports", "intervals", "goodput", "hashing", "host_memory"},
     {"config", "distributed", "health"},
     {"data", "models", "schedules", "checkpoint", "options"},
     {"weights", "engine", "pictures", "objectives", "costs"},

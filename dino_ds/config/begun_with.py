@@ -30,6 +30,7 @@ _FREE = (
     "max_bad_steps",
     "hang_seconds",
     "data.workers",
+    "data.cache_gib",
     "data.root",
     "data.download",
     "data.max_bad_fraction",

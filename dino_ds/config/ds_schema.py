@@ -59,6 +59,7 @@ TOP: dict[str, Key] = {
     "wandb": Key("section", "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)"),
     "comet": Key("section", "metrics also go to Comet (pip install comet_ml; COMET_API_KEY)"),
     "mlflow": Key("section", "metrics also go to MLflow (pip install mlflow-skinny); DeepSpeed does not read it"),
+    "trackio": Key("section", "metrics also go to Trackio, on this machine (pip install trackio; TRACKIO_DIR)"),
     "dino_ds": Key("section", "speed of dino_ds's own parts; DeepSpeed does not read it"),
     "wall_clock_breakdown": Key("bool", "log times of forward, backward and step"),
     "steps_per_print": Key("int", "steps between DeepSpeed's own progress lines", low=1),
@@ -196,6 +197,11 @@ SECTIONS: dict[str, Mapping[str, Key]] = {
         "experiment": Key("text", "default dino_ds"),
         "tracking_uri": Key("text", "server or file; default: MLflow's own"),
     },
+    "trackio": {
+        "enabled": Key("bool", "log there", required=True),
+        "project": Key("text", "default dino_ds"),
+        "group": Key("text", "group of runs"),
+    },
 }
 
 # Dotted name -> why this key, which DeepSpeed knows, is refused.
@@ -246,7 +252,12 @@ REFUSED: dict[str, str] = {
     for key in keys.split()
 }
 
-LOGGERS = ("wandb", "comet", "mlflow")  # where else metrics go; DeepSpeed would wait for the device in each step
+LOGGERS = (
+    "wandb",
+    "comet",
+    "mlflow",
+    "trackio",
+)  # where else metrics go; DeepSpeed would wait for the device in each step
 # Sections whose unknown keys make DeepSpeed stop; in all others it ignores them.
 STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
 

@@ -54,6 +54,9 @@ class DataSection(Section):
     download: bool = option(False, "let torchvision download its data set into data.root")
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
     workers: Few | None = option(None, "data loading processes per rank; none = by the cores")
+    cache_gib: NotNegative = option(
+        0.0, "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none"
+    )
     augment: Literal["device", "worker"] = option(
         "device", "where colours and blur are done: batched on the device, or by the workers"
     )

@@ -18,6 +18,7 @@ from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
+from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
@@ -29,7 +30,7 @@ from dino_ds.hashing import crop_seed
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
-_Opened = EncodedImage | DecodedImage
+_Opened = EncodedImage | DecodedImage | CachedImage
 _CPU = torch.device("cpu")
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
@@ -43,7 +44,8 @@ class LoaderOptions:
     the cores; patience: seconds without a batch after which they are restarted, None = never. augment "worker": all is
     done in the loader, by Pillow; "device": it only cuts the crops, and `device` does the rest. channels: of every
     image; the colour operations that need RGB are left out where it is not 3. value_range: of images deeper than 8
-    bits; with one all crops are float32, and the device's code augments them in the worker too.
+    bits; with one all crops are float32, and the device's code augments them in the worker too. cache: keeps
+    decoded files; only for a source that has files.
     """
 
     seed: int = 0
@@ -59,6 +61,7 @@ class LoaderOptions:
     value_range: ValueRange | None = None
     device: torch.device = _CPU
     shares: tuple[float, ...] = ()
+    cache: ImageCache | None = None
 
     @staticmethod
     def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
@@ -196,6 +199,10 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         )
 
     def _open(self, index: int) -> _Opened:
+        cache = self._options.cache
+        return self._open_file(index) if cache is None else CachedImage(cache, index, lambda: self._open_file(index))
+
+    def _open_file(self, index: int) -> EncodedImage | DecodedImage:
         try:
             options = self._options
             image = open_image(self._source, index, options.max_pixels, options.value_range, options.channels)

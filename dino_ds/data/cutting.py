@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.data.decode import DecodedImage, EncodedImage
+from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.multicrop import Box, CropParameters, CropTransform
 
 _SHRINKS = (8, 4, 2)
@@ -17,7 +18,7 @@ _SHRINKS = (8, 4, 2)
 
 
 def cut_crops(
-    image: EncodedImage | DecodedImage,
+    image: EncodedImage | DecodedImage | CachedImage,
     sampled: Sequence[CropParameters],
     sizes: Sequence[int],
     transforms: Sequence[CropTransform | None],

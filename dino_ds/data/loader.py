@@ -109,7 +109,7 @@ class Loader:
     """
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions, start: Position) -> None:
-        self._source, self._patience = source, options.patience
+        self._source, self._patience, self._cache = source, options.patience, options.cache
         self._dataset = MultiCropDataset(source, multicrop, options)
         self._sampler = ResumableSampler(len(source), options, start)
         self._options = worker_options(options.workers)
@@ -169,6 +169,8 @@ class Loader:
             self.close()
             raise batch
         self._sampler.advance()
+        if self._cache is not None and (note := self._cache.take_note()):
+            self.notes.append(note)
         return batch
 
     def _start_again(self, reason: str, error: Exception | None = None) -> None:

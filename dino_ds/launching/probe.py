@@ -58,7 +58,8 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Look at this machine. Imports torch."""
-    from dino_ds.measure.machine import find_gpus, hash_code, host_memory_gib
+    from dino_ds.host_memory import host_memory_gib
+    from dino_ds.measure.machine import find_gpus, hash_code
     from dino_ds.training.environment import versions
 
     return Answer(

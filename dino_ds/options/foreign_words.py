@@ -38,6 +38,9 @@ the loader sets it; --data.workers is what can be chosen
 training needs no labels; evaluations count the classes of the folders
     num_classes n_classes labels label_column
 
+decoded images stay in memory with --data.cache_gib N, which pays for small images (docs/data.md)
+    cache cache_images cache_dataset cache_in_memory in_memory cache_ram
+
 write --data.workers {n}
     num_workers dataloader_num_workers n_workers num_proc
 
@@ -178,7 +181,8 @@ a run is never overwritten: name another --run_dir, or continue with --resume
 write --log_every {n}
     print_freq logging_steps log_interval log_freq log_every_n_steps logging_strategy
 
-metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true (or comet, mlflow) sends them on
+metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on, as do comet, mlflow
+and trackio
     logger loggers wandb tensorboard mlflow comet log_dir logging_dir report_to tracker log_with use_wandb
     wandb_project project neptune trackio aim
 

@@ -105,6 +105,8 @@ SMALL = (
     Series("skipped_steps", "Skipped steps", "in all", zero=True),
     Series("bad_images", "Unreadable images", "in all", zero=True),
     Series("memory_gib", "Peak memory of a process", "GiB", zero=True),
+    Series("host_memory_gib", "Memory of the run's processes on a machine", "GiB", zero=True),
+    Series("host_free_gib", "Free memory of the machine", "GiB", zero=True),
     Series("gpu_utilization", "GPU busy", "% of the time", zero=True, factor=100),
     Series("gpu_memory_gib", "Memory in use on the GPU", "GiB", zero=True),
     Series("gpu_watts", "Power of the GPU", "W", zero=True),

@@ -54,7 +54,8 @@ def find_machine() -> Machine:
 
     from dino_ds import distributed
     from dino_ds.engine.device import device, fp16_supported, memory_gib
-    from dino_ds.measure.machine import host_memory_gib, usable_memory_gib
+    from dino_ds.host_memory import host_memory_gib
+    from dino_ds.measure.machine import usable_memory_gib
 
     card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
     here, libraries = distributed.local_world_size(), memory_gib()

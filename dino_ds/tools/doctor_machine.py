@@ -26,7 +26,8 @@ from dino_ds.distributed import usable_cores
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
-from dino_ds.measure.machine import Gpu, find_gpus, host_memory_gib
+from dino_ds.host_memory import host_memory_gib
+from dino_ds.measure.machine import Gpu, find_gpus
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.tools.doctor_software import Finding, failure, fine, warning
 

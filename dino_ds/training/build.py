@@ -18,6 +18,7 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
+from dino_ds.data.image_cache import open_cache
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
@@ -265,11 +266,12 @@ def build_prefetcher(
 ) -> DevicePrefetcher:
     """This rank's micro-batches on the device `where`, from `start` on; every rank calls it.
 
-    Raises DataError where shared memory is too small for them.
+    Raises DataError where shared memory is too small, and ConfigError where a machine's ranks can't share a cache.
     """
     with distributed.raise_on_all_ranks():
         check_shared_memory(recipe.batch_bytes(micro_batch), recipe.data.workers)
+    cache = open_cache(recipe.data.cache_gib, len(source))
     rank, ranks = distributed.rank(), distributed.world_size()
-    options = LoaderOptions.of(recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where)
+    options = LoaderOptions.of(recipe, micro_batch=micro_batch, rank=rank, world_size=ranks, device=where, cache=cache)
     loader = Loader(source, MultiCrop.of(recipe), options, start)
     return DevicePrefetcher(loader, where)

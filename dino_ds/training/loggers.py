@@ -1,4 +1,5 @@
-"""Where else metrics go: Weights & Biases and Comet by DeepSpeed's monitors, and MLflow, as the ds JSON says.
+"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases and Comet (by DeepSpeed's monitors), MLflow,
+Trackio.
 
 DeepSpeed itself does not see these sections: its engine would wait for the device in every step to write its own loss.
 """
@@ -8,27 +9,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dino_ds import distributed
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.training.metrics import Logger
 
-_PACKAGES = {"wandb": ("wandb", "wandb"), "comet": ("comet_ml", "comet_ml"), "mlflow": ("mlflow", "mlflow-skinny")}
-"""Section -> the package that it needs, and what pip calls it."""
-
-
-class Logger(NamedTuple):
-    """A service that takes metrics; it may fail with any error. write: gets the values by name, and their step."""
-
-    write: Callable[[Mapping[str, float], int], object]
-    close: Callable[[], object]
+_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
+"""The package that each section needs: its name in Python and for pip."""
 
 
 def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:
-    """Those that the `loggers` of a ds config turn on, on rank 0. A resumed run goes on under its `run_id`.
+    """The loggers that a ds config turns on, by name; none on ranks but 0. A resumed run continues under its `run_id`.
 
     Raises ConfigError for a package that is not installed, or a service that does not start.
     """
@@ -54,7 +54,7 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
 
 
 def _reason(error: BaseException) -> str:
-    """What the network said, where that is the cause: libraries wrap it in pages of their own; else the whole text."""
+    """One line of why a service failed: the network's own error if that is the cause, which libraries wrap in pages."""
     innermost = error
     while below := innermost.__cause__ or innermost.__context__:
         innermost = below
@@ -62,7 +62,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """What is not in the section is in W&B's own variables, such as WANDB_MODE=offline."""
+    """A run of W&B. Its own variables, such as WANDB_MODE=offline, set what the section does not."""
     import wandb
     from deepspeed.monitor.config import WandbConfig
     from deepspeed.monitor.wandb import WandbMonitor
@@ -83,7 +83,7 @@ def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
 
 def _of_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
-    """One of DeepSpeed's."""
+    """Wrap one of DeepSpeed's monitors."""
     return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
 
 
@@ -105,7 +105,7 @@ def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
 @contextmanager
 def _soon_refused() -> Iterator[None]:
-    """MLflow tries a server that is not there for minutes: at a start, while all ranks wait, for seconds."""
+    """Let MLflow give up a server that is not there after seconds instead of minutes: at a start all ranks wait."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
     ours = {name: value for name, value in limits.items() if name not in os.environ}
     os.environ.update(ours)
@@ -116,4 +116,42 @@ def _soon_refused() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow}
+def _open_trackio(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    """A run in Trackio's folder on this machine, unless its own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
+
+    Trackio continues a run by its name alone, so the name has a part of `run_id`: folders of one name stay apart.
+    """
+    with redirect_stdout(sys.stderr), _without_hub():
+        import trackio
+
+        run = trackio.init(
+            section.get("project", "dino_ds"),
+            name=f"{run_dir.name}-{run_id[:8]}",
+            group=section.get("group"),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # metrics.jsonl has both
+            auto_log_cpu=False,
+        )
+
+    def close() -> None:
+        with redirect_stdout(sys.stderr):
+            trackio.finish()  # not run.finish: at exit it would be finished once more, with a line on standard output
+
+    return Logger(lambda values, step: run.log(dict(values), step=step), close)
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    """Keep Trackio from asking huggingface.co whose token this is, where the run stays on this machine."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow, "trackio": _open_trackio}

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,29 +25,28 @@ from dino_ds.durable import append_whole, replace_file
 from dino_ds.errors import one_line
 from dino_ds.health.files import stamped
 from dino_ds.text_file import read_lines
-from dino_ds.training.loggers import Logger
 
 
 class Meter:
-    """Means of device scalars over micro-batches and ranks; only `read` makes the host wait for the device."""
+    """Averages device scalars over micro-batches and ranks; only `read` makes the host wait for the device."""
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self._names = names
         self._sums = torch.zeros(len(names) + 1, device=device)
 
     def add(self, *values: Tensor) -> None:
-        """One scalar for each name."""
+        """Add a micro-batch's scalars (), one for each name."""
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
     def read(self) -> dict[str, float]:
-        """The means since the last reading; every rank must call it."""
+        """The means by name since the last reading; every rank must call it."""
         *sums, count = distributed.sum_across_ranks(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}
 
 
 class Clock:
-    """Throughput and the share of time spent waiting for data, between two readings; pauses do not count."""
+    """Measures throughput and the share of time spent waiting for data between two readings; pauses do not count."""
 
     def __init__(self, global_batch: int) -> None:
         self._batch = global_batch
@@ -58,23 +57,24 @@ class Clock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the wait for the next batch."""
+        """A context around the wait for the next batch."""
         begin = time.perf_counter()
         yield
         self._waited += time.perf_counter() - begin
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around what is not training, such as an evaluation."""
+        """A context around work that is not training, such as an evaluation."""
         begin = time.perf_counter()
         yield
         self._paused += time.perf_counter() - begin
 
     def step(self) -> None:
-        """One optimizer step was applied."""
+        """Count an applied optimizer step."""
         self._steps += 1
 
     def read(self) -> dict[str, float]:
+        """`images_per_second` and `data_wait_fraction` (0 to 1) since the last reading."""
         seconds = time.perf_counter() - self._begin - self._paused
         values = {
             "images_per_second": self._steps * self._batch / seconds,
@@ -84,11 +84,18 @@ class Clock:
         return values
 
 
+class Logger(NamedTuple):
+    """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
+
+    write: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
+
+
 class RunLog:
     """The files of a run folder that grow, and the progress bar.
 
-    On a resume at `step`, lines of later steps are removed first: they will be written again. loggers: what else takes
-    the numbers, by name; one that fails is left out from then on. tell: gets every line of metrics.jsonl.
+    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` are services by
+    name that get the numbers too; one that fails is left out from then on. `tell` gets every line of metrics.jsonl.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class RunLog:
         )
 
     def info(self, *lines: str) -> None:
-        """Lines for people: console and, with the time, log.txt."""
+        """Write human-readable lines to the console and, with the time, to log.txt."""
         for line in lines:
             if self._text is not None:
                 with suppress(OSError):  # a terminal or a pipe that was closed
@@ -131,7 +138,7 @@ class RunLog:
                 self._append(self._text, stamped(line))
 
     def write(self, record: dict[str, Any]) -> None:
-        """One object with a "step" into metrics.jsonl, its numbers into TensorBoard."""
+        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
         if self._file is None:
             return
         rounded = {name: _rounded(value) for name, value in record.items()}
@@ -150,11 +157,11 @@ class RunLog:
             self._tell(rounded)
 
     def picture(self, name: str, image: Tensor, step: int) -> None:
-        """An RGB image (3, h, w), in [0, 1] or uint8, for TensorBoard."""
+        """Write an RGB image (3, h, w), in [0, 1] or uint8, to TensorBoard."""
         self._show("add_image", name, image, step)
 
     def _append(self, file: FileIO, line: str) -> None:
-        """Append a line; a full disk costs the line and a warning, not the run."""
+        """Append a line; on a full disk the line is lost with a warning, and the run continues."""
         try:
             append_whole(file.fileno(), f"{line}\n".encode())
             self._lost.discard(file.name)
@@ -178,7 +185,7 @@ class RunLog:
         tqdm.write(line, file=sys.stderr)
 
     def progress(self, step: int, note: str | None = None) -> None:
-        """Move the bar to `step`; on a terminal only."""
+        """Move the progress bar, which is shown on a terminal only, to `step`."""
         if self._bar is None or self._bar.disable:
             return
         self._bar.update(step - self._bar.n)
@@ -201,7 +208,10 @@ class RunLog:
 
 
 def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
-    """No traceback for a file that it can't write to: the next call raises the same error. Returns the hook before."""
+    """Hide the traceback of a file that TensorBoard can't write to, since its next call raises the same error.
+
+    Returns the hook that was replaced.
+    """
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -213,13 +223,14 @@ def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with the nine digits that tell FP32 values apart; NaN and infinity, which JSON lacks, as text."""
+    """A value as metrics.jsonl has it: floats with nine digits, as FP32 values need; NaN and infinity as text."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if value - value == 0 else str(value)
 
 
 def _keep_lines_until(path: Path, step: int) -> None:
+    """Remove the lines of later steps, and lines that are broken."""
     if not path.exists():
         return
     kept = []

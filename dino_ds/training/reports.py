@@ -1,4 +1,4 @@
-"""What a run reports every `log_every` steps: metrics, progress, alarms, unreadable images and those of one colour."""
+"""Writes a run's report every `log_every` steps: metrics, progress, alarms, unreadable and single-color images."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError
 from dino_ds.health.collapse import CollapseAlarm
+from dino_ds.host_memory import host_memory_gib, resident_gib
 from dino_ds.training.metrics import Clock, Meter
 from dino_ds.training.run import Run
 from dino_ds.training.saver import Saver
@@ -21,7 +22,7 @@ from dino_ds.training.step import MicroStep
 from dino_ds.training.throughput import HostReader, ThroughputMonitor
 
 _NO_CONTRAST = 1e-3
-"""Between the least and the greatest value of a channel, in deviations; one level of 8 bits is 17 times as much."""
+"""The largest range of a channel that counts as a single color, in deviations; a level of 8 bits is 17 times that."""
 _GRID = 32
 _MOST_NAMES = 20
 
@@ -48,18 +49,18 @@ class Reports:
         self._notes: list[str] = []
 
     def loaded(self, unreadable: list[str], notes: list[str]) -> None:
-        """Note the unreadable images of a micro-batch of this rank, and the notes of its loader."""
+        """Collect the unreadable images of a micro-batch of this rank, and the notes of its loader."""
         self._bad_images.update(unreadable)
         self._notes += notes
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
-        """A micro-batch of an applied step; `constant` (b,) as `constant_images` says it."""
+        """Add a micro-batch of an applied step; `constant` (b,) comes from `constant_images`."""
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean())
         self._constant.add(constant, names)
 
     def write(self, out: MicroStep) -> None:
-        """The line of metrics of a step, and the alarms that follow from it."""
+        """Write the line of metrics of a step, and the alarms that follow from it."""
         run, schedule = self._run, out.schedule
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
@@ -89,6 +90,7 @@ class Reports:
             **speed,
             **rolling,
             **hardware,
+            **_read_host(),
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
             **({} if run.predicted_gib is None else {"memory_predicted_gib": run.predicted_gib}),
@@ -106,7 +108,7 @@ class Reports:
                 self._log.info(line)
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
-        """A reading of rank 0's GPU, and its metrics; energy includes evaluations and saves since the last reading."""
+        """The reading of rank 0's GPU, or None, and its metrics; energy counts evaluations and saves too."""
         gpu = self._sensors.finish() if self._sensors is not None else None
         if gpu is None:
             return None, {}
@@ -117,7 +119,7 @@ class Reports:
         return gpu, gpu.metrics(before, images)
 
     def collect_bad_images(self) -> None:
-        """Gather the unreadable images of all ranks; each is named and counted once. Raises DataError for too many."""
+        """Gather the unreadable images of all ranks; name and count each once. Raises DataError for too many."""
         run, mine = self._run, sorted(self._bad_images - self._run.state.bad_images)
         found = distributed.gather_objects((mine, self._notes))
         self._notes = []
@@ -138,7 +140,7 @@ class Reports:
             )
 
     def _name_constant_images(self, fraction: float) -> None:
-        """Name new images of one colour, up to a limit. `fraction` is theirs since the last line, over all ranks."""
+        """Name new single-color images, up to a limit. `fraction` of all ranks' images since the last line are such."""
         if not fraction:
             self._constant.forget()
             return
@@ -165,15 +167,24 @@ class Reports:
             self._log.info(f"step {record['step']}/{run.last_step}  {short}, {speed}, {_duration(left)} left{knn}")
 
 
+def _read_host() -> dict[str, float]:
+    """Memory of rank 0's machine in GiB: resident sets of this run's ranks and loader processes, and what is free."""
+    by_rank = distributed.gather_objects(resident_gib())
+    return {
+        "host_memory_gib": sum(by_rank[: distributed.local_world_size()]),  # ranks are numbered machine by machine
+        "host_free_gib": host_memory_gib()[1],
+    }
+
+
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
 
 
 def constant_images(crops: list[Tensor]) -> Tensor:
-    """(b,) bool, on the device: which images have one colour in each of these crops (b, c, h, w) of theirs.
+    """Which images have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
 
-    Looks at every few pixels: a grid of about 32 x 32.
+    Only a grid of about 32 x 32 pixels is looked at.
     """
     flat = []
     for crop in crops:
@@ -184,7 +195,7 @@ def constant_images(crops: list[Tensor]) -> Tensor:
 
 
 class ConstantImages:
-    """This rank's images of one colour since the last `take_names`, which alone reads the device."""
+    """Collects this rank's single-color images; only `take_names` reads the device."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[Tensor, list[str]]] = deque(maxlen=1000)
@@ -193,7 +204,7 @@ class ConstantImages:
         self._seen.append((constant, names))
 
     def take_names(self) -> list[str]:
-        """Names of images of one colour, each once."""
+        """The names since the last call, each once."""
         found = {
             name: None
             for constant, names in self._seen

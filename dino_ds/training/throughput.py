@@ -63,7 +63,7 @@ class ThroughputMonitor:
     def look(
         self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
     ) -> tuple[dict[str, float], str | None]:
-        """One window's values -> the rolling ones for the metrics, and a line for people, if there is one."""
+        """Take a window's values; return the rolling ones for the metrics, and a human-readable line or None."""
         if self._warmup:
             self._warmup -= 1
             return {}, None
@@ -159,7 +159,7 @@ class HostReader:
         return Host(others, cores, _memory_in_use(), os.getloadavg()[0])
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds: on the clock, of all cores at work, of this process and its loader processes."""
+        """Seconds on the clock, and of CPU time: of the whole host, and of this process with its loader processes."""
         host, own = psutil.cpu_times(), 0.0
         for process in (self._process, *self._process.children(recursive=True)):
             with contextlib.suppress(psutil.Error):

@@ -49,6 +49,8 @@ def _refusal(words: list[str]) -> str:
             "--model.init_from FILE, or timm's name; a stopped run continues with --r",
         ),
         ("train --report_to wandb", "--ds.wandb.enabled true"),
+        ("train --report_to trackio", "as do comet, mlflow and trackio"),
+        ("train --cache_images ram", "--data.cache_gib N"),
         ("train --output_dir out", "write --run_dir out"),
         ("train --num_train_epochs 3", 'write --length "3 epochs"'),
         ("train --gradient_accumulation_steps 2", "--ds.gradient_accumulation_steps"),

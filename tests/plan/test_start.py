@@ -10,7 +10,6 @@ import shlex
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 
 from dino_ds import distributed
@@ -18,7 +17,7 @@ from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_d
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import count_parameters
 from dino_ds.errors import ConfigError
-from dino_ds.measure import machine as measured
+from dino_ds.measure import machine
 from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
@@ -108,25 +107,9 @@ def test_the_host_s_memory_counts_too():
         check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
 
 
-@pytest.mark.parametrize(("limit", "room"), [(str(2**28), (0.25, 0.125)), ("max", None)])
-def test_a_container_has_what_its_limit_leaves(limit, room, monkeypatch, tmp_path):
-    """Cached files of its own are free."""
-    for name, text in {
-        "memory.max": limit,
-        "memory.current": 2**27 + 2**20,
-        "memory.stat": f"anon 5\ninactive_file {2**19}\nactive_file {2**19}",
-    }.items():
-        (tmp_path / name).write_text(f"{text}\n")
-    places = [(str(folder), *names) for folder, (_, *names) in zip((tmp_path, "/x"), measured._CONTAINERS, strict=True)]
-    monkeypatch.setattr(measured, "_CONTAINERS", places)
-    memory = psutil.virtual_memory()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    assert measured.host_memory_gib() == (room or (memory.total / 2**30, memory.available / 2**30))
-
-
 def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):
     """What other programs have is not theirs; offloading on GPUs is held against all of it."""
-    monkeypatch.setattr(measured, "host_memory_gib", lambda: (24.0, 15.0))
+    monkeypatch.setattr(machine, "host_memory_gib", lambda: (24.0, 15.0))
     found = find_machine()
     assert found.card_gib is None and found.host_gib == pytest.approx(0.9 * 15 + found.libraries / 2**30, abs=1e-6)
 

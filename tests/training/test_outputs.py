@@ -21,7 +21,7 @@ from tests.training.harness import image_folder, read_metrics, train_tiny, whole
 
 FIELDS = {"step", "images", "loss", "teacher_entropy", "kl", "lr", "weight_decay", "teacher_momentum", "teacher_temp"}
 FIELDS |= {"grad_norm", "loss_scale", "skipped_steps", "images_per_second", "data_wait_fraction", "memory_gib"}
-FIELDS |= {"memory_predicted_gib"}
+FIELDS |= {"memory_predicted_gib", "host_memory_gib", "host_free_gib"}
 MASKED = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
 
 
@@ -40,6 +40,7 @@ def test_one_line_of_metrics_per_step_with_every_field(run):
     for record in lines:
         assert set(record) >= FIELDS
         assert record["images"] == 8 * record["step"]
+        assert record["host_memory_gib"] > record["memory_gib"] / 2 > 0 and record["host_free_gib"] > 0
         assert record["loss"] == pytest.approx(record["teacher_entropy"] + record["kl"], abs=1e-6)
     assert lines[0]["lr"] == 0 and lines[1]["lr"] > 0
 

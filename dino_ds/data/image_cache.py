@@ -1,0 +1,171 @@
+"""Decoded images in memory that a machine's loader processes share: each file of a small set is decoded once a run."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import weakref
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dino_ds import distributed
+from dino_ds.data.base import Source
+from dino_ds.data.decode import DecodedImage, EncodedImage
+from dino_ds.errors import ConfigError
+from dino_ds.host_memory import host_memory_gib
+
+_USED, _FULL, _FIRST = 0, 1, 2
+"""Places in the table of int64: the bytes taken; 1 after an image had no room, 2 once that was said; image 0's."""
+_HEADER = 5
+"""int32 numbers before the pixels: height, width, channels, bytes a value, whether a decoder may shrink the file."""
+_ALIGNED = 64
+
+
+class _Address(NamedTuple):
+    """Where other processes of this machine find a cache; the inode tells it from another process's file."""
+
+    pid: int
+    fd: int
+    inode: int
+
+
+class ImageCache:
+    """Pixels by image index, up to `size` bytes; an image for which there is no room is not kept.
+
+    The memory has no name in a file system: a process that is given the cache gets its descriptor, and the kernel
+    frees it with the last process that has one, however that ends.
+    """
+
+    def __init__(self, fd: int, images: int) -> None:
+        self._fd, self._images, self._memory = fd, images, mmap.mmap(fd, 0)
+        self._table = np.frombuffer(self._memory, np.int64, images + _FIRST)
+        weakref.finalize(self, os.close, fd)
+
+    @staticmethod
+    def create(images: int, size: int) -> ImageCache:
+        """An empty cache for a source of `images` images. Memory is taken as images come."""
+        fd, table = os.memfd_create("dino_ds images"), _aligned(8 * (images + _FIRST))
+        os.ftruncate(fd, table + size)
+        cache = ImageCache(fd, images)
+        cache._table[_USED] = table
+        return cache
+
+    @property
+    def address(self) -> _Address:
+        return _Address(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
+
+    @staticmethod
+    def attach(address: _Address, images: int) -> ImageCache:
+        """The cache of another process of this user on this machine. Raises OSError."""
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR)
+        if os.fstat(fd).st_ino != address.inode:
+            os.close(fd)
+            raise OSError(0, "another process has this number here")
+        return ImageCache(fd, images)
+
+    def __getstate__(self) -> tuple[Any, int]:
+        return reduction.DupFd(self._fd), self._images
+
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        ImageCache.__init__(self, state[0].detach(), state[1])
+
+    def get(self, index: int) -> tuple[np.ndarray, bool] | None:
+        """Pixels (h, w, c) of an image, and whether a decoder may shrink its file; None where they are not kept."""
+        if not (place := int(self._table[_FIRST + index])):
+            return None
+        *shape, itemsize, shrinks = np.frombuffer(self._memory, np.int32, _HEADER, place).tolist()
+        dtype = np.uint8 if itemsize == 1 else np.float32
+        pixels = np.frombuffer(self._memory, dtype, shape[0] * shape[1] * shape[2], place + _ALIGNED)
+        return pixels.reshape(shape), bool(shrinks)
+
+    def put(self, index: int, pixels: np.ndarray, shrinks: bool) -> None:
+        """Keep pixels (h, w, c) of uint8 or float32, if there is room."""
+        if not (place := self._take(_aligned(pixels.nbytes) + _ALIGNED)):
+            return
+        header = [*pixels.shape, pixels.itemsize, shrinks]
+        np.frombuffer(self._memory, np.int32, _HEADER, place)[:] = header
+        np.frombuffer(self._memory, pixels.dtype, pixels.size, place + _ALIGNED)[:] = pixels.reshape(-1)
+        self._table[_FIRST + index] = place  # last: now others may read it
+
+    def _take(self, size: int) -> int:
+        """The place of `size` bytes, or 0 where so much is not left. A lock of the kernel's ends with its process."""
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            place = int(self._table[_USED])
+            if place + size > len(self._memory):
+                self._table[_FULL] = self._table[_FULL] or 1
+                return 0
+            self._table[_USED] = place + size
+            return place
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def take_note(self) -> str | None:
+        """What to tell the user after the first image without room; each note is given to one process, once."""
+        if self._table[_FULL] != 1:
+            return None
+        self._table[_FULL] = 2
+        kept = np.count_nonzero(self._table[_FIRST:])
+        return f"data.cache_gib is full with {kept} of {self._images} images; the others are decoded in every epoch"
+
+
+class CachedImage:
+    """An image whose pixels are in the cache, or come there once they are decoded whole; EncodedImage's interface.
+
+    `open_file` gives the file with its header read; it is called only where the cache can't answer.
+    """
+
+    def __init__(self, cache: ImageCache, index: int, open_file: Callable[[], EncodedImage | DecodedImage]) -> None:
+        self._cache, self._index, self._open_file = cache, index, open_file
+        self._kept = cache.get(index)
+        self._file = None if self._kept else open_file()
+        if self._kept:
+            self.height, self.width, self.channels = self._kept[0].shape
+        elif self._file:
+            self.height, self.width, self.channels = self._file.height, self._file.width, self._file.channels
+
+    def decode(self, shrink: int = 1) -> np.ndarray:
+        """The pixels that EncodedImage.decode gives, bit for bit. Raises UnreadableImage."""
+        if self._kept and (shrink == 1 or not self._kept[1]):
+            return self._kept[0]
+        file = self._file or self._open_file()
+        pixels, shrinks = file.decode(shrink), getattr(file, "format", "") == "JPEG"
+        if not self._kept and (shrink == 1 or not shrinks):
+            self._cache.put(self._index, pixels, shrinks)
+        return pixels
+
+
+def check_cache(gib: float, source: Source) -> None:
+    """Raises ConfigError for a source without files, and for more memory than this machine has free."""
+    if gib and not hasattr(source, "read"):
+        raise ConfigError("data.cache_gib keeps decoded files, and this data.source has none: set it to 0")
+    if gib > (free := host_memory_gib()[1]):
+        raise ConfigError(f"data.cache_gib {gib:.12g} is more than this machine has free ({free:.1f} GiB): give less")
+
+
+def open_cache(gib: float, images: int) -> ImageCache | None:
+    """The cache that the ranks of this machine share, or None for 0 GiB; every rank calls it.
+
+    Raises ConfigError where the ranks of a machine can't see each other.
+    """
+    if not gib:
+        return None
+    own, node = ImageCache.create(images, int(gib * 2**30)), platform.node()
+    first = next(there for name, there in distributed.gather_objects((node, own.address)) if name == node)
+    with distributed.raise_on_all_ranks():  # the owner waits here until all have opened it
+        try:
+            return own if first == own.address else ImageCache.attach(first, images)
+        except OSError as error:
+            raise ConfigError(
+                f"the ranks of {node} can't share memory ({error.strerror}), as in containers of their own: set "
+                "data.cache_gib 0"
+            ) from None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED

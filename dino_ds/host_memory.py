@@ -1,0 +1,46 @@
+"""Memory of the machine or container that this process runs in, and what the process and its children have of it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+_CONTAINERS = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""For control groups of version 2 and 1: the folder, the files of the limit and of the memory in use, and the prefix of
+names in memory.stat."""
+_CACHES = ("inactive_file", "active_file")
+"""Files' contents, which the kernel gives up when somebody needs the memory."""
+
+
+def host_memory_gib() -> tuple[float, float]:
+    """(all, free) memory of the machine, or of the container where that has less."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    for folder, limit_file, used_file, prefix in _CONTAINERS:
+        with suppress(OSError, ValueError):  # there is no limit: no such file, or "max"
+            limit = int(Path(folder, limit_file).read_text())
+            total, free = min(total, limit), min(free, limit)
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            cached = sum(int(stat.get(prefix + cache, 0)) for cache in _CACHES)
+            used = int(Path(folder, used_file).read_text()) - cached
+            free = max(0, min(free, limit - used))
+    return total / 2**30, free / 2**30
+
+
+def resident_gib() -> float:
+    """Resident memory of this process and of all that it has started, in GiB.
+
+    Pages of files and shared memory count once, as this process has them: code, batches, cached images.
+    """
+    own = psutil.Process()
+    found = own.memory_info().rss
+    for process in own.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            memory = process.memory_info()
+            found += memory.rss - getattr(memory, "shared", 0)
+    return found / 2**30

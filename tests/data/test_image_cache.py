@@ -1,0 +1,234 @@
+"""The cache of decoded images changes no crop, keeps to its size, is shared, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import shutil
+import signal
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds import distributed
+from dino_ds.config.crops import dino_groups
+from dino_ds.data import image_cache
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset
+from dino_ds.data.feed import Position
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.image_cache import ImageCache, open_cache
+from dino_ds.data.loader import Loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.errors import ConfigError
+from tests.ranks import run_on_ranks
+from tests.training.harness import read_metrics, train_tiny
+
+CROPS = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 1), "low_res")
+MIB = 2**20
+
+
+def _pixels(seed, *shape, high=256, dtype=np.uint8):
+    return np.random.default_rng(seed).integers(0, high, shape, dtype=dtype)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Every way of a file to its pixels: shrunk JPEGs among them, oriented and grey ones, and a broken file."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number, side in enumerate((20, 64, 200)):
+        Image.fromarray(_pixels(number, side, side + 9, 3)).save(folder / f"{side}.jpg")
+    Image.fromarray(_pixels(3, 30, 20)).save(folder / "grey.jpg")
+    Image.fromarray(_pixels(4, 70, 90, 3)).save(folder / "large.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(_pixels(5, 40, 90, 3)).save(folder / "turned.jpg", exif=turned)
+    (folder / "z_broken.jpg").write_bytes((folder / "64.jpg").read_bytes()[:900])
+    return folder
+
+
+def _batches(source, cache, count=3, epochs=2, **options):
+    given = {"global_batch": count, "micro_batch": count, "max_pixels": 10**6, "cache": cache, **options}
+    loader = Loader(source, CROPS, LoaderOptions(**given), Position())
+    try:
+        return list(islice(loader, epochs * len(source) // count))
+    finally:
+        loader.close()
+
+
+def _assert_same(some, others):
+    assert len(some) == len(others) > 0
+    for a, b in zip(some, others, strict=True):
+        assert a.names == b.names and a.bad == b.bad and a.crops.keys() == b.crops.keys()
+        assert all(torch.equal(crops, b.crops[name]) for name, crops in a.crops.items())
+
+
+@pytest.mark.parametrize("augment", ["device", "worker"])
+def test_crops_are_the_same_bit_for_bit(root, augment):
+    source = ImageFolder(str(root))
+    cache = ImageCache.create(len(source), MIB)
+    plain = _batches(source, None, epochs=5, augment=augment)
+    _assert_same(_batches(source, cache, epochs=5, augment=augment), plain)
+    _assert_same(_batches(source, cache, epochs=5, augment=augment), plain)
+    kept = sum(cache.get(index) is not None for index in range(len(source)))
+    assert kept == 6 if augment == "worker" else 3 <= kept < 6  # some are only ever decoded smaller
+
+
+def test_crops_of_deep_images_are_the_same_bit_for_bit(tmp_path):
+    for number in range(3):
+        Image.fromarray(_pixels(number, 30, 40, high=4096, dtype=np.uint16)).save(tmp_path / f"{number}.png")
+    source = ImageFolder(str(tmp_path))
+    options = {"value_range": (0.0, 4095.0), "channels": 1, "augment": "device"}
+    cache = ImageCache.create(3, MIB)
+    datasets = [MultiCropDataset(source, CROPS, LoaderOptions(cache=one, **options)) for one in (None, cache, cache)]
+    plain, *cached = ([dataset._sample(CROPS, 0, index)[0] for index in range(3)] for dataset in datasets)
+    for crops in cached:
+        assert all(
+            torch.equal(a, b) for one, other in zip(plain, crops, strict=True) for a, b in zip(one, other, strict=True)
+        )
+    assert cache.get(0)[0].dtype == np.float32
+
+
+def test_loader_processes_share_it_and_a_file_is_decoded_once(tmp_path):
+    """Once all images are there the files are no longer needed: new processes, as after a crash, get the same crops."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(12):
+        Image.fromarray(_pixels(number, 20, 20, 3)).save(folder / f"{number:02d}.jpg")
+    source = ImageFolder(str(folder))
+    plain = _batches(source, None)
+    cache = ImageCache.create(12, MIB)
+    _assert_same(_batches(source, cache, workers=2), plain)
+    assert all(cache.get(index) is not None for index in range(12))
+    shutil.rmtree(folder)
+    _assert_same(_batches(source, cache, workers=2), plain)
+
+
+def test_it_keeps_to_its_size_and_says_once_that_it_is_full(tmp_path):
+    for number in range(6):
+        Image.fromarray(_pixels(number, 20, 20, 3)).save(tmp_path / f"{number}.png")
+    source = ImageFolder(str(tmp_path))
+    cache = ImageCache.create(6, 3000)  # of 1200 bytes each
+    size = os.fstat(cache._fd).st_size
+    _assert_same(_batches(source, cache), _batches(source, None))
+    assert sum(cache.get(index) is not None for index in range(6)) == 2
+    assert os.fstat(cache._fd).st_size == size <= 3000 + 64 + 8 * 8
+    assert cache.take_note() is None  # the loader had it
+    loader = Loader(
+        source, CROPS, LoaderOptions(global_batch=6, micro_batch=6, cache=ImageCache.create(6, 0)), Position()
+    )
+    list(islice(loader, 2))
+    loader.close()
+    assert loader.notes == ["data.cache_gib is full with 0 of 6 images; the others are decoded in every epoch"]
+
+
+def test_a_file_that_is_replaced_meanwhile_stays_as_it_was(tmp_path):
+    """Decodes that are smaller, and so not kept, see the new file."""
+    file = tmp_path / "0.jpg"
+    Image.fromarray(_pixels(0, 64, 64, 3)).save(file)
+    source, cache = ImageFolder(str(tmp_path)), ImageCache.create(1, MIB)
+    before = _batches(source, cache, count=1, epochs=8)
+    Image.fromarray(_pixels(1, 64, 64, 3)).save(file)
+    kept = cache.get(0)[0].copy()
+    after = _batches(source, cache, count=1, epochs=8)
+    assert np.array_equal(cache.get(0)[0], kept)
+    same = [all(torch.equal(a.crops[n], b.crops[n]) for n in a.crops) for a, b in zip(before, after, strict=True)]
+    assert any(same)
+
+
+def _die_in(cache, pipe):
+    cache.put(0, _pixels(0, 4, 4, 3), False)
+    fcntl.lockf(cache._fd, fcntl.LOCK_EX)
+    pipe.send(cache.address)
+    signal.pause()
+
+
+def _die_alone(pipe):
+    _die_in(ImageCache.create(1, MIB), pipe)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_process_leaves_no_memory_and_no_lock(shared):
+    names = sorted(os.listdir("/dev/shm"))
+    cache = ImageCache.create(2, MIB)
+    ours, theirs = multiprocessing.Pipe()
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=_die_in if shared else _die_alone, args=(cache, theirs) if shared else (theirs,))
+    child.start()
+    address = ours.recv()
+    child.kill()
+    child.join()
+    assert not set(os.listdir("/dev/shm")) - set(names)
+    if shared:
+        assert np.array_equal(cache.get(0)[0], _pixels(0, 4, 4, 3))
+        cache.put(1, _pixels(1, 4, 4, 3), False)
+        assert np.array_equal(cache.get(1)[0], _pixels(1, 4, 4, 3))
+    else:
+        with pytest.raises(FileNotFoundError):
+            ImageCache.attach(address, 1)
+
+
+def _share():
+    cache = open_cache(0.001, 2)
+    cache.put(distributed.rank(), _pixels(distributed.rank(), 4, 4, 3), False)
+    distributed.gather_objects(None)
+    return all(np.array_equal(cache.get(index)[0], _pixels(index, 4, 4, 3)) for index in range(2))
+
+
+def test_the_ranks_of_a_machine_have_one_together():
+    assert run_on_ranks(_share) == [True, True]
+
+
+def test_another_process_s_file_is_not_taken_for_a_cache(tmp_path):
+    with (tmp_path / "other").open("w+") as other, pytest.raises(OSError, match="another process"):
+        ImageCache.attach(image_cache._Address(os.getpid(), other.fileno(), 0), 1)
+
+
+class Pixels:
+    """A source without files."""
+
+    labels = classes = None
+
+    def __init__(self, root):
+        pass
+
+    def __len__(self):
+        return 8
+
+    def load(self, index):
+        return Image.fromarray(_pixels(index, 20, 20, 3))
+
+    def name(self, index):
+        return str(index)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"data.cache_gib": "1000000"}, r"data.cache_gib 1000000 is more than this machine has free \("),
+        ({"data.cache_gib": "0.1", "data.source": f"{__name__}:Pixels"}, "data.cache_gib keeps decoded files, and"),
+        ({"data.cache_gib": "-1"}, "data.cache_gib"),
+    ],
+)
+def test_what_can_t_be_kept_is_refused_before_anything_is_written(root, tmp_path, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        raise ConfigError(train_tiny(root, tmp_path / "run", max_steps=1, changes={"data.global_batch": "4"} | changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_learns_the_same_with_it_and_may_be_resumed_without(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(16):
+        Image.fromarray(_pixels(number, 40, 48, 3)).save(folder / f"{number}.png")
+    for run, gib in (("plain", "0"), ("cached", "0.01")):
+        assert train_tiny(folder, tmp_path / run, max_steps=4, changes={"data.cache_gib": gib}) is None
+    assert train_tiny(folder, tmp_path / "cached", max_steps=6, resume=True, changes={"data.cache_gib": "0"}) is None
+    assert train_tiny(folder, tmp_path / "plain", max_steps=6, resume=True) is None
+    plain, cached = ([line["loss"] for line in read_metrics(tmp_path / run)] for run in ("plain", "cached"))
+    assert plain == cached and len(plain) == 6
