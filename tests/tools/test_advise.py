@@ -75,11 +75,20 @@ class Noise:
 )
 def test_every_advice_holds_together(images, side, channels, card, tmp_path, monkeypatch, capsys):
     """Settings follow from the images, `train` takes them, and each reason speaks of the value beside it."""
-    (tmp_path / "noise.py").write_text(NOISE)
+    (tmp_path / "advised_noise.py").write_text(NOISE)
     monkeypatch.chdir(tmp_path)
     offered, _, gpu = card.partition(" ")
     words = ["--gpu", gpu, "--gpus", offered] if gpu else []
-    source = ["--source", "noise:Noise", "--root", f"{images}_{side}_{channels}", "--sample", "2", "--workers", "0"]
+    source = [
+        "--source",
+        "advised_noise:Noise",
+        "--root",
+        f"{images}_{side}_{channels}",
+        "--sample",
+        "2",
+        "--workers",
+        "0",
+    ]
     main(["advise", *source, *words, "--json"])
     found = json.loads(capsys.readouterr().out)
     recipe, rows = _accepted(found["command"]), {row["setting"]: row for row in found["advice"]}

@@ -26,6 +26,7 @@ from dino_ds.options.model import EmbedOptions
 from dino_ds.tools import embed, embedding_parts
 from dino_ds.tools.model_options import range_for
 from dino_ds.weights.export import FORMATS
+from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -180,7 +181,7 @@ def _touched(place, parts):
 
 
 def _described(place, **values):
-    (place / "teacher.json").write_text(json.dumps(json.loads((place / "teacher.json").read_text()) | values))
+    (place / "teacher.json").write_text(json.dumps(read_sidecar(place / "teacher.safetensors") | values))
 
 
 CONTINUED_WITH_OTHERS = {

@@ -93,7 +93,7 @@ def test_other_errors_pass():
 
 
 def test_another_command_ends_with_the_code_of_memory_too(monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_dispatch", lambda words: torch.empty(2**60, dtype=torch.uint8))
+    monkeypatch.setattr(cli, "_dispatch", lambda *_: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["eval", "x"])
     assert stopped.value.code == 7
