@@ -22,6 +22,7 @@ from dino_ds.options.model import EvalOptions, PicturesOptions
 from dino_ds.tools import evaluate, pictures
 from dino_ds.training.run_folder import RunFolder
 from dino_ds.weights.export import FORMATS
+from dino_ds.weights.sidecar import read_sidecar
 from tests.data.files import tiff
 from tests.ranks import run_on_ranks
 from tests.training.harness import log_of, losses_of, train_tiny
@@ -82,7 +83,7 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
                 model.features(wrong)
     with pytest.raises(ConfigError, match=r"no data.value_range was given or found\); this model was trained on 8-bit"):
         _backbone().preprocess(Image.fromarray(deep))
-    content = json.loads((tmp_path / "copy.json").read_text())
+    content = read_sidecar(tmp_path / "copy.safetensors")
     for wrong in ("0,4095", [1], [3, 2], ["a", 1], [0, 10**400], None):
         (tmp_path / "copy.json").write_text(json.dumps({**content, "value_range": wrong}))
         with pytest.raises(CheckpointError, match="unusable value_range"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from shutil import copytree
 
@@ -15,6 +16,7 @@ from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.training.build import build_step
 from dino_ds.training.step import Inputs
+from dino_ds.weights.sidecar import read_sidecar
 from tests.engine.harness import crops, ds_config, max_difference
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -78,9 +80,10 @@ def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, t
     file = place / "teacher.safetensors"
     changes = GRAM | {"gram.teacher": str(file)}
     assert run_on_ranks(train_tiny, trained / "images", run, max_steps=1, changes=changes, world=1) == [None]
-    weights = load_file(file)
+    weights, about = load_file(file), read_sidecar(file)
     weights["norm.bias"][3] += 1e-6
     save_file(weights, file)
+    (place / "teacher.json").write_text(json.dumps(about))  # changed on purpose: it describes no file
     (said,) = run_on_ranks(train_tiny, trained / "images", run, max_steps=2, resume=True, changes=changes, world=1)
     assert said.startswith(f"gram.teacher {file} has other weights than the one that this run was trained with")
     assert "\n" not in said
