@@ -213,6 +213,15 @@ def test_a_meant_edit_of_teacher_json(run):
         dino_ds.load(run)
 
 
+def test_checksums_of_one_file_never_come_into_the_description_of_another(tmp_path):
+    """An export of a run whose teacher.json lost one of its two checksums can be read."""
+    path, made = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    path.with_suffix(".json").write_text('{"step": 1, "crc32": 5}')
+    _tensors(1)(path)
+    write_with_sidecar(made, _tensors(2), read_sidecar(path))
+    assert read_sidecar(made) == {"step": 1}
+
+
 def test_a_command_reads_a_file_once_to_verify_it(run, monkeypatch):
     """However often it opens the model; a file that has changed since is read again, at whatever length."""
     from dino_ds.checkpoint import opening
