@@ -17,7 +17,7 @@ from dino_ds.backbones import BACKBONES, VITS
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import CheckpointError, ConfigError, one_line
+from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import MODEL_FORMS, did_you_mean, nearest, suggestion
@@ -85,12 +85,10 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
     saved = open_checkpoint(folder, WHOLE)
     parts = teacher_parts(saved.whole())
     backbone = parts.pop("backbone")
-    try:
+    with naming(folder):
         facts = about_checkpoint(saved.manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
-    weights = replace(network_weights(folder, backbone, facts, ("teacher", asked, trusted)), heads=parts)
+    weights = replace(network_weights(folder, backbone, facts, "teacher", asked, trusted), heads=parts)
     weights.check_beside(folder)
     return weights
 
