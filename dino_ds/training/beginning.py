@@ -42,7 +42,7 @@ class Beginning:
 
     @property
     def weights(self) -> tuple[str, Weights] | None:
-        """What the network is built with, by name: of a stage that takes over no more."""
+        """The weights that the network is built with, and their name; None unless a stage takes over these alone."""
         if self.before is None or self.continues:
             return None
         return str(self.before.folder), teacher_weights(self.before)
@@ -73,7 +73,7 @@ class Beginning:
 def choose_beginning(
     folder: RunFolder, checkpoints: Checkpoints, images: OtherImages, place: str | None, given: Given | None
 ) -> Beginning:
-    """That of a start in `folder`, on every rank. `place`: the run that a stage begins with, or its checkpoint.
+    """The beginning of a start in `folder`, on every rank. `place`: the run that a stage begins with, or a checkpoint.
 
     Of a new stage, `folder` knows on return where it comes from, and its recipe counts from there. Raises ConfigError
     or CheckpointError where there is nothing to begin with, or it is of another network than the stage's.

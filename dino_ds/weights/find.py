@@ -30,7 +30,7 @@ from dino_ds.weights.sidecar import read_facts
 from dino_ds.weights.tensors import Weights, checked
 
 _SECONDS = 5.0
-"""For the hub to answer."""
+"""Time that the hub has to answer."""
 
 
 def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
@@ -102,7 +102,7 @@ def _backbone_of(recipe: Path) -> str | None:
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
-    """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none.
+    """`weights` with the teacher's heads and mask token from their checkpoint, or with a note on why there are none.
 
     Raises CheckpointError where that checkpoint is damaged: it may be removed, but not be something else.
     """
@@ -143,7 +143,7 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
-    """Those of the EMA teacher of a verified checkpoint, its heads among them."""
+    """The weights of the EMA teacher of a verified checkpoint, with its heads."""
     parts = teacher_parts(saved.whole())
     backbone, local = split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
@@ -151,7 +151,7 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
 
 
 def teacher_parts(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Of the tensors of a checkpoint those of the teacher's backbone and of its heads, by the part's name."""
+    """The tensors of the teacher's backbone and of its heads among those of a checkpoint, by the part's name."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in whole.items():
         network, _, rest = name.partition(".")
