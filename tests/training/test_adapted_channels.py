@@ -155,12 +155,3 @@ def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
     said = stages.run(stages.words_of(tmp_path / "stage", *stages.flags(options)))
     assert said is not None and "is of another backbone: in_chans 3 there, 1 here; model.init_from in the place" in said
     assert "\n" not in said and not (tmp_path / "stage").exists()
-
-
-def test_paths_as_a_user_gives_them(place, tmp_path):
-    """A file of weights without the run around it starts one too."""
-    for name in ("teacher.safetensors", "teacher.json"):
-        shutil.copy(place / "rgb" / name, tmp_path / name)
-    changes = {"model.in_chans": "1", "model.init_from": str(tmp_path / "teacher.safetensors")}
-    assert train_alone(place / "1", Path(tmp_path / "run"), max_steps=1, changes=changes) is None
-    assert ": the sum of the 3; gray images keep" in log_of(tmp_path / "run")
