@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 EXIT_CODES = {
     0: "done",
@@ -92,6 +94,15 @@ class Stopped(UserError):
     """A run that `dino_ds.train` of Python has started was stopped on request and saved (exit code 75)."""
 
     exit_code = STOPPED
+
+
+@contextmanager
+def naming(what: object) -> Iterator[None]:
+    """Put what a CheckpointError is about before its message."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,10 +38,27 @@ def resident_gib() -> float:
 
     Pages of files and shared memory count once, as this process has them: code, batches, cached images.
     """
-    own = psutil.Process()
+    own, *others = own_processes()
     found = own.memory_info().rss
-    for process in own.children(recursive=True):
+    for process in others:
         with suppress(psutil.Error):  # it has ended meanwhile
             memory = process.memory_info()
             found += memory.rss - getattr(memory, "shared", 0)
     return found / 2**30
+
+
+def own_processes() -> list[psutil.Process]:
+    """This process and all that it has started, directly or not.
+
+    The kernel's own lists of children are read where it has them: psutil looks at every process of the machine, of
+    which a node with many cores has thousands.
+    """
+    found, pids = list[psutil.Process](), [os.getpid()]
+    if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
+        return [psutil.Process(), *psutil.Process().children(recursive=True)]
+    for pid in pids:  # which grows meanwhile
+        with suppress(psutil.Error, OSError):  # it has ended meanwhile
+            found.append(psutil.Process(pid))
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found

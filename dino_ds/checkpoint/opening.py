@@ -33,7 +33,8 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
 
 
 def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """As `checksum`, but a file that this process has read before, and that has not changed, is not read again."""
+    """Length and CRC32 of a file, as `checksum`; one that this process has read and that has not changed is not read
+    again. Raises OSError."""
     at = path.stat()
     key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key in _known_sums:

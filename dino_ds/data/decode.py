@@ -35,7 +35,7 @@ from dino_ds.data.raster import NPY, Raster, open_npy
 from dino_ds.data.tiff import TIFFS, open_tiff
 
 MAX_PIXELS = 50_000_000
-"""Of an image where the recipe doesn't say: half a gigabyte while it is decoded."""
+"""The largest image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
@@ -188,7 +188,7 @@ class EncodedImage:
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
     def _stored(self, shrink: int) -> np.ndarray:
-        """As the file's decoder gives it."""
+        """The values as the file's decoder gives them."""
         image = self._image
         if isinstance(image, Raster):
             return image.read()

@@ -45,7 +45,7 @@ class Normalisation:
 
     @staticmethod
     def measured(moments: Sequence[tuple[np.ndarray, np.ndarray]]) -> Normalisation:
-        """As a recipe takes it, 4 digits, of images that all count the same.
+        """The normalisation of measured images, which all count the same, with 4 digits as a recipe takes it.
 
         moments: for each image and channel the mean of its values and of their squares, black 0 and white 1.
         """

@@ -21,7 +21,7 @@ _LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 _OPEN_FILES = 32
 """Files a process keeps open at most, with what their footers say."""
 _MOST_BYTES = 1 << 30
-"""Of a column in a row group: one image is read with its whole group, by each loader process."""
+"""The most that a column of a row group may hold: each loader process reads an image with its whole group."""
 _NUMBERS = 1 << 16
 """Rows of plain numbers that are read at a time."""
 

@@ -13,7 +13,7 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.image_set import ImageSet
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.objectives.dino import HEAD
 from dino_ds.objectives.ibot import IBOT_HEAD
 from dino_ds.training.build import build_schedules
@@ -42,7 +42,7 @@ class Beginning:
 
     @property
     def weights(self) -> tuple[str, Weights] | None:
-        """What the network is built with, by name: of a stage that takes over no more."""
+        """The weights that the network is built with, and their name; None unless a stage takes over these alone."""
         if self.before is None or self.continues:
             return None
         return str(self.before.folder), teacher_weights(self.before)
@@ -73,7 +73,7 @@ class Beginning:
 def choose_beginning(
     folder: RunFolder, checkpoints: Checkpoints, images: OtherImages, place: str | None, given: Given | None
 ) -> Beginning:
-    """That of a start in `folder`, on every rank. `place`: the run that a stage begins with, or its checkpoint.
+    """The beginning of a start in `folder`, on every rank. `place`: the run that a stage begins with, or a checkpoint.
 
     Of a new stage, `folder` knows on return where it comes from, and its recipe counts from there. Raises ConfigError
     or CheckpointError where there is nothing to begin with, or it is of another network than the stage's.
@@ -103,7 +103,9 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 
     def accept(manifest: Manifest) -> None:
-        _check_fits(run_name, recipe, _recipe_of(manifest, run_name), continues)
+        with naming(run_name):
+            theirs = recipe_of(manifest)
+        _check_fits(run_name, recipe, theirs, continues)
 
     choice = Checkpoints(run, keep=1).choose(step, None, accept)
     if choice.saved is None:
@@ -118,14 +120,6 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
     changes = images.notes(saved)
     return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
-
-
-def _recipe_of(saved: Manifest, what: str) -> Recipe:
-    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is of another version."""
-    try:
-        return recipe_of(saved)
-    except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from None
 
 
 def _unfinished(saved: Manifest) -> str:

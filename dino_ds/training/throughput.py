@@ -15,6 +15,7 @@ import torch
 
 from dino_ds.digits import short
 from dino_ds.engine.gpu_sensors import GpuReading
+from dino_ds.host_memory import own_processes
 
 # In windows, which are the times between two lines of metrics.
 WARMUP = 2
@@ -147,7 +148,6 @@ class HostReader:
     """Each call describes the time since the last one; the load is the kernel's mean of about a minute."""
 
     def __init__(self) -> None:
-        self._process = psutil.Process()
         self._last = self._read()
 
     def __call__(self) -> Host:
@@ -161,7 +161,7 @@ class HostReader:
     def _read(self) -> tuple[float, float, float]:
         """Seconds on the clock, and of CPU time: of the whole host, and of this process with its loader processes."""
         host, own = psutil.cpu_times(), 0.0
-        for process in (self._process, *self._process.children(recursive=True)):
+        for process in own_processes():
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
                 own += times.user + times.system

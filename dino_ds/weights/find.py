@@ -17,7 +17,7 @@ from dino_ds.backbones import BACKBONES, VITS
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import CheckpointError, ConfigError, one_line
+from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.hubs import weights_elsewhere
 from dino_ds.names import MODEL_FORMS, did_you_mean, nearest, suggestion
@@ -30,7 +30,7 @@ from dino_ds.weights.sidecar import read_facts
 from dino_ds.weights.tensors import Weights, checked
 
 _SECONDS = 5.0
-"""For the hub to answer."""
+"""Time that the hub has to answer."""
 
 
 def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
@@ -85,12 +85,10 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
     saved = open_checkpoint(folder, WHOLE)
     parts = teacher_parts(saved.whole())
     backbone = parts.pop("backbone")
-    try:
+    with naming(folder):
         facts = about_checkpoint(saved.manifest)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
-    weights = replace(network_weights(folder, backbone, facts, ("teacher", asked, trusted)), heads=parts)
+    weights = replace(network_weights(folder, backbone, facts, "teacher", asked, trusted), heads=parts)
     weights.check_beside(folder)
     return weights
 
@@ -104,7 +102,7 @@ def _backbone_of(recipe: Path) -> str | None:
 
 
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
-    """With the teacher's heads and mask token from the checkpoint that it was written with, or why there are none.
+    """`weights` with the teacher's heads and mask token from their checkpoint, or with a note on why there are none.
 
     Raises CheckpointError where that checkpoint is damaged: it may be removed, but not be something else.
     """
@@ -145,7 +143,7 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
-    """Those of the EMA teacher of a verified checkpoint, its heads among them."""
+    """The weights of the EMA teacher of a verified checkpoint, with its heads."""
     parts = teacher_parts(saved.whole())
     backbone, local = split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
@@ -153,7 +151,7 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
 
 
 def teacher_parts(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Of the tensors of a checkpoint those of the teacher's backbone and of its heads, by the part's name."""
+    """The tensors of the teacher's backbone and of its heads among those of a checkpoint, by the part's name."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in whole.items():
         network, _, rest = name.partition(".")

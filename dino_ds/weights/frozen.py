@@ -17,7 +17,7 @@ from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
 from dino_ds.weights.fit import describe
@@ -86,10 +86,8 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
     """
     path = Path(place)
     folder = path if is_checkpoint(path) else checkpoint_of(path)
-    try:
+    with naming(f"{key} {place}"):
         found = _of_checkpoint(place, folder) if folder else _of_weights(place)
-    except CheckpointError as error:
-        raise CheckpointError(f"{key} {place}: {error}") from None
     return replace(found, key=key)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dino_ds.backbones import VITS
-from dino_ds.errors import CheckpointError, one_line
+from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
@@ -49,15 +49,13 @@ def read_weights(
     if path.is_dir():
         about = read_json(path / "config.json")
     if not is_huggingface(tensors):
-        return network_weights(path, tensors, about, (network, asked, trusted))
-    try:
+        return network_weights(path, tensors, about, network, asked, trusted)
+    with naming(path):
         _check_huggingface(about)
         stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
         weights = from_huggingface(tensors)
         own = checked(weights.backbone)
         weights = replace(weights, backbone=own, about=about | stated, notes=[*weights.notes, *said])
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
     return _with_numbers(path, weights)
 
 
@@ -65,15 +63,14 @@ def network_weights(
     place: Path,
     tensors: dict[str, Tensor],
     about: dict[str, Any],
-    how: tuple[str, ForeignSpec | None, str | None] = ("teacher", None, None),
+    network: str,
+    asked: ForeignSpec | None,
+    trusted: str | None,
 ) -> Weights:
-    """One network among `tensors`, which were read at `place`, described by `about`; how: network, asked and trusted
-    as of `read_weights`. Raises CheckpointError."""
-    network, asked, trusted = how
-    try:
+    """One network among `tensors`, which were read at `place`, described by `about`; the others as of `read_weights`.
+    Raises CheckpointError."""
+    with naming(place):
         weights = _of_network(tensors, about, network, asked, (trusted, asked.name if asked else None))
-    except CheckpointError as error:
-        raise CheckpointError(f"{place}: {error}") from None
     return _with_numbers(place, weights)
 
 

@@ -65,7 +65,7 @@ def read_sidecar(weights: Path) -> Facts:
                 f"{_shown(facts[_FILE])}): bring the right one back; if it was changed on purpose, remove {_FILE!r} "
                 f"and {_SUM!r} there"
             )
-    return facts
+    return _plain(facts)
 
 
 def read_json(path: Path) -> Facts:
@@ -97,8 +97,13 @@ def _fitting(facts: Facts, found: FileRecord) -> Facts | None:
     """The description of the file `found` among those of a sidecar, without the keys that verify it."""
     for one in (facts, facts.get(_BEFORE)):
         if isinstance(one, dict) and one.get(_FILE) == vars(found):
-            return {key: value for key, value in one.items() if key not in (_FILE, _SUM, _BEFORE)}
+            return _plain(one)
     return None
+
+
+def _plain(facts: Facts) -> Facts:
+    """A sidecar's facts without the keys that verify it and its file."""
+    return {key: value for key, value in facts.items() if key not in (_FILE, _SUM, _BEFORE)}
 
 
 def _description_of(weights: Path) -> Facts | None:

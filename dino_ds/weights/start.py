@@ -15,7 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.digits import range_text
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer
@@ -46,7 +46,7 @@ def find_start(
     if isinstance(ours, ViTSpec) and ours.rope is not None and weights.spec is None:
         own, said = with_biases(weights.backbone, ours.qkv_bias)
         weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
-    try:
+    with naming(f"model.init_from {model.init_from}"):
         is_vit = isinstance(ours, ViTSpec) and weights.spec is None
         notes = [*weights.notes, *(_notes_on_vit if is_vit else _notes_on_other)(weights, model)]
         if weights.kind == "dino_ds" or "mean" in weights.about:
@@ -55,8 +55,6 @@ def find_start(
             _ask_for_normalisation(model, channels_of(weights), normalisation)
             weights, how = adapt_channels(weights, ours.in_chans)
             notes = [how, *notes]
-    except CheckpointError as error:
-        raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     return replace(weights, notes=notes)
 
 
@@ -126,9 +124,9 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
     It replaces the recipe's numbers, but for attention heads that the weights do not state, and channels that the
-    recipe gives: the weights are adapted to them. A run that exists already
-    and began from the same weights knows it: their file may be gone. Raises CheckpointError for a network that dino_ds
-    does not build, ConfigError where the recipe does not fit it.
+    recipe gives: the weights are adapted to them. A run that exists already and began from the same weights knows it:
+    their file may be gone. Raises CheckpointError for a network that dino_ds does not build, ConfigError where the
+    recipe does not fit it.
     """
     model = recipe.model
     assert model.init_from is not None
@@ -140,14 +138,12 @@ def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
             return change_recipe(
                 recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
             )
-    try:
+    with naming(f"model.init_from {model.init_from}"):
         weights = find_weights(model.init_from)
         if weights.spec is not None:
             return change_recipe(recipe, _flags_for_other(weights.spec, model))
         arch = describe(weights, model.heads).arch
         arch = replace(arch, in_chans=_channels_for(model, arch))
-    except CheckpointError as error:
-        raise CheckpointError(f"model.init_from {model.init_from}: {error}") from None
     flags = flags_for(arch, model)
     if flags is None:
         raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")

@@ -35,6 +35,14 @@ def _pixels(seed, *shape, high=256, dtype=np.uint8):
     return np.random.default_rng(seed).integers(0, high, shape, dtype=dtype)
 
 
+def _images(folder, count, *shape, ending="png", **how):
+    """A folder of images of random pixels of this shape."""
+    folder.mkdir(exist_ok=True)
+    for number in range(count):
+        Image.fromarray(_pixels(number, *shape, **how)).save(folder / f"{number:02d}.{ending}")
+    return ImageFolder(str(folder))
+
+
 @pytest.fixture
 def root(tmp_path):
     """Every way of a file to its pixels: shrunk JPEGs among them, oriented and grey ones, and a broken file."""
@@ -79,9 +87,7 @@ def test_crops_are_the_same_bit_for_bit(root, augment):
 
 
 def test_crops_of_deep_images_are_the_same_bit_for_bit(tmp_path):
-    for number in range(3):
-        Image.fromarray(_pixels(number, 30, 40, high=4096, dtype=np.uint16)).save(tmp_path / f"{number}.png")
-    source = ImageFolder(str(tmp_path))
+    source = _images(tmp_path, 3, 30, 40, high=4096, dtype=np.uint16)
     options = {"value_range": (0.0, 4095.0), "channels": 1, "augment": "device"}
     cache = ImageCache.create(3, MIB)
     datasets = [MultiCropDataset(source, CROPS, LoaderOptions(cache=one, **options)) for one in (None, cache, cache)]
@@ -96,10 +102,7 @@ def test_crops_of_deep_images_are_the_same_bit_for_bit(tmp_path):
 def test_loader_processes_share_it_and_a_file_is_decoded_once(tmp_path):
     """Once all images are there the files are no longer needed: new processes, as after a crash, get the same crops."""
     folder = tmp_path / "images"
-    folder.mkdir()
-    for number in range(12):
-        Image.fromarray(_pixels(number, 20, 20, 3)).save(folder / f"{number:02d}.jpg")
-    source = ImageFolder(str(folder))
+    source = _images(folder, 12, 20, 20, 3, ending="jpg")
     plain = _batches(source, None)
     cache = ImageCache.create(12, MIB)
     _assert_same(_batches(source, cache, workers=2), plain)
@@ -109,9 +112,7 @@ def test_loader_processes_share_it_and_a_file_is_decoded_once(tmp_path):
 
 
 def test_it_keeps_to_its_size_and_says_once_that_it_is_full(tmp_path):
-    for number in range(6):
-        Image.fromarray(_pixels(number, 20, 20, 3)).save(tmp_path / f"{number}.png")
-    source = ImageFolder(str(tmp_path))
+    source = _images(tmp_path, 6, 20, 20, 3)
     cache = ImageCache.create(6, 3000)  # of 1200 bytes each
     size = os.fstat(cache._fd).st_size
     _assert_same(_batches(source, cache), _batches(source, None))
@@ -128,11 +129,9 @@ def test_it_keeps_to_its_size_and_says_once_that_it_is_full(tmp_path):
 
 def test_a_file_that_is_replaced_meanwhile_stays_as_it_was(tmp_path):
     """Decodes that are smaller, and so not kept, see the new file."""
-    file = tmp_path / "0.jpg"
-    Image.fromarray(_pixels(0, 64, 64, 3)).save(file)
-    source, cache = ImageFolder(str(tmp_path)), ImageCache.create(1, MIB)
+    source, cache = _images(tmp_path, 1, 64, 64, 3, ending="jpg"), ImageCache.create(1, MIB)
     before = _batches(source, cache, count=1, epochs=8)
-    Image.fromarray(_pixels(1, 64, 64, 3)).save(file)
+    Image.fromarray(_pixels(1, 64, 64, 3)).save(tmp_path / "00.jpg")
     kept = cache.get(0)[0].copy()
     after = _batches(source, cache, count=1, epochs=8)
     assert np.array_equal(cache.get(0)[0], kept)
@@ -223,9 +222,7 @@ def test_what_can_t_be_kept_is_refused_before_anything_is_written(root, tmp_path
 @pytest.mark.slow
 def test_a_run_learns_the_same_with_it_and_may_be_resumed_without(tmp_path):
     folder = tmp_path / "images"
-    folder.mkdir()
-    for number in range(16):
-        Image.fromarray(_pixels(number, 40, 48, 3)).save(folder / f"{number}.png")
+    _images(folder, 16, 40, 48, 3)
     for run, gib in (("plain", "0"), ("cached", "0.01")):
         assert train_tiny(folder, tmp_path / run, max_steps=4, changes={"data.cache_gib": gib}) is None
     assert train_tiny(folder, tmp_path / "cached", max_steps=6, resume=True, changes={"data.cache_gib": "0"}) is None

@@ -14,9 +14,8 @@ import pytest
 
 from dino_ds import cli
 from tests.hostile.conftest import CHANGES
-from tests.ranks import run_on_ranks
 from tests.sample import sampled
-from tests.training.harness import image_folder, losses_of, train_tiny
+from tests.training.harness import image_folder, losses_of, train_alone
 
 pytestmark = pytest.mark.faults
 
@@ -27,7 +26,7 @@ def _train(place: Path, run: str, resume: bool = False, **changes: str) -> str |
     images = place / "images"
     changes = WATCHED | {"eval.root": str(images)} | changes
     steps = None if resume else 2
-    return run_on_ranks(train_tiny, images, place / run, max_steps=steps, resume=resume, changes=changes, world=1)[0]
+    return train_alone(images, place / run, max_steps=steps, resume=resume, changes=changes)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import UserError
 from dino_ds.options.run import TrainOptions
+from tests.ranks import run_on_ranks
 
 REPOSITORY = Path(__file__).parent.parent.parent
 TINY = {
@@ -89,6 +90,12 @@ def train_tiny(
         except SystemExit as stop:
             return "stopped" if stop.code == 75 else f"exit code {stop.code}"
     return None
+
+
+def train_alone(*where: Any, **how: Any) -> str | None:
+    """`train_tiny` in a process of its own, without other ranks."""
+    (said,) = run_on_ranks(train_tiny, *where, **how, world=1)
+    return said
 
 
 def whole_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:

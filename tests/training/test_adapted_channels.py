@@ -18,7 +18,7 @@ from dino_ds.weights.channels import adapt_convolution
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks
 from tests.training import test_stages as stages
-from tests.training.harness import image_folder, log_of, train_tiny
+from tests.training.harness import image_folder, log_of, train_alone, train_tiny
 from tests.training.test_resume import assert_same_checkpoint
 from tests.weights.originals import assert_same
 
@@ -53,9 +53,7 @@ def place(tmp_path_factory):
             _write(place / f"{count}/{i:02d}.tif", _bands(i, count))
     image_folder(place / "photographs")
     changes = _start(place, 3) | {"model.init_from": "none"}
-    assert run_on_ranks(train_tiny, place / "photographs", place / "rgb", max_steps=2, changes=changes, world=1) == [
-        None
-    ]
+    assert train_alone(place / "photographs", place / "rgb", max_steps=2, changes=changes) is None
     return place
 
 
@@ -66,7 +64,7 @@ def _flags(said: str) -> dict[str, str]:
 def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
     """A recipe for three channels on four bands: with the flags that the message names, as they stand, it trains."""
     start, run = {"model.init_from": str(place / "rgb")}, tmp_path / "run"
-    (said,) = run_on_ranks(train_tiny, place / "4", run, max_steps=1, changes=start, world=1)
+    said = train_alone(place / "4", run, max_steps=1, changes=start)
     assert said.startswith("model.in_chans is 3, and images of data.source folder have 4 channels; set --model.in_cha")
     assert "(measured on 16 images; dino-ds look-data with these measures more)" in said and "\n" not in said
     assert said.endswith("; model.init_from stays: weights for other channels are adapted") and not run.exists()
@@ -74,7 +72,7 @@ def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
     assert flags.keys() == {"model.in_chans", "data.mean", "data.std"}
     np.testing.assert_allclose([float(value) for value in flags["data.mean"].split(",")], MEANS, atol=2e-3)
     np.testing.assert_allclose([float(value) for value in flags["data.std"].split(",")], 0.1 / 12**0.5, atol=2e-3)
-    assert run_on_ranks(train_tiny, place / "4", run, max_steps=1, changes=start | flags, world=1) == [None]
+    assert train_alone(place / "4", run, max_steps=1, changes=start | flags) is None
     assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)
 
 
@@ -83,12 +81,10 @@ def test_a_range_that_must_be_given_is_in_the_same_message(tmp_path):
     for i in range(8):
         values = (_bands(i, 4).astype(np.float32) / 65535 * 8 - 2).astype(np.float32)
         _write(tmp_path / f"images/{i}.tif", values)
-    (said,) = run_on_ranks(train_tiny, tmp_path / "images", tmp_path / "run", world=1)
+    said = train_alone(tmp_path / "images", tmp_path / "run")
     flags = _flags(said)
     assert flags.keys() == {"model.in_chans", "data.value_range", "data.mean", "data.std"}
-    assert run_on_ranks(train_tiny, tmp_path / "images", tmp_path / "run", max_steps=1, changes=flags, world=1) == [
-        None
-    ]
+    assert train_alone(tmp_path / "images", tmp_path / "run", max_steps=1, changes=flags) is None
 
 
 @pytest.mark.parametrize("count", [1, 4])
@@ -114,9 +110,7 @@ def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
     """Every format gives the features of the run, for files of as many bands; and a gray image those of the start, with
     a mean and a deviation that are the same for all channels."""
     changes = _start(place, count)
-    assert run_on_ranks(train_tiny, place / str(count), tmp_path / "run", max_steps=1, changes=changes, world=1) == [
-        None
-    ]
+    assert train_alone(place / str(count), tmp_path / "run", max_steps=1, changes=changes) is None
     model, first = dino_ds.load(tmp_path / "run"), dino_ds.load(place / "rgb")
     gray = np.random.default_rng(0).integers(0, 256, (40, 48, 1), dtype=np.uint8)
     one, three = (model.preprocess(gray.repeat(n, axis=2))[None] for model, n in ((model, count), (first, 3)))
@@ -145,14 +139,14 @@ def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
     teach = {"teacher.source": str(place / "rgb"), "teacher.distill": "features"}
     anchor = {"gram.teacher": str(place / "rgb"), "gram.weight": "1"}
     for given in (teach, anchor):
-        (said,) = run_on_ranks(train_tiny, place / "4", tmp_path / "run", changes=base | given, world=1)
+        said = train_alone(place / "4", tmp_path / "run", changes=base | given)
         assert said.startswith(
             f"{next(iter(given))} {place / 'rgb'} is for images of 3 channels, and this run's have 4"
         )
         assert said.endswith(f"started with --model.init_from {place / 'rgb'}, which adapts its weights")
-    assert run_on_ranks(train_tiny, place / "4", tmp_path / "made", max_steps=1, changes=start, world=1) == [None]
+    assert train_alone(place / "4", tmp_path / "made", max_steps=1, changes=start) is None
     teach["teacher.source"] = str(tmp_path / "made")
-    assert run_on_ranks(train_tiny, place / "4", tmp_path / "run", max_steps=1, changes=base | teach, world=1) == [None]
+    assert train_alone(place / "4", tmp_path / "run", max_steps=1, changes=base | teach) is None
 
 
 def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
@@ -161,14 +155,3 @@ def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
     said = stages.run(stages.words_of(tmp_path / "stage", *stages.flags(options)))
     assert said is not None and "is of another backbone: in_chans 3 there, 1 here; model.init_from in the place" in said
     assert "\n" not in said and not (tmp_path / "stage").exists()
-
-
-def test_paths_as_a_user_gives_them(place, tmp_path):
-    """A file of weights without the run around it starts one too."""
-    for name in ("teacher.safetensors", "teacher.json"):
-        shutil.copy(place / "rgb" / name, tmp_path / name)
-    changes = {"model.in_chans": "1", "model.init_from": str(tmp_path / "teacher.safetensors")}
-    assert run_on_ranks(train_tiny, place / "1", Path(tmp_path / "run"), max_steps=1, changes=changes, world=1) == [
-        None
-    ]
-    assert ": the sum of the 3; gray images keep" in log_of(tmp_path / "run")

@@ -9,8 +9,7 @@ import pytest
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.training.length_checks import check_lengths
-from tests.ranks import run_on_ranks
-from tests.training.harness import TINY, image_folder, log_of, losses_of, train_tiny
+from tests.training.harness import TINY, image_folder, log_of, losses_of, train_alone
 
 GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
 
@@ -47,14 +46,12 @@ def test_what_lasts_to_the_end_is_said():
 def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     place = tmp_path_factory.mktemp("begun")
     root = image_folder(place / "root")
-    assert run_on_ranks(train_tiny, root, place / "run", max_steps=3, world=1) == [None]
+    assert train_alone(root, place / "run", max_steps=3) is None
     return root, place / "run"
 
 
 def test_a_run_without_an_end_to_its_freeze_does_not_begin(begun, tmp_path: Path):
-    [message] = run_on_ranks(
-        train_tiny, begun[0], tmp_path / "run", changes={"model.freeze_backbone": "9 epochs"}, world=1
-    )
+    message = train_alone(begun[0], tmp_path / "run", changes={"model.freeze_backbone": "9 epochs"})
     assert message.startswith("model.freeze_backbone 9 epochs is step 18") and not (tmp_path / "run").exists()
 
 
@@ -63,18 +60,16 @@ def test_an_end_that_lies_behind_is_refused(begun, resume):
     """It was taken for a run that is done; the run stays as it is, and one that ends where it stands is done."""
     root, run = begun
     before = log_of(run)
-    [message] = run_on_ranks(train_tiny, root, run, max_steps=2, resume=resume, world=1)
+    message = train_alone(root, run, max_steps=2, resume=resume)
     assert (
         message == f"--max_steps 2 lies behind: {run} has done 3 steps, and would end at 2; give more, or leave it out"
     )
-    [message] = run_on_ranks(
-        train_tiny, root, run, resume=resume, changes={"length": "2 steps"}, allow_change="length", world=1
-    )
+    message = train_alone(root, run, resume=resume, changes={"length": "2 steps"}, allow_change="length")
     assert (
         message == f"length 2 steps lies behind: {run} has done 3 steps, and would end at 2; give more, or leave it out"
     )
     assert log_of(run) == before
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=resume, world=1) == [None]
+    assert train_alone(root, run, max_steps=3, resume=resume) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
 
 
@@ -82,7 +77,7 @@ def test_images_are_looked_at_before_the_run_folder(begun, tmp_path: Path):
     """Who has misspelt the images' folder is to hear of it before being told to name another run folder."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/a.md").touch()
-    [message] = run_on_ranks(train_tiny, tmp_path / "docs", begun[1], world=1)
+    message = train_alone(tmp_path / "docs", begun[1])
     assert message.startswith(f"no images under {tmp_path}/docs")
-    [message] = run_on_ranks(train_tiny, begun[0], begun[1], world=1)
+    message = train_alone(begun[0], begun[1])
     assert "already holds a run; add --resume" in message

@@ -25,7 +25,6 @@ from dino_ds.training.build import build_network
 from dino_ds.weights.channels import adapt_convolution, first_convolutions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import as_source
 from tests.training.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
@@ -240,10 +239,3 @@ def test_a_file_of_one_s_own_class_is_loaded_with_its_channels(tmp_path):
     ours = dino_ds.load(tmp_path / "x.pth", backbone=OWN.name)
     assert ours.network.spec.in_chans == 5
     assert_same(ours.features(images(32, 32, channels=5)), theirs(images(32, 32, channels=5)).mean((2, 3)))
-
-
-def test_as_source_of_a_recipe_without_channels(tmp_path):
-    """In Python too, where a recipe is made without a command line."""
-    _, place = STARTS["a ViT of ours"].write(tmp_path, 6)
-    changes = {"model.backbone": "from_source", "model.init_from": place}
-    assert as_source(load_recipe(None, changes), None).model.in_chans == 6
