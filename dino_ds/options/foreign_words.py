@@ -6,10 +6,6 @@ from dino_ds.names import by_word
 
 OPTIONS = by_word({
     # Images.
-    "write --data.root {value}": "data dataset data_dir data_path dataset_path dataset_name input images image_dir "
-    "image_folder train_dir train_data train_data_dir",
-    "labelled test images for k-NN are a folder of their own: --eval.root {value}": "val_dir val_root val_data "
-    "validation_dir test_dir test_root test_data",
     "no images are held back, since training needs no labels; labelled test images for k-NN are a folder of their own: "
     "--eval.root DIR": "val_split validation_split test_split val_ratio val_size holdout",
     "each epoch has every image once, in an order of --seed; to see some more often, name them several times in a list "
@@ -19,12 +15,10 @@ OPTIONS = by_word({
     "training needs no labels; evaluations count the classes of the folders": "num_classes labels",
     "decoded images stay in memory with --data.cache_gib N, which pays for small images (docs/data.md)": "cache "
     "cache_images cache_dataset in_memory",
-    "write --data.workers {n}": "num_workers dataloader_num_workers n_workers",
     # Length and sizes.
     'write --length "{n} epochs"': "epochs epoch max_epochs num_train_epochs num_epochs n_epochs",
     'write --length "{n} steps"': "steps iterations num_steps max_iter max_iters total_steps num_train_steps "
     "max_train_steps official_epoch_length",
-    "write --max_steps {n}": "limit_train_batches fast_dev_run overfit_batches",
     "dino-ds find-batch-size measures what fits": "auto_scale_batch_size auto_find_batch_size",
     "sizes are those of the crops: --crops.global_size {n}, --crops.local_size": "image_size img_size crop_size "
     "input_size resolution",
@@ -39,9 +33,6 @@ OPTIONS = by_word({
     "random_erasing label_smoothing smoothing",
     "write --crops.global_scale {value}, two numbers with a comma": "global_crops_scale",
     "write --crops.local_scale {value}, two numbers with a comma": "local_crops_scale",
-    "write --crops.global_size {n}": "global_crops_size",
-    "write --crops.local_size {n}": "local_crops_size",
-    "write --crops.num_local {n}": "n_local_crops num_local_crops local_number num_crops",
     # Network, weights and objective.
     "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)": "model "
     "model_name architecture encoder network",
@@ -54,25 +45,16 @@ OPTIONS = by_word({
     "moves lower blocks less": "freeze freeze_layers freeze_encoder freeze_epochs unfreeze",
     'write --objective.freeze_prototypes "{n} epochs"': "freeze_last_layer freeze_last_layer_epochs",
     "prototypes have length 1 unless --head.learned_lengths true": "norm_last_layer",
-    "write --head.batch_norm {value}": "use_bn_in_head",
-    "write --model.drop_path {n}": "drop_path_rate",
     "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)": "method loss",
-    "write --objective.ibot_weight {n}": "ibot ibot_loss_weight",
-    "write --objective.koleo_weight {n}": "koleo koleo_loss_weight",
-    "write --teacher.momentum {n}": "momentum_teacher ema_decay model_ema_decay model_ema ema_momentum",
     'write --objective.teacher_temp_warmup "{n} epochs"': "warmup_teacher_temp_epochs",
     # Optimizer.
     'write --optimizer.warmup "N epochs", or a number of steps': "warmup_ratio warmup_lr",
     "write --optimizer.schedule cosine, or constant": "lr_scheduler_type lr_scheduler sched scheduler",
     "write --optimizer.kind adamw, sgd or lars": "opt optim optimizer_name",
-    "write --optimizer.beta1 {n}": "adam_beta1",
-    "write --optimizer.beta2 {n}": "adam_beta2",
-    "write --optimizer.eps {n}": "adam_epsilon opt_eps",
     # Checkpoints, evaluations and logs.
     'write --save_every "{n} steps", or epochs': "save_steps save_freq save_interval checkpoint_every save_strategy "
     "every_n_train_steps",
     'write --save_every "{n} epochs"': "saveckp_freq every_n_epochs",
-    "write --keep_checkpoints {n}: the newest ones": "save_total_limit keep_last max_to_keep",
     'no best checkpoint is chosen; --keep_every "10 epochs" keeps them for good, and metrics.jsonl has the k-NN of '
     "each time of --eval.every": "keep_best save_best save_best_only save_top_k monitor metric_for_best_model "
     "load_best_model_at_end",
@@ -83,7 +65,6 @@ OPTIONS = by_word({
     "dino-ds eval MODEL evaluates": "eval_only evaluate do_eval test_only",
     "a run is never overwritten: name another --run_dir, or continue with --resume": "overwrite overwrite_output_dir "
     "force exist_ok",
-    "write --log_every {n}": "print_freq logging_steps log_interval log_freq log_every_n_steps",
     "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on, as do comet, "
     "mlflow and trackio": "logger wandb tensorboard mlflow comet trackio log_dir logging_dir report_to log_with "
     "use_wandb wandb_project project",
@@ -97,25 +78,41 @@ OPTIONS = by_word({
     "ZeRO is what DDP and FSDP are elsewhere: --ds_config zero1_bf16, zero2_bf16 or zero3_bf16": "strategy ddp fsdp",
     "--ds_config FILE names the DeepSpeed JSON; --ds.KEY VALUE changes a key of it": "ds deepspeed",
     "write --ds.dino_ds.compile default": "torch_compile compile",
-    "write --config {value}": "config_file cfg config_name",
     "each key is an option: --optimizer.lr 1e-3, --ds.gradient_clipping 3": "opts cfg_options options override set",
     "write --help all": "help_all help_full",
 })  # fmt: skip
-"""What other programs call an option of training (its last part) -> what to do here."""
+"""What other programs call an option of training (its last part) and nothing here is called -> what to do."""
 MEANT = by_word({
     "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
     "model checkpoint run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
     "model_path model_name_or_path run_dir",
-    "root": "data dataset data_dir data_path dataset_path input images image_dir data.root",
-    "test_root": "val_dir test_dir test_data val_data eval.root",
+    "root data.root": "data dataset data_dir data_path dataset_path dataset_name input images image_dir image_folder "
+    "train_dir train_data train_data_dir data.root",
+    "test_root eval.root": "val_dir val_root val_data validation_dir test_dir test_data test_root eval.root",
     "evals": "eval tasks benchmarks metrics eval.evals",
     "batch batches": "batch_size eval_batch_size per_device_eval_batch_size data.global_batch",
-    "workers": "num_workers data.workers",
+    "workers data.workers": "num_workers dataloader_num_workers n_workers data.workers",
     "size": "image_size img_size crop_size input_size resolution",
     "ranks": "gpus num_gpus devices nproc nproc_per_node num_processes world_size",
     "half": "fp16 bf16 precision",
+    "config": "config_file cfg config_name",
+    "max_steps": "limit_train_batches fast_dev_run overfit_batches",
+    "keep_checkpoints": "save_total_limit keep_last max_to_keep",
+    "log_every": "print_freq logging_steps log_interval log_freq log_every_n_steps",
+    "crops.global_size": "global_crops_size",
+    "crops.local_size": "local_crops_size",
+    "crops.num_local": "n_local_crops num_local_crops local_number num_crops",
+    "model.drop_path": "drop_path_rate",
+    "head.batch_norm": "use_bn_in_head",
+    "objective.ibot_weight": "ibot ibot_loss_weight",
+    "objective.koleo_weight": "koleo koleo_loss_weight",
+    "teacher.momentum": "momentum_teacher ema_decay model_ema_decay model_ema ema_momentum",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon opt_eps",
 })  # fmt: skip
-"""What other programs call an option -> what commands of this one call it: the first that a command has."""
+"""What other programs call an option, with its section or by its last part -> what it is called here: the first that a
+command has."""
 COMMANDS_ELSEWHERE = by_word({
     "dino-ds embed MODEL --root DIR --out x.parquet writes features": "predict extract features infer encode",
     "dino-ds pictures MODEL, or dino-ds report RUN": "visualize visualise plot show",
