@@ -56,12 +56,11 @@ class Origin:
     def read(run_dir: Path) -> Origin | None:
         """The origin of the run in this folder; None where it began with nothing, or its environment.json can't be
         read."""
+        found = read_environment(run_dir, ORIGIN)
         try:
-            found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[ORIGIN]
-            texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
-            run, run_id, stage_start = texts
+            run, run_id, stage_start = (str(found[name]) for name in ("run", "run_id", "stage_start"))
             return Origin(run, run_id, int(found["step"]), stage_start)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     @staticmethod
@@ -92,12 +91,17 @@ class Origin:
         )
 
 
-def read_run_id(run_dir: Path) -> str | None:
-    """The run id that environment.json of a folder has; None where it has none, or can't be read."""
+def read_environment(run_dir: Path, key: str) -> Any:
+    """The value of a key of a folder's environment.json; None where it has none, or can't be read."""
     try:
-        found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))["run_id"]
+        return json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def read_run_id(run_dir: Path) -> str | None:
+    """The run id that environment.json of a folder has; None where it has none, or can't be read."""
+    found = read_environment(run_dir, "run_id")
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 

@@ -165,7 +165,13 @@ def stage_folder(run_dir: str, number: int, given: Given) -> Path:
     return Path(run_dir) / f"{number}_{Path(given.config or '').stem}"
 
 
+def begun_stages(run_dir: Path) -> list[Path]:
+    """The folders of `--stages` in this one that hold a run, in their order."""
+    return sorted(folder for folder in run_dir.glob("[0-9]*_*") if holds_run(folder))
+
+
 def holds_run(run_dir: Path) -> bool:
+    """Whether a run was begun in this folder."""
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
 
 
