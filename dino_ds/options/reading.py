@@ -88,17 +88,16 @@ def _read_train(
         raise ConfigError(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
-    named = bool(options.run_dir)
-    if not named and config is None and options.from_ is not None and options.stages is None:
+    if not options.run_dir and config is None and options.from_ is not None and options.stages is None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     place, note = options.run_dir, ""
-    if not named:
+    if not options.run_dir:
         name = "-".join(Path(one or "vits16").stem for one in configs)
         place, note = default_folder(name, options.resume is not False, os.environ)
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
     given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    alone = named and config is None and options.from_ is None
+    alone = config is None and options.from_ is None
     if alone and options.stages is None and options.resume not in (False, "auto"):
         _check_resumed(Path(options.run_dir), overrides)
     recipe = given[0].of_start(first, options.from_, options.resume is not False, by_own=alone)
