@@ -66,7 +66,7 @@ def as_written(value: object) -> str:
 
 
 def unquoted(value: object) -> str:
-    """As `as_written`, text without quotes."""
+    """A value as it stands in a YAML file; unlike in `as_written`, text has no quotes."""
     if value is None:
         return "null"
     return value if isinstance(value, str) else as_written(value)

@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError
 
 MAX_BYTES = 1 << 18
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
-"""Of a file that a run has appended to for years, and of one line of it."""
+"""Most bytes of a file that a run has appended to for years, and of one line of it."""
 _MOST_TEXT, _MOST_NAME = 4096, 255
 """Bytes that Linux takes as a path and as a name in it."""
 
@@ -61,7 +61,7 @@ def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
 
 
 def is_file(path: str) -> bool:
-    """As Path.is_file; False for text that cannot be a path."""
+    """Whether a regular file is at the path; False for text that cannot be a path."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):

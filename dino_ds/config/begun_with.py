@@ -40,7 +40,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class Origin:
-    """Which run a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
+    """The run that a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
 
     run: str
     run_id: str
@@ -116,7 +116,7 @@ def is_free(key: str) -> bool:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between two recipes, as plain values, of what changes what is learned: in words, by dotted name."""
+    """The differences, in words by dotted name, between two recipes as plain values, of what changes learning."""
     return differences(learned(before), learned(now))
 
 

@@ -29,7 +29,7 @@ DS_HOMES = by_word(
         "steps_per_print": "steps_per_print",
     }
 )
-"""What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it."""
+"""The last part of a key that people write in a recipe -> the key of DeepSpeed's JSON that has it."""
 
 
 def ds_home(key: str) -> str | None:

@@ -81,7 +81,7 @@ OPTIONS = by_word({
     "each key is an option: --optimizer.lr 1e-3, --ds.gradient_clipping 3": "opts cfg_options options override set",
     "write --help all": "help_all help_full",
 })  # fmt: skip
-"""What other programs call an option of training (its last part) and nothing here is called -> what to do."""
+"""Other programs' options of training (last part of the name) that have no counterpart here -> what to do instead."""
 MEANT = by_word({
     "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
     "model checkpoint run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
@@ -111,8 +111,8 @@ MEANT = by_word({
     "optimizer.beta2": "adam_beta2",
     "optimizer.eps": "adam_epsilon opt_eps",
 })  # fmt: skip
-"""What other programs call an option, with its section or by its last part -> what it is called here: the first that a
-command has."""
+"""Other programs' name of an option, with its section or by its last part -> names here: the first that a command has
+is meant."""
 COMMANDS_ELSEWHERE = by_word({
     "dino-ds embed MODEL --root DIR --out x.parquet writes features": "predict extract features infer encode",
     "dino-ds pictures MODEL, or dino-ds report RUN": "visualize visualise plot show",

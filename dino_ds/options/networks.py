@@ -31,7 +31,7 @@ class _Vit(NamedTuple):
 
 
 def _vit_named(text: str) -> _Vit | None:
-    """What ViT-S/16, vit_small or dino_vits16 are, or None for any other text."""
+    """The ViT that ViT-S/16, vit_small or dino_vits16 is; None for any other text."""
     if (found := _VIT.fullmatch(text.lower())) is None:
         return None
     project = re.search(r"dinov[23]", text.lower())

@@ -140,7 +140,7 @@ def _read_recipe(run: RunFiles) -> None:
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
-    """Of {name: {"results": {metric: value}, "step": ..., ...}}."""
+    """The evaluations of a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
     file = path / RESULTS
     if not file.exists():
         return []
