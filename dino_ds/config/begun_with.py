@@ -5,7 +5,6 @@ Its images are compared by `dino_ds.data.image_set`. No torch.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 
 from dino_ds.config.flat import differences, flatten
 from dino_ds.errors import CheckpointError
-from dino_ds.text_file import read_bytes
+from dino_ds.text_file import read_object
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
-_ENVIRONMENT, _MOST_BYTES = "environment.json", 1 << 24
+_ENVIRONMENT = "environment.json"
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
     "log_every",
@@ -94,8 +93,8 @@ class Origin:
 def read_environment(run_dir: Path, key: str) -> Any:
     """The value of a key of a folder's environment.json; None where it has none, or can't be read."""
     try:
-        return json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[key]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_object(run_dir / _ENVIRONMENT)[key]
+    except (OSError, ValueError, KeyError):
         return None
 
 
