@@ -74,7 +74,7 @@ class Run:
         return load(self.path, device=device)
 
     def report(self) -> Path:
-        """As `dino_ds.report`."""
+        """Write the run's page, as `dino_ds.report` does."""
         return report(self)
 
 
@@ -227,7 +227,7 @@ def _listed(files: Sequence[Place], folder: Path) -> Path:
 
 
 def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
-    """That of the run, or those of its stages."""
+    """The folder of the run, or the folders of its stages."""
     place = os.path.abspath(options.run_dir)  # the program may change its working folder later
     return [Path(place)] if options.stages is None else [stage_folder(place, n, one) for n, one in enumerate(given, 1)]
 

@@ -39,7 +39,7 @@ def as_it_was() -> Iterator[None]:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """As `as_it_was`, and torch's settings and generators; the process group is left that was joined meanwhile.
+    """Leaves torch's settings and generators too as they were, and the process group that was joined meanwhile.
 
     Within, gradients, mixed precision and new tensors' type and device are as in a process of a command.
     """

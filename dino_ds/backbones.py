@@ -218,7 +218,7 @@ BACKBONES: dict[str, BackboneSpec] = {**VITS}
 
 
 def backbone_spec(name: str) -> BackboneSpec:
-    """Of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS.
+    """The spec of a name that a recipe may give: one of BACKBONES, any other model of timm's, or MODULE:CLASS.
 
     Raises ValueError with the nearest names for anything else.
     """

@@ -94,7 +94,7 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
 
 
 def _memory_text(error: BaseException) -> str:
-    """Of a command that has no better explanation than the allocator's."""
+    """The error line of a command that has no better explanation than the allocator's."""
     from dino_ds.engine.device import free_memory
 
     first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
@@ -172,7 +172,7 @@ def _check_start(options: Any, files: dict[str, Any]) -> None:
 
 
 def _say_notes(notes: list[str]) -> None:
-    """What was understood otherwise than it is written; `train` writes it into its log."""
+    """Say what was understood otherwise than it is written; `train` writes it into its log instead."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
@@ -235,7 +235,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 
 def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
-    """What no part of the program has foreseen: one line, and where the traceback is: in the run's folder, if any."""
+    """Say in one line what no part of the program has foreseen, and where the traceback is."""
     rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "the traceback is above" if debug else "--debug shows the traceback"

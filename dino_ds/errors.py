@@ -23,7 +23,7 @@ EXIT_CODES = {
 STOPPED = 75
 INTERRUPTED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Those that make a run save and stop; they often reach all of its processes at once."""
+"""The signals that make a run save and stop; they often reach all of its processes at once."""
 
 _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE

@@ -244,7 +244,7 @@ def _segments(network: Any) -> tuple[str, ...]:
 
 
 def foreign_spec(name: str) -> ForeignSpec:
-    """Of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
+    """The spec of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
     if answer := weights_elsewhere(name):
         raise ValueError(
             f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"

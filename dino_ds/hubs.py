@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-_SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
+SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b": "7b"}
+"""Letters of a ViT's size -> the size in timm's names."""
 
 
 def hub_id(text: str) -> str | None:
@@ -40,13 +41,13 @@ def _timm_name(name: str) -> str | None:
     if owner not in ("", "facebook"):
         return None
     if m := re.fullmatch(r"dinov2_vit([sblg])14(_reg)?(_lc)?", model):
-        return f"vit_{_SIZES[m[1]]}_patch14_{'reg4_' if m[2] else ''}dinov2.lvd142m"
+        return f"vit_{SIZES[m[1]]}_patch14_{'reg4_' if m[2] else ''}dinov2.lvd142m"
     if m := re.fullmatch(r"dinov2(-with-registers)?-(small|base|large|giant)", model):
         return f"vit_{m[2]}_patch14_{'reg4_' if m[1] else ''}dinov2.lvd142m"
     if m := re.fullmatch(r"dinov3[-_]vit(s|b|l|h|7b)16(plus)?(?:-pretrain-(lvd1689m|sat493m))?", model):
-        return f"vit_{_SIZES[m[1]]}{'_plus' if m[2] else ''}_patch16_dinov3.{m[3] or 'lvd1689m'}"
+        return f"vit_{SIZES[m[1]]}{'_plus' if m[2] else ''}_patch16_dinov3.{m[3] or 'lvd1689m'}"
     if m := re.fullmatch(r"dinov3[-_]convnext[-_](tiny|small|base|large)(?:-pretrain-lvd1689m)?", model):
         return f"convnext_{m[1]}.dinov3_lvd1689m"
     if m := re.fullmatch(r"dino[-_]vit([sb])(8|16)", model):
-        return f"vit_{_SIZES[m[1]]}_patch{m[2]}_224.dino"
+        return f"vit_{SIZES[m[1]]}_patch{m[2]}_224.dino"
     return None

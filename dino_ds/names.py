@@ -6,16 +6,22 @@ The recipe says what is learned, the ds JSON how fast and on what hardware: one 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
 """What a model is given as."""
 MOST_PROBLEMS = 100
 """Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
-RECIPE_HOMES: dict[str, str] = {
-    word: home
-    for home, words in {
+
+
+def by_word(words_of: Mapping[str, str]) -> dict[str, str]:
+    """Each word -> the answer whose words it is one of. words_of: answer -> words, with spaces between them."""
+    return {word: answer for answer, words in words_of.items() for word in words.split()}
+
+
+RECIPE_HOMES = by_word(
+    {
         "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...": "optimizer",
         "optimizer.warmup, optimizer.min_lr and length": "scheduler",
         "optimizer.lr": "lr learning_rate",
@@ -45,9 +51,8 @@ RECIPE_HOMES: dict[str, str] = {
         "crops.num_local": "local_crops_number",
         "log_every": "log_every",
         "save_every": "save_every",
-    }.items()
-    for word in words.split()
-}
+    }
+)
 """What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
 
 
@@ -61,7 +66,7 @@ def as_written(value: object) -> str:
 
 
 def unquoted(value: object) -> str:
-    """As `as_written`, text without quotes."""
+    """A value as it stands in a YAML file; unlike in `as_written`, text has no quotes."""
     if value is None:
         return "null"
     return value if isinstance(value, str) else as_written(value)

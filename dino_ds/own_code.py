@@ -71,7 +71,7 @@ def default_dtype() -> Any:
 
 
 def put_back(before: Any) -> str:
-    """What code of the user's has done to torch's default dtype, which is put back to `before`; "" for nothing."""
+    """Put torch's default dtype back to `before`. Returns what the user's code has done to it, "" for nothing."""
     now = default_dtype()
     torch = sys.modules.get("torch")
     if torch is None or now == (before or torch.float32):

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
-"""Of one step, in order. data: the wait for the batch; targets: centering or Sinkhorn-Knopp; student: with the
-cross-entropies over prototypes, which its heads make; loss: the other terms, and the sum; center: its commit over all
-ranks."""
+"""Names of the parts of one step, in order. data: the wait for the batch; targets: centering or Sinkhorn-Knopp;
+student: with the cross-entropies over prototypes, which its heads make; loss: the other terms, and the sum; center: its
+commit over all ranks."""
 AUGMENTATION = "augmentation"
 """Inside of data on a CPU; on a GPU by a stream of its own, beside the step."""
 

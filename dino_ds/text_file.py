@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dino_ds.errors import ConfigError
 
 MAX_BYTES = 1 << 18
+MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
-"""Of a file that a run has appended to for years, and of one line of it."""
+"""Most bytes of a file that a run has appended to for years, and of one line of it."""
 _MOST_TEXT, _MOST_NAME = 4096, 255
 """Bytes that Linux takes as a path and as a name in it."""
 
@@ -33,6 +35,17 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes. Raises OSError, ValueError."""
     with opened(path, most) as file:
         return file.read(most)
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a regular file of at most 64 MiB. Raises OSError, and ValueError for any other content."""
+    try:
+        content = json.loads(read_bytes(path, MAX_JSON_BYTES))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    return content
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
@@ -61,7 +74,7 @@ def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
 
 
 def is_file(path: str) -> bool:
-    """As Path.is_file; False for text that cannot be a path."""
+    """Whether a regular file is at the path; False for text that cannot be a path."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):

@@ -5,7 +5,6 @@ Its images are compared by `dino_ds.data.image_set`. No torch.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any
 
 from dino_ds.config.flat import differences, flatten
 from dino_ds.errors import CheckpointError
-from dino_ds.text_file import read_bytes
+from dino_ds.text_file import read_object
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
-_ENVIRONMENT, _MOST_BYTES = "environment.json", 1 << 24
+_ENVIRONMENT = "environment.json"
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
     "log_every",
@@ -40,7 +39,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class Origin:
-    """Which run a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
+    """The run that a stage began with: its folder and id, the step of the checkpoint, and what was taken over."""
 
     run: str
     run_id: str
@@ -56,12 +55,11 @@ class Origin:
     def read(run_dir: Path) -> Origin | None:
         """The origin of the run in this folder; None where it began with nothing, or its environment.json can't be
         read."""
+        found = read_environment(run_dir, ORIGIN)
         try:
-            found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))[ORIGIN]
-            texts = (str(found[name]) for name in ("run", "run_id", "stage_start"))
-            run, run_id, stage_start = texts
+            run, run_id, stage_start = (str(found[name]) for name in ("run", "run_id", "stage_start"))
             return Origin(run, run_id, int(found["step"]), stage_start)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     @staticmethod
@@ -92,12 +90,17 @@ class Origin:
         )
 
 
+def read_environment(run_dir: Path, key: str) -> Any:
+    """The value of a key of a folder's environment.json; None where it has none, or can't be read."""
+    try:
+        return read_object(run_dir / _ENVIRONMENT)[key]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def read_run_id(run_dir: Path) -> str | None:
     """The run id that environment.json of a folder has; None where it has none, or can't be read."""
-    try:
-        found = json.loads(read_bytes(run_dir / _ENVIRONMENT, _MOST_BYTES))["run_id"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    found = read_environment(run_dir, "run_id")
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 
@@ -112,7 +115,7 @@ def is_free(key: str) -> bool:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """What differs between two recipes, as plain values, of what changes what is learned: in words, by dotted name."""
+    """The differences, in words by dotted name, between two recipes as plain values, of what changes learning."""
     return differences(learned(before), learned(now))
 
 

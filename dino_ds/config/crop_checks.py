@@ -33,7 +33,7 @@ def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_siz
 
 
 def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: int) -> list[str]:
-    """Where a masked crop would never hide a patch."""
+    """A problem where a masked crop would never hide a patch."""
     size = min([one.global_size for one in several] or [crops.global_size])
     patches, (low, high) = (size // patch) ** 2, crops.mask_ratio
     if crops.mask == "none" or not patches or int(patches * high):

@@ -45,7 +45,7 @@ class CropGroup:
 
 
 def student_masks(groups: Iterable[CropGroup], masks: Masks) -> Masks:
-    """Of the masks of a micro-batch what the student's network is given: no "mask" where nothing is hidden."""
+    """The masks of a micro-batch that the student's network is given: no "mask" where nothing is hidden."""
     seeing = {group.name for group in groups if not group.hides}
     return {
         name: {key: value for key, value in mask.items() if key != "mask"} if name in seeing else mask
@@ -108,7 +108,7 @@ class Resolution:
 
 
 def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
-    """Those of `crops.resolutions`, whose shares are of all steps. Raises ValueError."""
+    """The resolutions of `crops.resolutions`, whose shares are of all steps. Raises ValueError."""
     found = tuple(Resolution.parse(word) for word in words)
     if len(found) == 1:
         raise ValueError(f"resolutions {found[0]}: there is one; set crops.global_size and crops.local_size instead")
@@ -119,7 +119,7 @@ def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
 
 
 _SHARES_TOLERANCE = 1e-6
-"""Of what is written in decimals."""
+"""Rounding error of shares that are written in decimals."""
 
 
 def crop_sizes(groups: Iterable[CropGroup]) -> list[int]:
@@ -148,5 +148,5 @@ def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
 
 
 def teacher_crops(groups: Iterable[CropGroup], crops: Mapping[str, Sequence[_T]], teacher: str = EMA) -> list[_T]:
-    """Those crops of a batch that a teacher sees, in one list."""
+    """The crops of a batch that a teacher sees, in one list."""
     return [crop for group in groups if teacher in group.teachers for crop in crops[group.name]]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from dino_ds.config.stages import holds_run
+from dino_ds.config.stages import begun_stages, holds_run
 from dino_ds.errors import ConfigError
 
 
@@ -36,20 +36,12 @@ def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> 
 
 
 def _numbers(first: str) -> list[int]:
-    """Numbers of the folders of this name that hold a run, 1 for the one without a number."""
+    """Numbers of the folders of this name that hold a run or stages of training, 1 for the one without a number."""
     path = Path(first)
     pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
-    found = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob(f"{_escaped(path.name)}*")]
-    return [int(match[1] or 1) for folder, match in found if match and match[1] != "1" and _is_taken(folder)]
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
-
-
-def _is_taken(folder: Path) -> bool:
-    """Whether it holds a run, or stages of training (`--stages`)."""
-    return holds_run(folder) or any(map(holds_run, folder.glob("[0-9]*_*")))
+    found = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
+    taken = [match for folder, match in found if match and (holds_run(folder) or begun_stages(folder))]
+    return [int(match[1] or 1) for match in taken if match[1] != "1"]
 
 
 def _several_machines(environment: Mapping[str, str]) -> bool:

@@ -200,7 +200,7 @@ def _join(section: str, key: str) -> str:
 
 
 def _show(value: object) -> str:
-    """As JSON writes it: text in quotes, to tell "1.0" from 1.0."""
+    """A value as JSON writes it: text in quotes, to tell "1.0" from 1.0."""
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-DS_HOMES: dict[str, str] = {
-    word: home
-    for home, words in {
+from dino_ds.names import by_word
+
+DS_HOMES = by_word(
+    {
         "train_micro_batch_size_per_gpu": "micro_batch micro_batch_size batch_size_per_gpu "
         "train_micro_batch_size_per_gpu per_device_train_batch_size per_gpu_train_batch_size per_device_batch_size "
         "batch_size_per_device",
@@ -26,10 +27,9 @@ DS_HOMES: dict[str, str] = {
         "communication_data_type": "communication_data_type",
         "wall_clock_breakdown": "wall_clock_breakdown",
         "steps_per_print": "steps_per_print",
-    }.items()
-    for word in words.split()
-}
-"""What people write in a recipe (last part of the key) -> where DeepSpeed's JSON has it."""
+    }
+)
+"""The last part of a key that people write in a recipe -> the key of DeepSpeed's JSON that has it."""
 
 
 def ds_home(key: str) -> str | None:

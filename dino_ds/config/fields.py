@@ -202,7 +202,7 @@ def _from_json(text: str) -> object:
 _MOST_COUNT = 10**12
 """Sums, products and nanoseconds stay far from the limits of 64 bits."""
 _MOST_VALUE = 1e18
-"""Of a pixel: differences and their inverses stay far from the limits of FP32."""
+"""The largest value of a pixel: differences and their inverses stay far from the limits of FP32."""
 
 
 def _parse_resolutions(value: object) -> object:

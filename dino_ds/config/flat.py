@@ -26,7 +26,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """What differs between two nested mappings, in words such as "seed 0 -> 1", by dotted name in order."""
+    """The differences between two nested mappings, in words such as "seed 0 -> 1", by dotted name in order."""
     old, new = flatten(before), flatten(now)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}

@@ -39,7 +39,7 @@ class Option(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """What files and the command line set: dotted name -> (raw value, where it came from).
+    """The values that files and the command line set: dotted name -> (raw value, where it came from).
 
     problems: a line for each name that is not known; unsure: sections and keys in which there is one. notes: a line
     for what was left out.
@@ -94,7 +94,8 @@ def recipe_options() -> list[Option]:
 
 
 def _collect(config: str | None, overrides: Mapping[str, str]) -> _Given:
-    """What the files of `config` set, in their order, and then `overrides`. Raises ConfigError for a file."""
+    """The values that the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a
+    file."""
     given = _Given({}, [], set(), [])
     for path, content in [] if config is None else read_recipe_files(config):
         _add(given, dict(_flatten(content, "", path, given)), path)

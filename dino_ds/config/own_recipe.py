@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection
 from pathlib import Path
 
+from dino_ds.config.begun_with import read_environment
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
-from dino_ds.text_file import MAX_LINES_BYTES, read_bytes
 
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
@@ -46,9 +45,8 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str]) -> Recip
 def _started_in(run_dir: Path) -> str | None:
     """The working folder of the run's newest start; None where it is gone, or not written down."""
     try:
-        content = json.loads(read_bytes(run_dir / "environment.json", MAX_LINES_BYTES))
-        folder = content["starts"][-1][STARTED_IN]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        folder = read_environment(run_dir, "starts")[-1][STARTED_IN]
+    except (LookupError, TypeError):
         return None
     return folder if isinstance(folder, str) and os.path.isdir(folder) else None
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from dino_ds.names import as_written, did_you_mean
 
 COMMAND_LINE = "command line"
-"""Where a value came from that no file has."""
+"""The origin of a value that no file has."""
 
 
 def show_value(value: object) -> str:

@@ -143,7 +143,7 @@ class Recipe(Section):
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
-        """As `groups`, of a step of this resolution: they differ in size alone."""
+        """The `groups` of a step of this resolution: they differ in size alone."""
         crops, gram = self.crops, self.gram
         teachers: tuple[str, ...] = (self.taught_by,)
         if gram.weight and self._gram_crop_size is None and gram.teacher != EMA:
@@ -156,7 +156,7 @@ class Recipe(Section):
 
     @property
     def _gram_crop_size(self) -> int | None:
-        """Of Gram anchoring's own crops, None where it has none."""
+        """Side in pixels of Gram anchoring's own crops, None where it has none."""
         return self.gram.crop_size if self.gram.weight and self.gram.teacher != EMA else None
 
     def batch_bytes(self, images: int) -> int:

@@ -137,7 +137,8 @@ class CropsSection(Section):
 
     @property
     def augmentation(self) -> Augmentation:
-        """That of `augment`, with what else is given here in its place. Raises ValueError."""
+        """The augmentation called `augment`, with the values that are given here in place of its own. Raises
+        ValueError."""
         preset = AUGMENTATIONS[self.augment]
         given: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
         by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}
@@ -240,7 +241,7 @@ class GramSection(Section):
 
     @property
     def teacher_name(self) -> str:
-        """Of the run's teachers the one whose patches are compared with."""
+        """The teacher of the run whose patches are compared with."""
         return EMA if self.teacher == EMA else GRAM
 
 

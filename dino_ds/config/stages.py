@@ -110,7 +110,7 @@ class Home(NamedTuple):
         return (self.folder / "config.yaml").is_file()
 
     def place(self, start: str, ending: str = "") -> Path:
-        """Where something of the model is written that is called `start` of the newest teacher."""
+        """The path of what is made of the model and is called `start` + `ending` if the newest teacher is meant."""
         return self.folder / f"{start}{'-' if self.name else ''}{self.name}{ending}"
 
 
@@ -161,16 +161,22 @@ def stages_to_train(
 
 
 def stage_folder(run_dir: str, number: int, given: Given) -> Path:
-    """That of a stage of `--stages`, counted from 1."""
+    """The folder of a stage of `--stages`, counted from 1."""
     return Path(run_dir) / f"{number}_{Path(given.config or '').stem}"
 
 
+def begun_stages(run_dir: Path) -> list[Path]:
+    """The folders of `--stages` in this one that hold a run, in their order."""
+    return sorted(folder for folder in run_dir.glob("[0-9]*_*") if holds_run(folder))
+
+
 def holds_run(run_dir: Path) -> bool:
+    """Whether a run was begun in this folder."""
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
 
 
 def recipe_of(run_dir: Path) -> Recipe:
-    """That of the run in this folder. Raises CheckpointError where there is none."""
+    """The recipe of the run in this folder. Raises CheckpointError where there is none."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder")

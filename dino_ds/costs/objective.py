@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dino_ds.backbones import BACKBONES, BackboneSpec, ViTSpec
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import home_of
+from dino_ds.text_file import read_object
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
 # As of objectives/centering.py.
@@ -155,9 +154,9 @@ def _stated(source: str) -> ViTSpec | None:
         return spec
     beside = home_of(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
     try:
-        about: Any = json.loads(beside.read_text())
+        about = read_object(beside)
         return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -170,7 +170,7 @@ class EvalContext:
 
     @cached_property
     def any_images(self) -> Labelled:
-        """Of `any_source`, with its own labels."""
+        """Features of `any_source`, with its own labels."""
         return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
 
     @property
@@ -193,7 +193,8 @@ class EvalContext:
         indices: Sequence[int],
         transform: Callable[[Image.Image], Tensor],
     ) -> Labelled:
-        """As `gather`; unreadable images are left out and noted. Raises GaveUp, DataError."""
+        """Compute `gather`'s features and labels; unreadable images are left out and noted. Raises GaveUp,
+        DataError."""
         features, labels, unreadable = self.gather(describe, source, indices, transform)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
         return Labelled(features, labels, len(source.classes or []))

@@ -106,7 +106,8 @@ def rank_database(queries: Tensor, database: Tensor) -> Tensor:
 
 
 def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Iterable[int] = ()) -> float:
-    """Of one query, in [0, 1]: the area under the precision-recall curve by trapezia, junk images passed over.
+    """Average precision of one query, in [0, 1]: the area under the precision-recall curve by trapezia, junk images
+    passed over.
 
     NaN where there is nothing to find.
     """

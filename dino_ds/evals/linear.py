@@ -111,7 +111,7 @@ def _fit(
     parameters = torch.zeros(classes, x.shape[1] + 1, device=x.device) if start is None else start.clone()
 
     def loss_and_gradient(values: Tensor) -> Tensor:
-        """Of the mean cross-entropy over the rows of all ranks: (1 + classes * (width + 1),)."""
+        """The mean cross-entropy and its gradient over the rows of all ranks: (1 + classes * (width + 1),)."""
         sums = torch.zeros(1 + values.numel(), device=x.device)
         for rows, targets in zip(x.split(_ROWS), wanted.split(_ROWS), strict=True):
             logits = rows @ values[:, :-1].T + values[:, -1]

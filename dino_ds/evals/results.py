@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.durable import replace_file
+from dino_ds.text_file import read_object
 
 RESULTS = "evaluations.json"
 
@@ -28,12 +29,7 @@ def name_images(source: str, root: str | None) -> str:
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """By evaluation; none where the file is absent. Raises OSError, ValueError."""
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("it holds no results of evaluations")
+    found = read_object(path) if path.is_file() else {}
     # Runs made before results had their step: no step, no use.
     return {
         name: kept for name, kept in found.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)

@@ -169,7 +169,7 @@ class EvalRunner(AtStep):
         return results
 
     def metrics(self, results: Results) -> dict[str, float]:
-        """As metrics.jsonl and TensorBoard have them: k-NN with its baselines, the others as eval/METRIC."""
+        """The metrics of metrics.jsonl and TensorBoard: k-NN with its baselines, the others as eval/METRIC."""
         found: dict[str, float] = {}
         for name, result in results.items():
             if name == "knn":
@@ -196,7 +196,7 @@ class EvalRunner(AtStep):
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def warning(self) -> str | None:
-        """What is known, and what to try, where the newest features are worse than raw pixels, else None."""
+        """A warning, with advice, where the newest features are worse than raw pixels, else None."""
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         learned = ""

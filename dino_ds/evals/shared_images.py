@@ -32,7 +32,7 @@ def note_on_shared(evaluations: Collection[str], train: Source | None, test: Sou
 
 
 def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:
-    """Those of the test images whose content a training image of the same name has."""
+    """The test images, by index, whose content a training image of the same name has."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []
     places = {index: _name(test, index) for index in looked_at}

@@ -18,7 +18,7 @@ from dino_ds.hashing import crop_seed
 
 _PAIRS = 4096
 _RANK_IMAGES = 25600
-"""As many as RankMe's authors took."""
+"""Number of images that RankMe's authors took."""
 
 
 @torch.no_grad()

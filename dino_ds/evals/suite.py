@@ -55,7 +55,7 @@ def knn(context: EvalContext) -> dict[str, float]:
 
 
 def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
-    """Those of `ks` that are not more than the training images. Raises DataError where none is."""
+    """The numbers of `ks` that are not more than the training images. Raises DataError where none is."""
     if images < min(ks):
         raise DataError(f"{images} training images have no {min(ks)} neighbours: give a smaller --k, or more")
     return [k for k in ks if k <= images]

@@ -74,7 +74,7 @@ def death_of(pid: int) -> str:
 
 
 def death_by(number: int) -> str:
-    """As `death_of` has it; real-time signals have no names."""
+    """The text of `death_of` for a signal; real-time signals have no names."""
     return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"by signal {number}"
 
 

@@ -14,7 +14,7 @@ _Threads = Annotated[int, Help("threads of the CPU's operators; with 1 CPU time 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Of every bench of the training step."""
+    """The options of every bench of the training step."""
 
     batch: Annotated[int | None, Help("images per process; sets data.global_batch", "64 on a GPU, 8 without")] = None
     steps: _Steps = 5

@@ -61,7 +61,7 @@ def run(options: CompletionOptions) -> None:
 
 
 def bash(shell: str = "bash") -> str:
-    """Of bash, or of zsh, which reads the same after `bashcompinit`."""
+    """The completion script of bash, or of zsh, which reads the same after `bashcompinit`."""
     groups = sorted({name.split()[0] for name in COMMANDS if " " in name})
     values: dict[str, Iterable[str]] = {
         f'"{name} --{key}"': words for name, command in COMMANDS.items() for key, words in _own_choices(command).items()

@@ -19,14 +19,14 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     """What to use here for an option that other programs have; None if the option is unknown."""
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[-1]
-    named = {option.name: option for option in command.all_options}
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
         return f"write --{switch}=false"
-    meant = MEANT.get(word) or MEANT.get(leaf, "")
-    if option := next((named[one] for one in meant.split() if one in named), None):
-        if option.help.bare:
-            return f"give it without a name: dino-ds {command.name} {value or option.name.upper()}"
-        return f"write --{option.name} {value or 'X'}" if option.kind != "switch" else f"write --{option.name}"
+    own = {option.name: option for option in command.all_options}
+    names = {*own, *(option.name for option in recipe_options() if command.takes_recipe)}
+    if meant := next((one for one in (MEANT.get(word) or MEANT.get(leaf, "")).split() if one in names), None):
+        if meant in own and own[meant].help.bare:
+            return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
+        return f"write --{meant}" if meant in own and own[meant].kind == "switch" else f"write --{meant} {value or 'X'}"
     answer = OPTIONS.get(leaf) if command.takes_recipe else None
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
 

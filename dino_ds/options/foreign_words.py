@@ -2,276 +2,133 @@
 
 from __future__ import annotations
 
-
-def _by_word(table: str) -> dict[str, str]:
-    """Indented words -> the line above them; an empty line is between blocks."""
-    found: dict[str, str] = {}
-    for block in table.strip().split("\n\n"):
-        lines = block.splitlines()
-        answer = " ".join(line for line in lines if not line.startswith(" "))
-        found |= dict.fromkeys(" ".join(line for line in lines if line.startswith(" ")).split(), answer)
-    return found
-
-
-OPTIONS = _by_word("""
-write --data.root {value}
-    data dataset data_dir data_path dataset_path dataset_dir dataset_name input images image_dir image_folder
-    imagefolder train_dir train_data train_data_dir train_path train_root
-
-labelled test images for k-NN are a folder of their own: --eval.root {value}
-    val_dir val_root val_data val_path validation_dir valid_dir test_dir test_root test_data
-
-no images are held back, since training needs no labels; labelled test images for k-NN are a folder of their own:
---eval.root DIR
-    val_split validation_split valid_split test_split val_ratio val_size val_fraction train_val_split holdout
-
-each epoch has every image once, in an order of --seed; to see some more often, name them several times in a list of
-files: --data.root list.txt
-    sampler class_weights class_balanced balanced weighted_sampler oversample shuffle repeated_aug
-
-an incomplete last batch is always dropped
-    drop_last dataloader_drop_last
-
-the loader sets it; --data.workers is what can be chosen
-    pin_memory pin_mem persistent_workers prefetch_factor dataloader_pin_memory
-
-training needs no labels; evaluations count the classes of the folders
-    num_classes n_classes labels label_column
-
-decoded images stay in memory with --data.cache_gib N, which pays for small images (docs/data.md)
-    cache cache_images cache_dataset cache_in_memory in_memory cache_ram
-
-write --data.workers {n}
-    num_workers dataloader_num_workers n_workers num_proc
-
-write --length "{n} epochs"
-    epochs epoch max_epochs num_train_epochs num_epochs n_epochs nb_epochs
-
-write --length "{n} steps"
-    steps iterations iters num_steps max_iter max_iters total_steps num_train_steps max_train_steps
-    official_epoch_length
-
-write --max_steps {n}
-    limit_train_batches fast_dev_run overfit_batches
-
-dino-ds find-batch-size measures what fits
-    auto_scale_batch_size auto_find_batch_size
-
-sizes are those of the crops: --crops.global_size {n}, --crops.local_size
-    image_size img_size crop_size input_size resolution
-
-recompute blocks instead: --ds_config ds_configs/zero2_bf16_checkpointing.json (docs/performance.md)
-    crop_batch_size
-
---crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation change
-it; --data.transform adds a function of yours (docs/data.md)
-    color_jitter jitter blur grayscale flip hflip solarize vflip vertical_flip rotation rotate transform transforms
-    transform_args brightness contrast saturation hue gray gaussian_blur augmentation augmentations auto_augment aa
-    randaugment
-
-DINO has no such thing: its views are crops (--crops.augment, --crops.num_local)
-    mixup cutmix reprob random_erasing label_smoothing smoothing
-
-write --crops.global_scale {value}, two numbers with a comma
-    global_crops_scale
-
-write --crops.local_scale {value}, two numbers with a comma
-    local_crops_scale
-
-write --crops.global_size {n}
-    global_crops_size
-
-write --crops.local_size {n}
-    local_crops_size
-
-a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)
-    model model_name architecture encoder backbone_name network
-
-existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume
-    pretrained weights checkpoint ckpt ckpt_path checkpoint_path resume_from resume_path resume_from_checkpoint
-    load_from load_checkpoint pretrained_weights pretrained_path model_name_or_path initial_checkpoint auto_resume
-
-there is no LoRA; --model.freeze_backbone "N epochs" trains the head first, --optimizer.layer_decay 0.9 moves lower
-blocks less
-    lora lora_r lora_rank lora_alpha qlora peft use_peft adapter adapters
-
-the backbone may wait while the head learns, --model.freeze_backbone "{n} epochs"; --optimizer.layer_decay 0.9 moves
-lower blocks less
-    freeze freeze_layers freeze_encoder freeze_epochs unfreeze trainable_blocks last_blocks
-
-write --objective.freeze_prototypes "{n} epochs"
-    freeze_last_layer freeze_last_layer_epochs
-
-prototypes have length 1 unless --head.learned_lengths true
-    norm_last_layer
-
-write --head.batch_norm {value}
-    use_bn_in_head
-
-write --model.drop_path {n}
-    drop_path_rate
-
-the objective is DINO's; its settings are --objective.KEY (docs/configs.md)
-    method loss
-
-write --objective.ibot_weight {n}
-    ibot ibot_loss_weight
-
-write --objective.koleo_weight {n}
-    koleo koleo_loss_weight
-
-write --crops.num_local {n}
-    n_local_crops num_local_crops local_number num_crops nmb_crops
-
-write --help all
-    help_all help_full full_help helpfull
-
-write --teacher.momentum {n}
-    momentum_teacher ema_decay model_ema_decay model_ema ema_momentum
-
-write --objective.teacher_temp_warmup "{n} epochs"
-    warmup_teacher_temp_epochs
-
-write --optimizer.warmup "N epochs", or a number of steps
-    warmup_ratio warmup_lr
-
-write --optimizer.schedule cosine, or constant
-    lr_scheduler_type lr_scheduler sched scheduler lr_schedule
-
-write --optimizer.kind adamw, sgd or lars
-    opt optim optimizer_name
-
-write --optimizer.beta1 {n}
-    adam_beta1
-
-write --optimizer.beta2 {n}
-    adam_beta2
-
-write --optimizer.eps {n}
-    adam_epsilon opt_eps
-
-write --save_every "{n} steps", or epochs
-    save_steps save_freq save_interval checkpoint_every checkpoint_freq save_strategy every_n_train_steps
-
-write --save_every "{n} epochs"
-    saveckp_freq saving_freq save_every_n_epochs every_n_epochs save_epochs
-
-write --keep_checkpoints {n}: the newest ones
-    save_total_limit keep_last max_to_keep num_checkpoints
-
-no best checkpoint is chosen; --keep_every "10 epochs" keeps them for good, and metrics.jsonl has the k-NN of each
-time of --eval.every
-    keep_best save_best save_best_only save_best_model save_top_k monitor best metric_for_best_model
-    load_best_model_at_end
-
-there is no early stopping: the schedules end with --length; --eval.every says how often k-NN is measured, and touch
-RUN/stop saves and ends a run
-    early_stopping early_stop patience early_stopping_patience
-
-write --eval.every "{n} steps", or epochs
-    eval_freq eval_steps eval_interval val_interval val_every check_val_every_n_epoch val_check_interval eval_strategy
-    evaluation_strategy eval_period_iterations
-
-dino-ds eval MODEL evaluates
-    eval_only evaluate do_eval test_only
-
-a run is never overwritten: name another --run_dir, or continue with --resume
-    overwrite overwrite_output_dir force exist_ok
-
-write --log_every {n}
-    print_freq logging_steps log_interval log_freq log_every_n_steps logging_strategy
-
-metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on, as do comet, mlflow
-and trackio
-    logger loggers wandb tensorboard mlflow comet log_dir logging_dir report_to tracker log_with use_wandb
-    wandb_project project neptune trackio aim
-
-a run has its folder's name: --run_dir runs/{value}
-    run_name exp_name experiment experiment_name tag
-
-dino-ds export RUN --format hf --push OWNER/NAME
-    push_to_hub hub_model_id
-
-a GPU is taken where there is one; CUDA_VISIBLE_DEVICES=1 names another, an empty one leaves the CPU
-    device cuda cpu gpu accelerator gpu_id gpu_ids no_cuda use_cpu
-
-the launcher starts the processes: deepspeed --num_gpus {n} dino_ds/train.py ..., or dino-ds launch
-    gpus num_gpus devices nproc_per_node num_nodes nnodes ranks world_size n_gpu ngpus num_processes rank dist_url
-    dist_backend distributed master_port node_rank
-
-ZeRO is what DDP and FSDP are elsewhere: --ds_config zero1_bf16, zero2_bf16 or zero3_bf16
-    strategy ddp fsdp
-
---ds_config FILE names the DeepSpeed JSON; --ds.KEY VALUE changes a key of it
-    ds deepspeed
-
-write --ds.dino_ds.compile default
-    torch_compile compile
-
-write --config {value}
-    config_file cfg config_name conf
-
-each key is an option: --optimizer.lr 1e-3, --ds.gradient_clipping 3
-    opts cfg_options options override overrides set
-""")
-"""What other programs call an option of training (its last part) -> what to do here."""
-MEANT = _by_word("""
-run_dir out write
-    out output output_dir out_dir output_path out_path save_dir save_path workdir work_dir default_root_dir
-
-model checkpoint run
-    model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights model_path
-    model_name_or_path run_dir
-
-root
-    data dataset data_dir data_path dataset_path input images image_dir data.root
-
-test_root
-    val_dir test_dir test_data val_data eval.root
-
-evals
-    eval tasks benchmarks metrics eval.evals
-
-batch batches
-    batch_size eval_batch_size per_device_eval_batch_size data.global_batch
-
-workers
-    num_workers data.workers
-
-size
-    image_size img_size crop_size input_size resolution
-
-ranks
-    gpus num_gpus devices nproc nproc_per_node num_processes world_size
-
-half
-    fp16 bf16 precision
-""")
-"""What other programs call an option -> what commands of this one call it: the first that a command has."""
-COMMANDS_ELSEWHERE = {
-    **dict.fromkeys(
-        ("predict", "extract", "features", "infer", "encode"),
-        "dino-ds embed MODEL --root DIR --out x.parquet writes features",
+from dino_ds.names import by_word
+
+OPTIONS = by_word({
+    # Images.
+    "no images are held back, since training needs no labels; labelled test images for k-NN are a folder of their own: "
+    "--eval.root DIR": "val_split validation_split test_split val_ratio val_size holdout",
+    "each epoch has every image once, in an order of --seed; to see some more often, name them several times in a list "
+    "of files: --data.root list.txt": "sampler class_weights class_balanced balanced weighted_sampler shuffle",
+    "an incomplete last batch is always dropped": "drop_last dataloader_drop_last",
+    "the loader sets it; --data.workers is what can be chosen": "pin_memory persistent_workers prefetch_factor",
+    "training needs no labels; evaluations count the classes of the folders": "num_classes labels",
+    "decoded images stay in memory with --data.cache_gib N, which pays for small images (docs/data.md)": "cache "
+    "cache_images cache_dataset in_memory",
+    # Length and sizes.
+    'write --length "{n} epochs"': "epochs epoch max_epochs num_train_epochs num_epochs n_epochs",
+    'write --length "{n} steps"': "steps iterations num_steps max_iter max_iters total_steps num_train_steps "
+    "max_train_steps official_epoch_length",
+    "dino-ds find-batch-size measures what fits": "auto_scale_batch_size auto_find_batch_size",
+    "sizes are those of the crops: --crops.global_size {n}, --crops.local_size": "image_size img_size crop_size "
+    "input_size resolution",
+    "recompute blocks instead: --ds_config ds_configs/zero2_bf16_checkpointing.json (docs/performance.md)": (
+        "crop_batch_size"
     ),
-    **dict.fromkeys(("visualize", "visualise", "plot", "show"), "dino-ds pictures MODEL, or dino-ds report RUN"),
-    **dict.fromkeys(("list", "recipes", "models"), "dino-ds train --help lists the recipes"),
-    **dict.fromkeys(("push", "upload", "publish"), "dino-ds export RUN --format hf --push OWNER/NAME"),
-    **dict.fromkeys(("fit", "pretrain", "run", "start"), "dino-ds train --data.root IMAGES trains"),
-    **dict.fromkeys(
-        ("validate", "val", "evaluate", "benchmark", "knn", "linear", "probe"), "dino-ds eval MODEL evaluates"
-    ),
-    "download": "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR",
-    "resume": "dino-ds train --resume --run_dir RUN",
-    "finetune": "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)",
-    "test": "dino-ds eval evaluates a model; make test runs this project's tests",
-}
-CHOICES_ELSEWHERE = {
-    **dict.fromkeys(("tensorrt", "trt"), "for TensorRT: --format onnx, and trtexec builds the engine"),
-    "openvino": "for OpenVINO: --format onnx, which it reads",
-    "coreml": "for Core ML: --format torchscript, which coremltools reads",
-    **dict.fromkeys(
-        ("pytorch", "torch", "pth", "pt"),
-        "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names",
-    ),
-    **dict.fromkeys(("huggingface", "transformers"), "write hf"),
-}
+    "--crops.augment names an augmentation; --crops.jitter, blur, grayscale, flip, solarize, vertical_flip, rotation "
+    "change it; --data.transform adds a function of yours (docs/data.md)": "color_jitter jitter blur grayscale flip "
+    "hflip solarize vflip vertical_flip rotation transform transforms transform_args brightness contrast saturation "
+    "hue gaussian_blur augmentation augmentations auto_augment aa randaugment",
+    "DINO has no such thing: its views are crops (--crops.augment, --crops.num_local)": "mixup cutmix reprob "
+    "random_erasing label_smoothing smoothing",
+    "write --crops.global_scale {value}, two numbers with a comma": "global_crops_scale",
+    "write --crops.local_scale {value}, two numbers with a comma": "local_crops_scale",
+    # Network, weights and objective.
+    "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)": "model "
+    "model_name architecture encoder network",
+    "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume": "pretrained "
+    "weights checkpoint ckpt ckpt_path checkpoint_path resume_from resume_from_checkpoint load_from load_checkpoint "
+    "pretrained_weights model_name_or_path initial_checkpoint auto_resume",
+    'there is no LoRA; --model.freeze_backbone "N epochs" trains the head first, --optimizer.layer_decay 0.9 moves '
+    "lower blocks less": "lora lora_r lora_rank lora_alpha use_peft adapter",
+    'the backbone may wait while the head learns, --model.freeze_backbone "{n} epochs"; --optimizer.layer_decay 0.9 '
+    "moves lower blocks less": "freeze freeze_layers freeze_encoder freeze_epochs unfreeze",
+    'write --objective.freeze_prototypes "{n} epochs"': "freeze_last_layer freeze_last_layer_epochs",
+    "prototypes have length 1 unless --head.learned_lengths true": "norm_last_layer",
+    "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)": "method loss",
+    'write --objective.teacher_temp_warmup "{n} epochs"': "warmup_teacher_temp_epochs",
+    # Optimizer.
+    'write --optimizer.warmup "N epochs", or a number of steps': "warmup_ratio warmup_lr",
+    "write --optimizer.schedule cosine, or constant": "lr_scheduler_type lr_scheduler sched scheduler",
+    "write --optimizer.kind adamw, sgd or lars": "opt optim optimizer_name",
+    # Checkpoints, evaluations and logs.
+    'write --save_every "{n} steps", or epochs': "save_steps save_freq save_interval checkpoint_every save_strategy "
+    "every_n_train_steps",
+    'write --save_every "{n} epochs"': "saveckp_freq every_n_epochs",
+    'no best checkpoint is chosen; --keep_every "10 epochs" keeps them for good, and metrics.jsonl has the k-NN of '
+    "each time of --eval.every": "keep_best save_best save_best_only save_top_k monitor metric_for_best_model "
+    "load_best_model_at_end",
+    "there is no early stopping: the schedules end with --length; --eval.every says how often k-NN is measured, and "
+    "touch RUN/stop saves and ends a run": "early_stopping early_stop patience early_stopping_patience",
+    'write --eval.every "{n} steps", or epochs': "eval_freq eval_steps eval_interval val_interval eval_strategy "
+    "check_val_every_n_epoch val_check_interval evaluation_strategy eval_period_iterations",
+    "dino-ds eval MODEL evaluates": "eval_only evaluate do_eval test_only",
+    "a run is never overwritten: name another --run_dir, or continue with --resume": "overwrite overwrite_output_dir "
+    "force exist_ok",
+    "metrics are written to RUN/metrics.jsonl and RUN/tensorboard; --ds.wandb.enabled true sends them on, as do comet, "
+    "mlflow and trackio": "logger wandb tensorboard mlflow comet trackio log_dir logging_dir report_to log_with "
+    "use_wandb wandb_project project",
+    "a run has its folder's name: --run_dir runs/{value}": "run_name exp_name experiment experiment_name tag",
+    "dino-ds export RUN --format hf --push OWNER/NAME": "push_to_hub hub_model_id",
+    # Machines and configuration.
+    "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES=1 names another, an empty one leaves the CPU": "device "
+    "cuda cpu gpu accelerator gpu_id gpu_ids no_cuda use_cpu",
+    "the launcher starts the processes: deepspeed --num_gpus {n} dino_ds/train.py ..., or dino-ds launch": "gpus "
+    "num_gpus devices nproc_per_node num_nodes nnodes ranks world_size n_gpu num_processes rank dist_url",
+    "ZeRO is what DDP and FSDP are elsewhere: --ds_config zero1_bf16, zero2_bf16 or zero3_bf16": "strategy ddp fsdp",
+    "--ds_config FILE names the DeepSpeed JSON; --ds.KEY VALUE changes a key of it": "ds deepspeed",
+    "write --ds.dino_ds.compile default": "torch_compile compile",
+    "each key is an option: --optimizer.lr 1e-3, --ds.gradient_clipping 3": "opts cfg_options options override set",
+    "write --help all": "help_all help_full",
+})  # fmt: skip
+"""Other programs' options of training (last part of the name) that have no counterpart here -> what to do instead."""
+MEANT = by_word({
+    "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
+    "model checkpoint run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
+    "model_path model_name_or_path run_dir",
+    "root data.root": "data dataset data_dir data_path dataset_path dataset_name input images image_dir image_folder "
+    "train_dir train_data train_data_dir data.root",
+    "test_root eval.root": "val_dir val_root val_data validation_dir test_dir test_data test_root eval.root",
+    "evals": "eval tasks benchmarks metrics eval.evals",
+    "batch batches": "batch_size eval_batch_size per_device_eval_batch_size data.global_batch",
+    "workers data.workers": "num_workers dataloader_num_workers n_workers data.workers",
+    "size": "image_size img_size crop_size input_size resolution",
+    "ranks": "gpus num_gpus devices nproc nproc_per_node num_processes world_size",
+    "half": "fp16 bf16 precision",
+    "config": "config_file cfg config_name",
+    "max_steps": "limit_train_batches fast_dev_run overfit_batches",
+    "keep_checkpoints": "save_total_limit keep_last max_to_keep",
+    "log_every": "print_freq logging_steps log_interval log_freq log_every_n_steps",
+    "crops.global_size": "global_crops_size",
+    "crops.local_size": "local_crops_size",
+    "crops.num_local": "n_local_crops num_local_crops local_number num_crops",
+    "model.drop_path": "drop_path_rate",
+    "head.batch_norm": "use_bn_in_head",
+    "objective.ibot_weight": "ibot ibot_loss_weight",
+    "objective.koleo_weight": "koleo koleo_loss_weight",
+    "teacher.momentum": "momentum_teacher ema_decay model_ema_decay model_ema ema_momentum",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_epsilon opt_eps",
+})  # fmt: skip
+"""Other programs' name of an option, with its section or by its last part -> names here: the first that a command has
+is meant."""
+COMMANDS_ELSEWHERE = by_word({
+    "dino-ds embed MODEL --root DIR --out x.parquet writes features": "predict extract features infer encode",
+    "dino-ds pictures MODEL, or dino-ds report RUN": "visualize visualise plot show",
+    "dino-ds train --help lists the recipes": "list recipes models",
+    "dino-ds export RUN --format hf --push OWNER/NAME": "push upload publish",
+    "dino-ds train --data.root IMAGES trains": "fit pretrain run start",
+    "dino-ds eval MODEL evaluates": "validate val evaluate benchmark knn linear probe",
+    "weights by timm's name come by themselves; others: hf download OWNER/NAME --local-dir DIR": "download",
+    "dino-ds train --resume --run_dir RUN": "resume",
+    "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)": "finetune",
+    "dino-ds eval evaluates a model; make test runs this project's tests": "test",
+})  # fmt: skip
+CHOICES_ELSEWHERE = by_word({
+    "for TensorRT: --format onnx, and trtexec builds the engine": "tensorrt trt",
+    "for OpenVINO: --format onnx, which it reads": "openvino",
+    "for Core ML: --format torchscript, which coremltools reads": "coreml",
+    "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names": "pytorch torch pth pt",
+    "write hf": "huggingface transformers",
+})  # fmt: skip

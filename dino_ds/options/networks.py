@@ -8,19 +8,22 @@ from typing import NamedTuple
 
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import weights_elsewhere
+from dino_ds.hubs import SIZES, weights_elsewhere
 from dino_ds.text_file import is_file
 
-_SIZES = {"ti": "tiny", "s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant"}
+_NAMES = {"ti": "tiny", **SIZES}
+_SIZES = {"t": "ti", **{name: size for size, name in _NAMES.items()}}
+"""timm's name of a size -> the letters in recipes' names."""
 _VIT = re.compile(
-    r"(facebook/)?((?P<project>dino(v2|v3)?)[-_ ]?)?(vit|deit)[-_ ]?"
+    r"(facebook/)?(dino(v2|v3)?[-_ ]?)?(vit|deit)[-_ ]?"
     r"(?P<size>tiny|ti|t|small|s|base|b|large|l|huge|h|giant|g|7b)([-_/ ]?(patch|p)?(?P<patch>8|14|16))?"
     r"([-_.](224|dino(v2|v3)?|reg4|qkvb|lvd142m|lvd1689m))*"
 )
 
 
 class _Vit(NamedTuple):
-    """A ViT as a paper or another project names it; size: ti, s, b, l, h, g or 7b; project and patch may be unsaid."""
+    """A ViT as a paper or another project names it; project: dinov2, dinov3 or ""; size: ti, s, b, l, h, g
+    or 7b; patch: None where it is not said."""
 
     project: str
     size: str
@@ -28,17 +31,11 @@ class _Vit(NamedTuple):
 
 
 def _vit_named(text: str) -> _Vit | None:
-    """What ViT-S/16, vit_small or dino_vits16 are, or None for any other text."""
+    """The ViT that ViT-S/16, vit_small or dino_vits16 is; None for any other text."""
     if (found := _VIT.fullmatch(text.lower())) is None:
         return None
-    project = re.search(r"dino(v2|v3)?", text.lower())
-    short = {
-        "tiny": "ti",
-        "t": "ti",
-        "giant": "g",
-        **{long: letter for letter, long in _SIZES.items()},
-    }
-    size = short.get(found["size"], found["size"])
+    project = re.search(r"dinov[23]", text.lower())
+    size = _SIZES.get(found["size"], found["size"])
     return _Vit(project[0] if project else "", size, int(found["patch"]) if found["patch"] else None)
 
 
@@ -46,8 +43,8 @@ def _timm_vit(text: str) -> str | None:
     """timm's name of a ViT that a paper or another project calls `text`; None for any other text."""
     if (vit := _vit_named(text)) is None or vit.size == "7b":
         return None
-    size = _SIZES[vit.size]
-    if vit.project in ("dinov2", "dinov3"):
+    size = _NAMES[vit.size]
+    if vit.project:
         return f"vit_{size}_patch{vit.patch or (14 if vit.project == 'dinov2' else 16)}_{vit.project}"
     return f"vit_{size}_patch{vit.patch or (14 if vit.size in 'hg' else 16)}_224"
 
@@ -56,14 +53,12 @@ def _recipe_of_network(name: str) -> str | None:
     """The options that train the ViT which papers or other projects call `name`; None if it is none of them."""
     if (vit := _vit_named(name)) is None:
         return None
-    prefix = f"{vit.project}_" if vit.project in ("dinov2", "dinov3") else ""
-    start = f"{prefix}vit{vit.size}"
+    start = f"{vit.project and f'{vit.project}_'}vit{vit.size}"
     found = [recipe for recipe in recipe_names() if re.fullmatch(rf"{start}\d+", recipe)]
-    if not found:
-        return None
-    if vit.patch is None or f"{start}{vit.patch}" in found:
-        return found[-1] if vit.patch is None else f"{start}{vit.patch}"
-    return f"{found[-1]} --model.patch_size {vit.patch}"
+    if not found or vit.patch is None:
+        return found[-1] if found else None
+    exact = f"{start}{vit.patch}"
+    return exact if exact in found else f"{found[-1]} --model.patch_size {vit.patch}"
 
 
 def check_networks(recipes: Iterable[str], backbone: str | None) -> None:

@@ -12,7 +12,7 @@ from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.default_folder import default_folder
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Given, check_chain, holds_run, stage_folder
+from dino_ds.config.stages import Given, begun_stages, check_chain, holds_run, stage_folder
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
@@ -88,17 +88,16 @@ def _read_train(
         raise ConfigError(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
-    named = bool(options.run_dir)
-    if not named and config is None and options.from_ is not None and options.stages is None:
+    if not options.run_dir and config is None and options.from_ is not None and options.stages is None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     place, note = options.run_dir, ""
-    if not named:
+    if not options.run_dir:
         name = "-".join(Path(one or "vits16").stem for one in configs)
         place, note = default_folder(name, options.resume is not False, os.environ)
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
     given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    alone = named and config is None and options.from_ is None
+    alone = config is None and options.from_ is None
     if alone and options.stages is None and options.resume not in (False, "auto"):
         _check_resumed(Path(options.run_dir), overrides)
     recipe = given[0].of_start(first, options.from_, options.resume is not False, by_own=alone)
@@ -109,11 +108,12 @@ def _read_train(
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, str]) -> None:
     """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's."""
-    stages = sorted(folder.name for folder in run_dir.glob("[0-9]*_*") if holds_run(folder))
-    if stages and not holds_run(run_dir):
+    if holds_run(run_dir):
+        return
+    if stages := begun_stages(run_dir):
         raise ConfigError(
             f"{run_dir} holds stages of training: give their --stages again with --resume, or continue one of them, "
-            f"--run_dir {run_dir / stages[-1]}"
+            f"--run_dir {stages[-1]}"
         )
-    if not holds_run(run_dir) and "data.root" not in overrides:
+    if "data.root" not in overrides:
         raise CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir")

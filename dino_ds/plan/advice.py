@@ -112,29 +112,22 @@ def _objective(recipe: str, weights: str | None) -> Row:
 
 
 def _crops(data: Data, gpus: Gpus, recipe: str) -> Row:
+    known, mild = load_recipe(recipe, {}).crops, "half strength and no blur: recipe cifar10"
+    local = known.num_local
     if not gpus.count:
         sizes = crop_sizes(data.side, *cpu_patch(data))
-        if sizes == (32, 16):
-            return Row("crops", "2 x 32 + 2 x 16 px", "recipe cifar10 (docs/quickstart.md)", {})
-        why = (
-            "by the images' size, with few patches for a CPU: rule of thumb; half strength and no blur: recipe cifar10"
-        )
-        return Row("crops", f"2 x {sizes[0]} + 2 x {sizes[1]} px", why, _sizes(sizes))
-    if recipe == "cifar10":
-        sizes = crop_sizes(data.side, tiny_patch(data), 64)
-        why = "half strength and no blur: recipe cifar10; sizes by the images: rule of thumb"
-        return Row("crops", f"2 x {sizes[0]} + 6 x {sizes[1]} px", why, {**_sizes(sizes), "crops.num_local": "6"})
-    sizes, small = crop_sizes(data.side, 16, 224), load_recipe(recipe, {}).crops.num_local
-    if sizes == (224, 96):
-        return Row(
-            "crops", f"2 x 224 + {small} x 96 px", "DINO's (main_dino.py); number and scales are the recipe's", {}
-        )
-    why = f"not larger than the images' {data.side} px: rule of thumb; in DINO's ratio"
-    return Row("crops", f"2 x {sizes[0]} + {small} x {sizes[1]} px", why, _sizes(sizes))
-
-
-def _sizes(sizes: tuple[int, int]) -> dict[str, str]:
-    return {"crops.global_size": str(sizes[0]), "crops.local_size": str(sizes[1])}
+        why = f"by the images' size, with few patches for a CPU: rule of thumb; {mild}"
+        why = "recipe cifar10 (docs/quickstart.md)" if sizes == (32, 16) else why
+    elif recipe == "cifar10":
+        sizes, local = crop_sizes(data.side, tiny_patch(data), 64), 6
+        why = f"{mild}; sizes by the images: rule of thumb"
+    else:
+        sizes = crop_sizes(data.side, 16, 224)
+        why = f"not larger than the images' {data.side} px: rule of thumb; in DINO's ratio"
+        why = "DINO's (main_dino.py); number and scales are the recipe's" if sizes == (224, 96) else why
+    wanted = {"global_size": sizes[0], "local_size": sizes[1], "num_local": local}
+    flags = {f"crops.{key}": str(value) for key, value in wanted.items() if value != getattr(known, key)}
+    return Row("crops", f"2 x {sizes[0]} + {local} x {sizes[1]} px", why, flags)
 
 
 def _cpu_length(data: Data) -> Row:

@@ -73,7 +73,7 @@ def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, li
 def fit_with(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
 ) -> Fit:
-    """As `fit`, with this micro-batch, accumulated to the recipe's global batch or just above it."""
+    """The fit of this micro-batch, accumulated to the recipe's global batch or just above it."""
     accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
     batch = micro_batch * accumulation * world_size
     return _fit(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size, limit_gib)

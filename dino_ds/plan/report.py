@@ -80,7 +80,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
 
 
 def _shares(recipe: Recipe, images: int, precision: str) -> dict[str, float]:
-    """Of a step's FLOPs, by network."""
+    """Share of a step's FLOPs spent in each network."""
     teacher = "EMA teacher" if recipe.teacher.source is None else "frozen teacher"
     names = {"student": "student", "teacher": teacher, "gram_teacher": "Gram teacher", "gram_matrices": "Gram matrices"}
     flops, found = recipe_step_flops(recipe, False, precision, images), dict[str, float]()

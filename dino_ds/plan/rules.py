@@ -20,8 +20,8 @@ LEAST_BATCH = 32
 
 @dataclass(frozen=True)
 class Data:
-    """What decides: number of images, median shorter side in pixels, channels (1 or 3 are one thing: gray is read as
-    RGB)."""
+    """The facts that decide: number of images, median shorter side in pixels, channels (1 or 3 are one thing: gray is
+    read as RGB)."""
 
     images: int
     side: int
@@ -38,7 +38,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Gpus:
-    """How many there are, none for a CPU, and the memory of one."""
+    """Number of GPUs, 0 for a CPU, and the memory of one."""
 
     count: int = 0
     memory_gib: float = 0.0
@@ -78,7 +78,7 @@ def epochs(images: int, continued: bool) -> int:
 
 
 def useful_gpus(data: Data, gpus: Gpus) -> int:
-    """How many of these GPUs get a share of 32 images or more of each step; 0 without any."""
+    """Number of these GPUs that get 32 images or more of each step; 0 without any."""
     return min(gpus.count, max(1, _wanted_batch(data, gpus) // LEAST_BATCH))
 
 
@@ -101,8 +101,8 @@ def prototypes(images: int) -> int:
 
 
 def momentum(batch: int, steps: int) -> float:
-    """Of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more than a
-    hundredth of the run."""
+    """Momentum of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more
+    than a hundredth of the run."""
     return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
 
 

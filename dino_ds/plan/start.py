@@ -106,8 +106,8 @@ def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> St
 
 
 def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine) -> Start:
-    """That of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as far as
-    other ranks or another global batch allow. Raises ConfigError."""
+    """The start of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as
+    far as other ranks or another global batch allow. Raises ConfigError."""
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
     # Somebody may have written "auto" into the file since.
@@ -149,7 +149,8 @@ def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine)
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
-    """Of each rank, without the planner's margins: what is measured while it runs. None: not estimated."""
+    """The memory of each rank as it is measured while it trains, without the planner's margins; None if not
+    estimated."""
     try:
         return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
     except NotEstimated:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,10 +16,9 @@ from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
 from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.report.log import RunLog, read_log
-from dino_ds.text_file import read_lines, read_text
+from dino_ds.text_file import read_lines, read_object, read_text
 
 T = TypeVar("T")
-_LARGEST_JSON = 64 << 20
 _LARGEST_NUMBER = 1e100
 _GIB = 2**30
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
@@ -88,8 +86,8 @@ def read_run(path: Path) -> RunFiles:
         notes.append(f"metrics.jsonl: {metrics.broken} broken lines were left out")
     run = RunFiles(path, path.resolve().name, metrics, RunLog(), notes=notes)
     run.log = _read(notes, path / "log.txt", _read_log, RunLog(), "how the run started and ended is not known")
-    run.ds = _read(notes, path / "ds_config.json", _read_object, {}, "the ds config is not known")
-    run.environment = _read(notes, path / "environment.json", _read_object, {}, "machine and versions are not known")
+    run.ds = _read(notes, path / "ds_config.json", read_object, {}, "the ds config is not known")
+    run.environment = _read(notes, path / "environment.json", read_object, {}, "machine and versions are not known")
     _read_recipe(run)
     run.evaluations = _evaluations(path, notes)
     run.pictures = sorted(file for file in (path / "pictures").rglob("*.png") if file.is_file())
@@ -118,17 +116,6 @@ def _read_log(path: Path) -> RunLog:
     return read_log(line.decode(errors="replace") for line in read_lines(path))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError("it is not a regular file")
-    if path.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"it is larger than {_LARGEST_JSON >> 20} MiB")
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    return content
-
-
 def _read_recipe(run: RunFiles) -> None:
     path = run.path / "config.yaml"
     run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
@@ -140,11 +127,11 @@ def _read_recipe(run: RunFiles) -> None:
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
-    """Of {name: {"results": {metric: value}, "step": ..., ...}}."""
+    """The evaluations of a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
     file = path / RESULTS
     if not file.exists():
         return []
-    content: dict[str, Any] = _read(notes, file, _read_object, {}, "no evaluations are shown")
+    content: dict[str, Any] = _read(notes, file, read_object, {}, "no evaluations are shown")
     found = []
     for name, entry in content.items():
         if isinstance(entry, dict) and isinstance(entry.get("results"), dict):

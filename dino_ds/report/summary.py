@@ -61,7 +61,7 @@ def trained(run: RunFiles) -> str:
 
 
 def training_seconds(metrics: Metrics) -> float | None:
-    """Of the steps alone: images over images per second, window by window; evaluations and pauses do not count."""
+    """Seconds in steps alone: images over images per second, window by window; evaluations and pauses do not count."""
     images, rate = metrics["images"], metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 
+from dino_ds.digits import short
+
 
 def number(value: float | None, digits: int = 4) -> str:
-    """`digits` significant digits, thousands with commas, no exponent between 1e-4 and 1e15."""
+    """A number as `short` has it; also what is not known, or not finite."""
     if value is None or math.isnan(value):
         return "–" if value is None else "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if abs(value) < 1e-4:
-        return f"{value:.{digits - 1}g}"
-    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:,.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
+    return short(value, digits - 1 if abs(value) < 1e-4 else digits)  # an exponent takes the place of a digit
 
 
 def percent(value: float | None) -> str:

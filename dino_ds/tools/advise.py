@@ -40,7 +40,7 @@ _TESTS = ("test", "val", "valid", "validation")
 _LARGE_SIDE = 1024
 """Pixels of the shorter side from which decoding is worth saving."""
 _MANY_TWINS = 0.05
-"""Of the images looked at: those that look like another one."""
+"""Share of the images looked at that look like another one, from which a note is given."""
 _BF16_SINCE = 8
 """Major compute capability."""
 _FAST = 0.99

@@ -51,7 +51,7 @@ def _wrapped(setting: str, value: str, why: str) -> list[str]:
 
 
 def _folded(command: str) -> str:
-    """Over several lines, as a shell takes it: an option and its value on one."""
+    """The command over several lines, as a shell takes it: an option and its value on one."""
     lines = [""]
     for part in re.split(r" (?=--[a-z])", command):
         if len(lines[-1]) + len(part) > _WIDTH - 8:

@@ -149,7 +149,7 @@ def _kernel(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _memory() -> Finding:
-    """Of the machine, or of the container where that has less."""
+    """Memory of the machine, or of the container where that has less."""
     total, free = host_memory_gib()
     text = f"{len(usable_cores())} cores, {free:.1f} of {total:.1f} GiB memory free"
     if free < 2:
@@ -215,7 +215,7 @@ def _libraries() -> Iterator[Finding]:
 
 
 def _interfaces() -> Finding:
-    """Those that are up, with IPv4 address and speed."""
+    """The network interfaces that are up, with IPv4 address and speed."""
     states, shown, outside = psutil.net_if_stats(), list[str](), list[str]()
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         numbers = [address.address for address in addresses if address.family == socket.AF_INET]

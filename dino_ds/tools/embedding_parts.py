@@ -28,14 +28,13 @@ from dino_ds.durable import replace_file, replacing
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.evals.features import LabelledImages, Reading, loaded
-from dino_ds.text_file import read_bytes
+from dino_ds.text_file import read_object
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
 """Images of a part, and bytes of one of maps, at most: what an interruption costs a rank."""
 _FEW, _PARTS = 64, 64
 """Few images are cut into so many parts, of so many at least, for ranks to share."""
-_MOST_JSON = 1 << 26
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 """Facts of an embedding that are told in words of their own."""
 
@@ -77,9 +76,9 @@ class Parts:
     def _differences(self, now: dict[str, Any]) -> str:
         """What differs from the embedding whose parts are here, in words; "" if nothing does."""
         try:
-            before = json.loads(read_bytes(self._about, _MOST_JSON))
+            before = read_object(self._about)
             changes = changed_images(before, now)
-        except (OSError, ValueError, AttributeError, RecursionError):
+        except (OSError, ValueError, AttributeError):
             changes = None
         if changes is None:
             return f"{self._about.name} does not say of which, it is missing, damaged or of an earlier version"
@@ -106,10 +105,10 @@ class Parts:
     def _unreadable(self, part: int) -> list[str] | None:
         """The texts that name the unreadable images of a part; None where it is not there as it was written."""
         try:
-            sealed = json.loads(read_bytes(self._file(part, "json"), _MOST_JSON))
+            sealed = read_object(self._file(part, "json"))
             whole = is_plain_file(self._file(part)) and sealed == self._sealed(part, sealed["unreadable"])
             return [str(text) for text in sealed["unreadable"]] if whole else None
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
 
 
 def _settings(options: EvalOptions) -> Settings:
-    """Those that are given; others have the defaults of Settings."""
+    """The settings that are given; others have the defaults of Settings."""
     names = ("size", "temperature", "images", "epochs", "batch", "workers")
     given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
     given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None

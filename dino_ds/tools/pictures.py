@@ -29,6 +29,7 @@ from dino_ds.pictures.canvas import figure_png, figure_tensor
 from dino_ds.pictures.charts import draw_curves
 from dino_ds.pictures.embedding import TITLES, draw_map, find_method, place
 from dino_ds.pictures.series import Metrics, read_metrics
+from dino_ds.text_file import read_object
 from dino_ds.tools.chosen_images import Picked, choose, find_patches, read_cuts, spread
 from dino_ds.tools.model_options import check_unused_options, find_images, in_parts, load_for_pictures, side_of
 from dino_ds.weights.load import Backbone
@@ -269,6 +270,6 @@ def _not_written(path: Path, reason: object) -> ConfigError:
 def _step_of(about: Path) -> int:
     """Of the teacher that is shown; 0 where nothing says it."""
     try:
-        return int(json.loads(about.read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return int(read_object(about)["step"])
+    except (OSError, ValueError, KeyError, TypeError):
         return 0

@@ -179,7 +179,7 @@ def _batch_of(dataset: MultiCropDataset, keys: Sequence[tuple[int, int]]) -> Loa
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As in a loader process."""
+    """Computes with one thread, as a loader process does."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

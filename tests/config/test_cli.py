@@ -142,6 +142,18 @@ def test_a_start_takes_a_folder_of_its_own_and_a_resume_the_newest(
     assert [note in line for line in files["given"][0].notes] == ([True] if note else [])
 
 
+def test_a_resume_without_a_recipe_continues_by_the_folder_s_own(
+    calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where the folder is not named: the launcher, which adds its name, and its ranks read one recipe."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/vits16").mkdir(parents=True)
+    (tmp_path / "runs/vits16/config.yaml").write_text("data: {source: photos}\nseed: 7\n")
+    for words in ("--resume", "--resume --run_dir runs/vits16"):
+        cli.main(["train", *words.split()])
+    assert [(options.run_dir, files["recipe"].seed) for options, files in calls] == [("runs/vits16", 7)] * 2
+
+
 def test_on_several_machines_the_ranks_choose_no_folder(
     calls: list[Any], errors: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -12,7 +12,7 @@ from PIL import Image
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.image_set import ImageSet
 from dino_ds.errors import DataError
-from dino_ds.text_file import MAX_LINE_BYTES, read_lines
+from dino_ds.text_file import MAX_LINE_BYTES, read_lines, read_object
 from tests.data import files
 from tests.data.files import reds
 
@@ -81,3 +81,24 @@ def test_a_line_without_an_end_is_cut(tmp_path):
     (tmp_path / "lines").write_bytes(b"first\n" + bytes(3 * MAX_LINE_BYTES) + b"\nlast")
     first, zeros, last = read_lines(tmp_path / "lines")
     assert (first, last) == (b"first\n", b"last") and zeros == bytes(MAX_LINE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda path: path.write_text('{"a": [1]}'), None),
+        (lambda path: path.write_text("[1]"), "is not a JSON object"),
+        (lambda path: path.write_text('{"a": ' * 100_000), "nested too deeply"),
+        (lambda path: path.write_bytes(b"\xff{}"), ""),
+        (os.mkfifo, "not a regular file"),
+        (lambda path: None, "No such file"),
+    ],
+)
+def test_a_file_of_json_is_an_object_or_one_kind_of_error(make, problem, tmp_path):
+    """No file, whatever it holds, makes a reader wait or ends it with another error than it handles."""
+    make(path := tmp_path / "x.json")
+    if problem is None:
+        assert read_object(path) == {"a": [1]}
+        return
+    with pytest.raises((OSError, ValueError), match=problem):
+        read_object(path)

@@ -182,7 +182,7 @@ def _boundary_similarity(found: Tensor, wanted: Tensor, radius: int) -> Tensor:
 
 
 def _judge(context: EvalContext, clip: Clip) -> list[tuple[float, float, float, float]]:
-    """Of each object of a clip; neither its first frame nor its last one counts."""
+    """The figures of each object of a clip; neither its first frame nor its last one counts."""
     first = read_image(clip.frames[0])
     wanted = [_read_mask(path, first.size) for path in clip.masks]
     objects = int(wanted[0].max())

@@ -29,7 +29,7 @@ from dino_ds.evals.protocols.work import Benchmark, Files, describe_files, plain
 _KS = (1, 5, 10)
 _SCALES = (1.0, 2**-0.5, 0.5)
 _MOST_PIXELS = 10_000
-"""Of a side of a query's box."""
+"""Most pixels of a side of a query's box."""
 _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),

@@ -36,7 +36,7 @@ _BENCHMARK = Benchmark(
 _CLASSES, _IGNORED = 21, 255
 _SIZE = 512
 _DECAY = 1e-4
-"""Of |W|^2 / 2, beside the mean cross-entropy."""
+"""Weight of |W|^2 / 2, next to the mean cross-entropy."""
 _STEPS = 100
 
 
