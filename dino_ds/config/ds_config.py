@@ -181,8 +181,11 @@ def _read(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: {', '.join(twice)} is set twice")
         return dict(pairs)
 
+    text = read_text(path, "JSON")
+    if not text.strip():  # to hjson an empty object
+        raise ConfigError(f"{path} is empty (was it cut off?): write a DeepSpeed JSON into it, or take a shipped one")
     try:
-        config = hjson.loads(read_text(path, "JSON"), object_pairs_hook=refuse_duplicates)
+        config = hjson.loads(text, object_pairs_hook=refuse_duplicates)
     except RecursionError:
         raise ConfigError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except (ValueError, OverflowError) as error:  # hjson's own, and Python's about numbers of 4301 digits, 1e999

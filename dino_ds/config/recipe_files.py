@@ -74,6 +74,9 @@ def _find(config: str, start: str) -> str:
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if not is_file(config) and (answer := weights_elsewhere(config)):
             raise ConfigError(f"{start}{config} is not a recipe; are weights meant? --model.init_from: {answer}")
+        if Path(config).is_dir():
+            images = " (images are given with --data.root)" if start.startswith("--") else ""
+            raise ConfigError(f"{start}{config} is a folder, not a recipe: give a shipped name or a YAML file{images}")
         if not is_file(config):
             near = did_you_mean(Path(config).stem, recipe_names())
             shipped = f" Shipped recipes go by name alone.{near}" if near else ""
@@ -81,8 +84,6 @@ def _find(config: str, start: str) -> str:
         return config
     if config not in recipe_names():
         near = did_you_mean(config, recipe_names())
-        raise ConfigError(
-            f"{own}no recipe is named {config!r}: there are {', '.join(recipe_names())}; "
-            f"a file of your own ends in .yaml.{near}"
-        )
+        there = "dino-ds train --help lists them" if near else f"there are {', '.join(recipe_names())}"
+        raise ConfigError(f"{own}no recipe is named {config!r}: {there}; a file of your own ends in .yaml.{near}")
     return str(RECIPES / f"{config}.yaml")

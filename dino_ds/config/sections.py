@@ -100,7 +100,8 @@ class CropsSection(Section):
     local_scale: ScaleRange = option((0.05, 0.4), "area of a local crop, as parts of the image")
     num_local: Few = option(8, "local crops per image")
     augment: Literal["dino", "dinov2_as_trained", "low_res"] = option(
-        "dino", "what the next five are if they are none; low_res (no blur): for 32 to 64 pixels"
+        "dino",
+        "preset of jitter, blur, grayscale, flip and solarize where these are none; low_res: for 32 to 64 pixels",
     )
     jitter: Numbers | None = option(
         None, "factor on crops.augment's (0 = none), or brightness, contrast, saturation, hue, such as 0.4,0.4,0.2,0.1"

@@ -17,14 +17,14 @@ def read_yaml(path: str) -> dict[str, Any]:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: {error.problem}") from None
+        raise ConfigError(f"{path}{line}: {_problem(error.problem)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} cannot be read as YAML: {one_line(error)}") from None
     except (RecursionError, ValueError) as error:  # ValueError: from the converters of tags such as !!int
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"{path} cannot be read as YAML: {reason}") from None
     if not text.strip(" \t\r\n\0\ufeff"):
-        raise ConfigError(f"{path} is empty, as a file is that was cut off: give a recipe's 'key: value' lines")
+        raise ConfigError(f"{path} is empty (was it cut off?): write a recipe's 'key: value' lines into it")
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -32,6 +32,13 @@ def read_yaml(path: str) -> dict[str, Any]:
             f"{path} is not a recipe: it must hold 'key: value' lines, and it holds one {type(content).__name__}"
         )
     return content
+
+
+def _problem(said: str | None) -> str:
+    """The parser's words, plainer for a tab and for a file that ends too early."""
+    if said and said.startswith("found character '\\t'"):
+        return "a tab stands where spaces belong: indent with spaces"
+    return (said or "not YAML").replace("'<stream end>'", "the end of the file")
 
 
 class _Loader(yaml.SafeLoader):

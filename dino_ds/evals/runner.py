@@ -195,26 +195,31 @@ class EvalRunner(AtStep):
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
-    def warning(self) -> str | None:
-        """A warning, with advice, where the newest features are worse than raw pixels, else None."""
+    def warning(self, cut: bool = False) -> str | None:
+        """A warning, with advice, where the newest features are worse than raw pixels, else None.
+
+        `cut`: whether --max_steps ended the run before its length.
+        """
         if self.latest is None or self.raw is None or self.latest >= self.raw:
             return None
         learned = ""
         if self.untrained is not None:
             helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
             learned = f"; the untrained network's was {self.untrained:.1f} %, so training {helped} yet"
+        advice = ["train to the end (--max_steps cut this run short)", *self._advice[1:]] if cut else self._advice
         return (
             f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
-            f"{', or '.join(self._advice)}"
+            f"{', or '.join(advice)}"
         )
 
     def short(self) -> str:
         return f"k-NN {self.latest:.1f} %" if self.latest is not None else ""
 
-    def summary(self) -> list[str]:
+    def summary(self, cut: bool = False) -> list[str]:
+        """The newest k-NN, and the warning if there is one, as lines of the log; `cut` as for `warning`."""
         if self.latest is None:
             return []
-        warning = self.warning()
+        warning = self.warning(cut)
         at = "" if self._latest_step is None else f"at step {self._latest_step}: "  # unknown from an older version
         return [f"k-NN     {at}{self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
 

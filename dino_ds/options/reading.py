@@ -21,6 +21,13 @@ from dino_ds.options.networks import check_networks
 from dino_ds.options.run import TrainOptions
 
 
+def _no_images(resumes: bool) -> str:
+    images = "--data.root FOLDER, --data.source NAME, or --config quickstart for the embedded photos"
+    if resumes:
+        return f"no images are given: name the run to continue, --run_dir RUN, or the images of a new one, {images}"
+    return f"no images are given: {images}"
+
+
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     """An instance of the command's options, and its function's other keywords. Raises ConfigError.
 
@@ -44,10 +51,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
                 files["notes"] = list[str]()
                 files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
             if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
-                problems.append(
-                    "no images are given: --data.root FOLDER, --data.source NAME, "
-                    "or --config quickstart for the embedded photos"
-                )
+                problems.append(_no_images(bool(given.get("resume"))))
         except ConfigError as error:
             problems.append(str(error))
     if command.takes_ds and ds_config is None:

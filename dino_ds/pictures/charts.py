@@ -104,6 +104,7 @@ SMALL = (
     Series("loss_scale", "Loss scale"),
     Series("skipped_steps", "Skipped steps", "in all", zero=True),
     Series("bad_images", "Unreadable images", "in all", zero=True),
+    Series("constant_images", "Images of one color", "part", zero=True),
     Series("memory_gib", "Peak memory of a process", "GiB", zero=True),
     Series("host_memory_gib", "Memory of the run's processes on a machine", "GiB", zero=True),
     Series("host_free_gib", "Free memory of the machine", "GiB", zero=True),
@@ -211,7 +212,8 @@ def _plot(axes: Any, chart: Chart) -> None:
             floor = np.zeros(len(curve)) if line.base is None else line.base.at(curve.x)
             axes.fill_between(curve.x, floor, curve.y, color=colour, alpha=0.28)
         points = ([], []) if line.kind == "hidden" else (curve.x, curve.y)
-        axes.plot(*points, "o-" if line.kind == "dots" else "-", color=colour, markersize=4, label=line.name)
+        dotted = line.kind == "dots" or len(curve.finite) == 1  # a line through one point can't be seen
+        axes.plot(*points, "o-" if dotted else "-", color=colour, markersize=4, label=line.name)
     for level in chart.levels:
         values.append(level.value)
         axes.axhline(level.value, ls="--", color=COLOURS[-1], lw=1)

@@ -139,7 +139,8 @@ def _curves(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
 
 def _constant(series: Series, metrics: Metrics) -> str:
     unit = f" {series.unit}" if series.unit in ("s", "GiB", "nats") else ""
-    return f"{series.title[0].lower()}{series.title[1:]} {number(series.curve(metrics).last)}{unit}"
+    title = series.title if series.title[1:2].isupper() else f"{series.title[0].lower()}{series.title[1:]}"
+    return f"{title} {number(series.curve(metrics).last)}{unit}"
 
 
 def _evaluations(found: Sequence[Evaluation]) -> dict[str, Any] | None:

@@ -125,7 +125,8 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
     """What `dino-ds train` gets beside the recipe."""
-    flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
+    known = options.source in ("folder", load_recipe(recipe, {}).data.source)  # a root alone is taken for a folder's
+    flags = {} if known else {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
     for row in rows:
@@ -173,7 +174,7 @@ def _remedies(recipe: Recipe) -> list[str]:
     return [
         f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
         "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
-        "(docs/quickstart.md)",
+        "(docs/your-data.md)",
         f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
         f"weights as they are: {RULE} (dinov2#204)",
         "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",

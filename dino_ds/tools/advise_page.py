@@ -14,12 +14,17 @@ _SHORT = 0.1
 _WIDTH = 120
 
 
+def _span(values: Mapping[str, float]) -> str:
+    low, high = (f"{values[name]:,.0f}" for name in ("min", "max"))
+    return low if low == high else f"{low} to {high}"
+
+
 def page(result: Mapping[str, Any], images_of: str) -> str:
     """The advice as text of 120 columns; images_of: where the images are."""
     found = result["found"]
     images = f"{found['images']:,} in {images_of}"
     classes = "no labels" if found["classes"] is None else f"{found['classes']['count']:,} classes"
-    sides = ", ".join(f"{side} {found[side]['min']:,.0f} to {found[side]['max']:,.0f}" for side in ("width", "height"))
+    sides = ", ".join(f"{side} {_span(found[side])}" for side in ("width", "height"))
     about = [
         f"images   {images}; {classes}; looked at {found['looked_at']:,}",
         f"size     {sides}, shorter side {found['shorter_side']['median']:,.0f} px in the median; "

@@ -241,5 +241,5 @@ class Loop:
             f"done     step {run.step.applied_steps}{of}; the run is in {path}",
             f"teacher  {path / 'teacher.safetensors'}; {how}",
             f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
-            *(run.evaluations.summary() if run.evaluations else []),
+            *(run.evaluations.summary(cut=bool(of)) if run.evaluations else []),
         )

@@ -176,6 +176,7 @@ _OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "c
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "does not go with training in fp32"),
         (_OFFLOAD | {"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer: it must be false"),
         ('{"zero_optimization": {"stage": 1}}', "has no gradient_clipping, and DeepSpeed would clip at 1.0"),
+        ("", "is empty (was it cut off?): write a DeepSpeed JSON into it"),
         ('{"gradient_clipping": 1, "gradient_clipping": 2}', "gradient_clipping is set twice"),
         ("[1]", "it must hold one JSON object"),
         ('{"gradient_clipping":', "cannot be read as JSON"),

@@ -141,7 +141,8 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     watch.untrained = 15.7
     assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in watch.warning()
     watch.untrained = 20.4
-    assert "so training has not helped yet; train" in watch.warning()
+    assert "so training has not helped yet; train longer (--length), or" in watch.warning()
+    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in watch.summary(cut=True)[-1]
 
 
 @pytest.mark.parametrize(

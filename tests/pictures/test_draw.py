@@ -265,6 +265,8 @@ def test_curves_with_and_without_evaluations(tmp_path):
     assert [text.get_text() for text in below.texts] == ["raw pixels 80.0", "chance 10.0"]
     assert below.get_ylim()[1] > 80
     figure_pixels(_curves(tmp_path), dpi=50)
+    alone, several = (_curves(tmp_path, *records[:count]).axes[1].lines[0].get_marker() for count in (1, 3))
+    assert (alone, several) == ("o", "None")  # a line through one point can't be seen
 
 
 @pytest.mark.slow
