@@ -17,9 +17,11 @@ FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF
 """Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
 ValueRange = tuple[float, float]
 """The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
-_BITS_PER_SAMPLE = 258
+_BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
 """A tag of TIFFs, and its value where the lowest number is white."""
+_SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
+"""Values of these tags: a plane for each channel; integers without and with a sign."""
 _WHITE = 65535
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 """Modes whose channels may be wanted as they are, and how many these are."""
@@ -76,7 +78,19 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
 
 def reads_all_bits(image: ImageFile.ImageFile) -> bool:
     """Whether `deep_values` can read a deep file of which only the header was read."""
-    return image.mode[0] in "IF" or all(map(_BOTH_BYTES.fullmatch, _raw_modes(image)))
+    if image.mode[0] in "IF":
+        return True
+    by_libtiff = any(tile.codec_name == "libtiff" for tile in image.tile)
+    if by_libtiff and getattr(image, "tag_v2", {}).get(_PLANES) == _SEPARATE:
+        return False  # Pillow gives the high byte, whichever it is asked for
+    return all(map(_BOTH_BYTES.fullmatch, _raw_modes(image)))
+
+
+def reads_as_stored(image: TiffImageFile) -> bool:
+    """Whether Pillow has a type for the numbers of a TIFF: it takes signed ones of 8 bits for unsigned ones, and
+    unsigned ones of 32 bits for signed ones."""
+    formats, bits = (image.tag_v2.get(tag, (1,)) for tag in (_SAMPLE_FORMAT, _BITS_PER_SAMPLE))
+    return (formats[0], bits[0]) not in ((_SIGNED, 8), (_UNSIGNED, 32))
 
 
 def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
@@ -84,8 +98,10 @@ def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
     wanted, but RGBA, CMYK and gray with alpha as they are stored where so many are wanted.
 
     It is taken as it lies: only a file is turned upright by its orientation. Raises UnreadableImage for a file of more
-    than 8 bits a channel of which Pillow would give only 8.
+    than 8 bits a channel of which Pillow would give only 8, and of numbers that Pillow takes for others.
     """
+    if isinstance(image, TiffImageFile) and not reads_as_stored(image):
+        raise UnreadableImage(name, f"numbers that Pillow's {image.mode} does not hold: give it as an array")
     if isinstance(image, ImageFile.ImageFile) and image.mode[0] not in "IF" and is_deep(image, b""):
         raise UnreadableImage(name, f"more than 8 bits a channel, and Pillow's {image.mode} has 8: give it as an array")
     if _STORED.get(image.mode) == channels:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits
+from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits, reads_as_stored
 from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
 
 TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
@@ -76,7 +76,7 @@ def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -
     try:
         with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
             samples, bands = image.tag_v2.get(_SAMPLES, 1), len(image.getbands())
-            if samples > bands or (samples == wanted and samples not in (1, 3)):
+            if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
                 return False
             if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
                 return False
