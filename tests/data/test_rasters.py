@@ -100,6 +100,13 @@ def test_numbers_of_every_type_are_kept(kind):
         np.testing.assert_array_equal(found.values().reshape(expected.shape), expected)
 
 
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_bigtiffs_are_read_without_a_warning(byteorder, recwarn):
+    data = tif(SHALLOW, photometric="rgb", bigtiff=True, byteorder=byteorder)
+    np.testing.assert_array_equal(stored(data, 3), SHALLOW)
+    assert not recwarn.list
+
+
 def test_thumbnails_and_overviews_are_not_bands():
     stream = io.BytesIO()
     with tifffile.TiffWriter(stream) as file:
