@@ -16,7 +16,8 @@ from PIL import Image
 from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits, reads_as_stored
 from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
 
-TIFFS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_BIG_ENDIAN_BIGTIFF = b"MM\0+"
+TIFFS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 """How they begin, the last two as BigTIFF."""
 _SAMPLES = 277
 _GREY_OR_RGB = (0, 1, 2)
@@ -73,6 +74,8 @@ def open_tiff(data: bytes, wanted: int | None) -> Raster | None:
 
 def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -> bool:
     """Whether Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more of them."""
+    if data.startswith(_BIG_ENDIAN_BIGTIFF):
+        return False  # Pillow reads its header as that of a plain TIFF, and warns of what it finds there
     try:
         with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
             samples, bands = image.tag_v2.get(_SAMPLES, 1), len(image.getbands())

@@ -79,13 +79,32 @@ def test_every_layout_gives_the_bands_last(layout):
     assert found.dtype == np.uint16 and found.dtype.isnative and found.flags.writeable
 
 
-@pytest.mark.parametrize("kind", ["u1", "i1", "i2", "u4", "i4", "f2", "f4", "f8"])
+@pytest.mark.parametrize("kind", ["u1", "i1", "u2", "i2", "u4", "i4", "f2", "f4", "f8"])
 def test_numbers_of_every_type_are_kept(kind):
-    values = (BANDS % 120).astype(kind)
-    for data in (tif(values, **CONTIG), npy(values)):
-        found = EncodedImage(data, "file", 10**6, channels=6)
+    """Negative ones and the largest ones too, of six bands, of three and of one, which Pillow has no types for."""
+    values = (BANDS % 120).astype(kind) - np.dtype(kind).type(60)  # unsigned ones wrap
+    rgb = {"photometric": "rgb", "byteorder": ">", "compression": "lzw"}
+    planes = np.ascontiguousarray(np.moveaxis(values[..., :3], -1, 0))
+    for data, expected in (
+        (tif(values, **CONTIG), values),
+        (npy(values), values),
+        (tif(values[..., :3], **rgb), values[..., :3]),
+        (tif(planes, planarconfig="separate", **rgb), values[..., :3]),
+        (tif(planes, planarconfig="separate", **rgb | {"byteorder": "<", "tile": (16, 16)}), values[..., :3]),
+        (tif(values[..., 0]), values[..., :1]),
+        (tif(values[..., 0], byteorder=">", compression="zlib"), values[..., :1]),
+    ):
+        channels = expected.shape[2]
+        found = EncodedImage(data, "file", 10**6, channels=channels)
         assert found.deep == (kind != "u1") and (found.width, found.height) == (48, 40)
-        np.testing.assert_array_equal(found.values(), values)
+        np.testing.assert_array_equal(found.values().reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+def test_bigtiffs_are_read_without_a_warning(byteorder, recwarn):
+    data = tif(SHALLOW, photometric="rgb", bigtiff=True, byteorder=byteorder)
+    np.testing.assert_array_equal(stored(data, 3), SHALLOW)
+    assert not recwarn.list
 
 
 def test_thumbnails_and_overviews_are_not_bands():
