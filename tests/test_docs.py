@@ -161,3 +161,10 @@ def test_files_for_github_and_for_citations_say_what_the_project_says():
         template = yaml.safe_load(path.read_text())
         assert {"name", "description", "body"} == template.keys() - {"labels"}
         assert all(part["type"] == "markdown" or part["attributes"]["label"] for part in template["body"])
+
+
+def test_ci_runs_what_a_newcomer_types_in_his_order():
+    """In one clone: what the first command leaves there must not disturb the second."""
+    typed = re.findall(r"\bmake (train|test)\b(?!-)", (REPOSITORY / "README.md").read_text())
+    run = re.findall(r"^make (\w+)", (REPOSITORY / ".ci/run").read_text(), re.M)
+    assert typed == ["train", "test"] and run == ["lint", "train", "test"]
