@@ -72,16 +72,16 @@ def _find(config: str, start: str) -> str:
         raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
     own = "" if start.startswith("--") else start
     if config.endswith((".yaml", ".yml")) or "/" in config:
-        if not is_file(config) and (answer := weights_elsewhere(config)):
+        if is_file(config):
+            return config
+        if answer := weights_elsewhere(config):
             raise ConfigError(f"{start}{config} is not a recipe; are weights meant? --model.init_from: {answer}")
-        if Path(config).is_dir():
+        if os.path.isdir(config):
             images = " (images are given with --data.root)" if start.startswith("--") else ""
             raise ConfigError(f"{start}{config} is a folder, not a recipe: give a shipped name or a YAML file{images}")
-        if not is_file(config):
-            near = did_you_mean(Path(config).stem, recipe_names())
-            shipped = f" Shipped recipes go by name alone.{near}" if near else ""
-            raise ConfigError(f"{own}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
-        return config
+        near = did_you_mean(Path(config).stem, recipe_names())
+        shipped = f" Shipped recipes go by name alone.{near}" if near else ""
+        raise ConfigError(f"{own}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
     if config not in recipe_names():
         near = did_you_mean(config, recipe_names())
         there = "dino-ds train --help lists them" if near else f"there are {', '.join(recipe_names())}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
 
 from dino_ds import distributed
 from dino_ds.data.base import Source
@@ -56,14 +58,10 @@ def _name(source: Source, index: int) -> tuple[str, ...]:
     return tuple(name.split("/")[-2:])
 
 
-def _is_same(train: Source, one: int, test: Source, other: int) -> bool:
-    try:
-        sizes = [source.file_bytes(index) for source, index in ((train, one), (test, other))]  # type: ignore[attr-defined]
-        if sizes[0] != sizes[1]:
-            return False
-    except (AttributeError, OSError):  # a source need not tell
-        pass
-    try:
-        return bool(train.read(one) == test.read(other))  # type: ignore[attr-defined]
-    except Exception:  # a source of the user's may raise anything: the evaluation says what, of which image
-        return False
+def _is_same(train: Any, one: int, test: Any, other: int) -> bool:
+    """Whether two files have the same content; False where one can't be read: the evaluation says of which image."""
+    with suppress(Exception):  # a source of the user's may raise anything
+        pair = ((train, one), (test, other))
+        sizes = {source.file_bytes(index) for source, index in pair if hasattr(source, "file_bytes")}
+        return len(sizes) < 2 and bool(train.read(one) == test.read(other))
+    return False

@@ -104,13 +104,14 @@ def test_a_file_extends_a_shipped_recipe_or_a_file_beside_it(write, tmp_path: Pa
         ("cifar10,vits16", "extends: 'cifar10,vits16' is not one recipe: give"),
         ("mine.yaml", "mine.yaml extends .*mine.yaml: a circle"),
         ("other.yaml", "other.yaml extends .*mine.yaml: a circle"),
+        ("{long}.yaml", "{long}.yaml does not exist"),
     ],
 )
 def test_what_can_t_be_extended_is_said_in_one_line(write, tmp_path: Path, base: str, problem: str):
     write("extends: mine.yaml\n", "other.yaml")
-    path = write(f"extends: {base.format(root=tmp_path)}\n", "mine.yaml")
+    path = write(f"extends: {base.format(root=tmp_path, long='x' * 300)}\n", "mine.yaml")
     (line,) = _problems(path)
-    assert re.search(problem.format(root=tmp_path), line) and line.startswith(path)
+    assert re.search(problem.format(root=tmp_path, long="x" * 300), line) and line.startswith(path)
 
 
 @pytest.mark.parametrize("backbone", ["convnext_atto", "efficientnet_b0", "mobilenetv3_small_050"])

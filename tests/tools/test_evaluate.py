@@ -248,7 +248,7 @@ def test_what_is_no_number_is_null(place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "it is a folder"), ("{", "can't be written"), ("[]", "no results")]
+    ("content", "words"), [(None, "it is a folder"), ("{", "can't be written"), ("[]", "not a JSON object")]
 )
 def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
     """Not after the evaluation, which may take hours."""
