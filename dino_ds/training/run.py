@@ -52,8 +52,8 @@ class AtStep(Protocol):
         """The newest result in a few words for the progress line, or ""."""
         return ""
 
-    def summary(self) -> list[str]:
-        """Lines for the end of the run."""
+    def summary(self, cut: bool = False) -> list[str]:
+        """Lines for the end of the run, which `--max_steps` may have `cut`."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
