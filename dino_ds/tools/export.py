@@ -31,7 +31,7 @@ def check(options: ExportOptions) -> None:
     """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
     _check_push(options)
     if options.out is not None:
-        _check_place(Path(options.model), options.format, Path(options.out).expanduser())
+        _check_place(Path(options.model).expanduser(), options.format, Path(options.out).expanduser())
 
 
 def run(options: ExportOptions) -> None:
@@ -43,7 +43,7 @@ def run(options: ExportOptions) -> None:
     from dino_ds.weights.load import load
 
     write, ending = FORMATS[options.format]
-    source = Path(options.model)
+    source = Path(options.model).expanduser()
     default = (
         home_of(options.model).place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
     )

@@ -53,7 +53,7 @@ class AtStep(Protocol):
         return ""
 
     def summary(self, cut: bool = False) -> list[str]:
-        """Lines for the end of the run, which --max_steps has `cut` before its length."""
+        """Lines for the end of the run, which `--max_steps` may have `cut`."""
         return []
 
     def state_dict(self) -> dict[str, Any]:

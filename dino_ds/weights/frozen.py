@@ -84,7 +84,7 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
 
     key: of the recipe, which names it. Raises CheckpointError for anything else.
     """
-    path = Path(place)
+    path = Path(place).expanduser()
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     with naming(f"{key} {place}"):
         found = _of_checkpoint(place, folder) if folder else _of_weights(place)

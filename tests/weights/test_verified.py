@@ -172,6 +172,16 @@ def test_folders_of_others_that_are_called_so(run, tmp_path):
     assert torch.equal(dino_ds.load(tmp_path / "checkpoints").features(images), dino_ds.load(run).features(images))
 
 
+def test_a_run_in_the_home_folder_may_be_given_by_its_sign(run, monkeypatch):
+    """A teacher has its centers then too, and an export lies where the run is."""
+    monkeypatch.setenv("HOME", str(run.parent))
+    long, short = (find_frozen(name) for name in (str(run), "~/run"))
+    assert long.notes == short.notes == ["the EMA teacher of step 4"] and long.centers.keys() == short.centers.keys()
+    for name, made in (("~/run", "teacher.pth"), ("~/run/teacher.safetensors", "teacher-timm")):
+        export(ExportOptions(model=name, format="timm" if made.endswith("timm") else "dino", json=True))
+        assert (run / made).exists()
+
+
 def test_a_half_checkpoint_is_refused(run):
     """Of two ranks' files one is missing: nothing of it is read, though the teacher's file is whole."""
     (run / OLD / "rank_00000.safetensors").unlink()
