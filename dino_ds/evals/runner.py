@@ -94,6 +94,10 @@ class EvalRunner(AtStep):
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         runner._advice += _changes_that_help(recipe)
         runner._notes += note_on_shared(names, train, test, "eval.root")
+        if settings.root is not None and not data.own_files:
+            runner._notes.append(
+                f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
+            )
         return runner
 
     def _check(self, name: str) -> None:

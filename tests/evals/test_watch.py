@@ -145,6 +145,15 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in watch.summary(cut=True)[-1]
 
 
+@pytest.mark.parametrize("root", [None, "nowhere"])
+def test_test_images_that_are_not_read_are_named(root):
+    """A source with test images of its own takes no others: a given folder is not dropped in silence."""
+    recipe = load_recipe("quickstart", {"eval.root": root} if root else {})
+    watch = EvalRunner.build(recipe, build_source("photos", None, "train", False), 10)
+    said = [note for note in watch._notes if "eval.root" in note]
+    assert said == (["eval.root nowhere is not read: data.source photos has its own test images"] if root else [])
+
+
 @pytest.mark.parametrize(
     ("changes", "advised"),
     [
