@@ -87,6 +87,7 @@ def choose_beginning(
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
         if choice.saved is not None:
             return Beginning(choice.saved, notes=choice.notes)
+        folder.check_nothing_saved()
         if not folder.may_start_anew:
             raise CheckpointError(
                 f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
