@@ -128,6 +128,17 @@ def test_a_run_s_teacher_and_its_description_go_together(run, tmp_path, command,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("given", ["", NEW])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_of_another_run_in_a_run_is_not_used(place, run, tmp_path, command, given):
+    """All checkpoints are another run's, and whole: neither their teacher nor their heads are this run's."""
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(place / "other/checkpoints", run / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"is of another run than {run}/environment.json says"):
+        COMMANDS[command](str(run / given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_kept_checkpoint_is_taken_wherever_a_run_is(run, tmp_path, command):
     """The same command on the run's older checkpoint, which has another teacher than the run."""
