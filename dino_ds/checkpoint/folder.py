@@ -27,6 +27,7 @@ from dino_ds.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
+from dino_ds.config.begun_with import ENVIRONMENT
 from dino_ds.durable import discard, put_in_place, replace_file, sync
 from dino_ds.errors import CheckpointError
 
@@ -91,7 +92,8 @@ class Checkpoints:
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
             manifest = read_manifest(folder)
             if run_id not in (None, manifest.run_id):
-                raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run")
+                says = self.folder.parent / ENVIRONMENT
+                raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run than {says} says")
             check_present(folder, manifest)
         except CheckpointError as error:
             problem = str(error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.folder import find_damage
 from dino_ds.checkpoint.manifest import SavedCheckpoint, check_present, read_manifest
+from dino_ds.config.begun_with import ENVIRONMENT, read_run_id
 from dino_ds.errors import CheckpointError
 
 _SETTLED_SECONDS = 2.0
@@ -20,9 +21,12 @@ _known_sums: dict[tuple[object, ...], FileRecord] = {}
 def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
     """The checkpoint in `folder`, which may lie anywhere, verified by this process alone: every file is there and as
     long as it should be, and every byte is right of the files whose names begin with `only`. No others may be read
-    then. Raises CheckpointError."""
+    then. One in the folder of a run is of that run. Raises CheckpointError."""
+    run = folder.absolute().parent.parent
     try:
         manifest = read_manifest(folder)
+        if folder.absolute().parent.name == "checkpoints" and read_run_id(run) not in (None, manifest.run_id):
+            raise CheckpointError(f"checkpoint {folder} is of another run than {run / ENVIRONMENT} says")
         check_present(folder, manifest)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None

@@ -17,7 +17,8 @@ from dino_ds.text_file import read_object
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
-_ENVIRONMENT = "environment.json"
+ENVIRONMENT = "environment.json"
+"""Name of the file in a run folder with the run's id, its origin and its starts."""
 # Recipe values that a resumed run may change: they do not change what is learned.
 _FREE = (
     "log_every",
@@ -68,7 +69,7 @@ class Origin:
         origin = Origin.read(run_dir)
         if origin is None:
             raise CheckpointError(
-                f"{run_dir / _ENVIRONMENT} is missing or damaged, and it alone says which run this stage began with: "
+                f"{run_dir / ENVIRONMENT} is missing or damaged, and it alone says which run this stage began with: "
                 "bring it back from a copy"
             )
         return origin
@@ -93,7 +94,7 @@ class Origin:
 def read_environment(run_dir: Path, key: str) -> Any:
     """The value of a key of a folder's environment.json; None where it has none, or can't be read."""
     try:
-        return read_object(run_dir / _ENVIRONMENT)[key]
+        return read_object(run_dir / ENVIRONMENT)[key]
     except (OSError, ValueError, KeyError):
         return None
 

@@ -102,22 +102,29 @@ def _read_train(
     given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
     first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
     alone = config is None and options.from_ is None
-    if alone and options.stages is None and options.resume not in (False, "auto"):
-        _check_resumed(Path(options.run_dir), overrides)
+    if alone and options.stages is None and options.resume is not False:
+        _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
     recipe = given[0].of_start(first, options.from_, options.resume is not False, by_own=alone)
     if recipe.model.backbone != FROM_SOURCE:
         check_chain(recipe, given[1:])
     return options, {"recipe": recipe, "given": given}
 
 
-def _check_resumed(run_dir: Path, overrides: Mapping[str, str]) -> None:
-    """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's."""
-    if holds_run(run_dir):
+def _check_resumed(run_dir: Path, overrides: Mapping[str, str], may_start: bool) -> None:
+    """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's, unless
+    a run `may_start` there, or is that of a run whose recipe is lost."""
+    is_run, names_images, own = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
+    if is_run and not names_images and not own.is_file():
+        what = "is not a file" if os.path.lexists(own) else "is missing"
+        raise CheckpointError(
+            f"{own} {what}, and it alone says what this run trains: bring it back, or give the run's settings again"
+        )
+    if is_run or may_start:
         return
     if stages := begun_stages(run_dir):
         raise ConfigError(
             f"{run_dir} holds stages of training: give their --stages again with --resume, or continue one of them, "
             f"--run_dir {stages[-1]}"
         )
-    if "data.root" not in overrides:
+    if not names_images:
         raise CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir")

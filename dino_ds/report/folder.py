@@ -81,6 +81,8 @@ def read_run(path: Path) -> RunFiles:
     metrics = _read(notes, path / "metrics.jsonl", read_metrics, Metrics({}, 0, 0), "no metrics")
     if not metrics.lines:
         why = notes[0] if (path / "metrics.jsonl").exists() and notes else f"{path} holds no metrics yet"
+        if metrics.broken:
+            why = f"{path / 'metrics.jsonl'} is damaged: all of its {metrics.broken} lines are broken"
         raise ConfigError(f"{why}: there is nothing to report before the first line of a run")
     if metrics.broken:
         notes.append(f"metrics.jsonl: {metrics.broken} broken lines were left out")

@@ -10,7 +10,7 @@ from torch import Tensor
 from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import home_of
+from dino_ds.config.stages import holds_run, home_of
 from dino_ds.data.find_range import find_misfits, look_at_values
 from dino_ds.data.images import ValueRange
 from dino_ds.data.sources import Source, build_source
@@ -51,7 +51,9 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     if recipe := recipe_of(model, source, root):
         source, root = recipe.data.source, recipe.data.root
     if source is None and root is None:
-        raise ConfigError("name images: --root DIR (folder, list, shards, Parquet), or --source photos")
+        own = home_of(model).folder / "config.yaml"
+        lost = f"{own}, which names the run's images, is missing or no file: " if holds_run(own.parent) else ""
+        raise ConfigError(f"{lost}name images: --root DIR (folder, list, shards, Parquet), or --source photos")
     return build_source(source or "folder", root, "train", False)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from dino_ds import distributed
 from dino_ds.backbones import ViTSpec
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
-from dino_ds.config.begun_with import Origin
+from dino_ds.config.begun_with import Origin, read_run_id
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, split_origin
@@ -87,6 +88,7 @@ def choose_beginning(
         choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
         if choice.saved is not None:
             return Beginning(choice.saved, notes=choice.notes)
+        folder.check_nothing_saved()
         if not folder.may_start_anew:
             raise CheckpointError(
                 f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
@@ -107,7 +109,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
             theirs = recipe_of(manifest)
         _check_fits(run_name, recipe, theirs, continues)
 
-    choice = Checkpoints(run, keep=1).choose(step, None, accept)
+    choice = Checkpoints(run, keep=1).choose(step, distributed.gather_objects(read_run_id(run))[0], accept)
     if choice.saved is None:
         raise CheckpointError(f"{run_name}: it has no checkpoint yet; they are written to {run / 'checkpoints'}")
     saved = choice.saved.manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import stat
 import time
@@ -92,6 +93,16 @@ class RunFolder:
             return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
         except ConfigError:
             return None
+
+    def check_nothing_saved(self) -> None:
+        """Raises CheckpointError, on all ranks, where the run has a teacher and so had a checkpoint, which is gone."""
+        with distributed.raise_on_all_ranks():
+            if (teacher := self.path / "teacher.safetensors").exists():
+                raise CheckpointError(
+                    f"{self.path} has no checkpoint, and had one: {teacher} was written with it. Bring "
+                    f"{self.path / 'checkpoints'} back; to start from the beginning, name another --run_dir, or move "
+                    "that file away"
+                )
 
     @property
     def allows_other_images(self) -> bool:
@@ -224,12 +235,18 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 def _check_kinds(path: Path) -> None:
-    """Raises ConfigError where a folder is in the way of a file, or something else in that of a folder."""
+    """Raises ConfigError where a folder is in the way of a file, or something else in that of a folder; also for a link
+    to nothing, such as a disk that is not mounted: a run without its checkpoints would start anew."""
     for name in (*_FILES, *_FOLDERS):
         try:
             mode = (path / name).stat().st_mode
         except OSError:
-            continue  # not there
+            if not (path / name).is_symlink():
+                continue  # not there
+            raise ConfigError(
+                f"{path / name} is a link to {os.readlink(path / name)}, which is not there: bring that back, such as "
+                "its disk, or remove the link"
+            ) from None
         if stat.S_ISDIR(mode) != (name in _FOLDERS) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             wanted = "a folder" if name in _FOLDERS else "a file"
             found = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a pipe or device"

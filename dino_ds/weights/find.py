@@ -52,11 +52,26 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     if answer := _near_checkpoints(path):
         raise CheckpointError(f"{path} {answer}")
     teacher = path / "teacher.safetensors"
-    if (path / "config.yaml").is_file() and not teacher.is_file():
-        raise CheckpointError(f"{path} is a run without a teacher yet: it is written with the first checkpoint")
+    if (path / "config.yaml").is_file():
+        _check_teacher(path)
     if not teacher.is_file():
         return read_weights(path, asked=asked)
     return _with_checkpoint(path, read_weights(teacher, asked=asked, trusted=_backbone_of(path / "config.yaml")))
+
+
+def _check_teacher(run: Path) -> None:
+    """Raises CheckpointError where a run has not both its teacher and the JSON that describes it."""
+    weights, about = run / "teacher.safetensors", run / "teacher.json"
+    there = [os.path.lexists(file) for file in (weights, about)]
+    if not any(there):
+        raise CheckpointError(f"{run} is a run without a teacher yet: it is written with the first checkpoint")
+    instead = "bring it back, or give one of the run's checkpoints"
+    if not weights.is_file():
+        raise CheckpointError(f"{weights} is {'not a file' if there[0] else 'missing'}: {instead}")
+    if not there[1]:
+        raise CheckpointError(
+            f"{about} is missing, and it says what {weights.name} is and how its images are prepared: {instead}"
+        )
 
 
 def is_checkpoint(path: Path) -> bool:

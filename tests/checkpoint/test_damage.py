@@ -125,7 +125,7 @@ def test_a_checkpoint_under_another_name(run):
 
 def test_a_checkpoint_of_another_run(run):
     assert SmallRun(run).choose(run_id=None).saved.manifest.run_id == RUN_ID
-    with pytest.raises(CheckpointError, match=r"checkpoint step 8 in .* is of another run; .*no older"):
+    with pytest.raises(CheckpointError, match=r"checkpoint step 8 in .* is of another run than .*; .*no older"):
         SmallRun(run).choose(run_id="ff")
 
 

@@ -114,6 +114,16 @@ def test_a_folder_without_a_run_is_said_and_not_that_images_are_missing(tmp_path
     assert message == f"nothing to resume: {tmp_path}/none holds no run; start without --resume, or fix --run_dir"
 
 
+@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
+@pytest.mark.parametrize(("make", "said"), [(lambda path: None, "is missing"), (Path.mkdir, "is not a file")])
+def test_a_run_whose_recipe_is_lost_is_said_by_its_file(cut: Path, resume: str, make, said: str):
+    """And not that images are missing, which it names."""
+    (cut / "config.yaml").unlink()
+    make(cut / "config.yaml")
+    message = train_words(["--run_dir", str(cut), resume])
+    assert message is not None and message.startswith(f"{cut}/config.yaml {said}, and it alone says what this run")
+
+
 def test_ranks_that_have_chosen_different_folders_end(place: Path):
     """Each rank of a machine takes the first free folder by itself; another run may begin in between."""
     answers = run_on_ranks(_train_by_rank, place, world=2)

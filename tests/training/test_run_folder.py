@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.durable import discard
 from dino_ds.report.folder import read_run
 from tests.ranks import run_on_ranks
 from tests.training.harness import image_folder, log_of, losses_of, train_tiny
@@ -32,8 +33,8 @@ def run(begun, tmp_path):
     return shutil.copytree(begun[1], tmp_path / "run")
 
 
-def _resume(begun, run):
-    [message] = run_on_ranks(train_tiny, begun[0], run, max_steps=3, resume=True, changes=CHANGES, world=1)
+def _resume(begun, run, resume=True):
+    [message] = run_on_ranks(train_tiny, begun[0], run, max_steps=3, resume=resume, changes=CHANGES, world=1)
     return message
 
 
@@ -49,6 +50,7 @@ def _instead(path, make):
         ("log.txt", os.mkdir, "a folder where a run has a file"),
         ("metrics.jsonl", os.mkfifo, "a pipe or device where a run has a file"),
         ("config.yaml", os.mkdir, "a folder where a run has a file"),
+        ("metrics.jsonl", lambda path: path.symlink_to("gone"), "is a link to gone, which is not there"),
         ("tensorboard", lambda path: path.touch(), "a file where a run has a folder"),
         ("metrics.jsonl", lambda path: (path.touch(), os.truncate(path, 30 << 30)), "30.0 GiB, 4 are allowed"),
     ],
@@ -57,6 +59,29 @@ def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
     _instead(run / name, make)
     message = _resume(begun, run)
     assert f"{run / name} " in message and found in message
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda path: None, "run has no checkpoint, and had one"),
+        (Path.mkdir, "run has no checkpoint, and had one"),
+        (lambda path: path.symlink_to("/not/mounted"), "checkpoints is a link to /not/mounted, which is not there"),
+    ],
+)
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew(begun, run, resume, lose, said):
+    """It would replace the metrics and the teacher; once the checkpoints are back it goes on."""
+    (run / "checkpoints").rename(run.parent / "checkpoints")
+    lose(run / "checkpoints")
+    before = contents(run)
+    message = _resume(begun, run, resume)
+    assert message is not None and said in message and "\n" not in message
+    assert contents(run) == before
+    discard(run / "checkpoints")
+    (run.parent / "checkpoints").rename(run / "checkpoints")
+    assert _resume(begun, run, resume) is None
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
 
 
 def test_a_checkpoint_that_is_a_link_to_itself_gives_way_to_the_one_before(begun, run):

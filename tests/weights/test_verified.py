@@ -110,6 +110,35 @@ def test_damage_is_named_and_never_used(place, run, tmp_path, command, given, fi
     assert not (tmp_path / "out").exists() and not capsys.readouterr().out
 
 
+_LOST = [
+    (command, file, make)
+    for command, file, make in itertools.product(COMMANDS, ("teacher.json", "teacher.safetensors"), (None, os.mkfifo))
+    if command not in ("teacher.source", "gram.teacher") or file == "teacher.json"
+]
+
+
+@pytest.mark.parametrize(("command", "file", "make"), sampled(_LOST))
+def test_a_run_s_teacher_and_its_description_go_together(run, tmp_path, command, file, make):
+    """teacher.json has how images are prepared, the heads and the right checksum: nothing of it is guessed."""
+    (run / file).unlink()
+    if make is not None:
+        make(run / file)
+    with pytest.raises(CheckpointError, match=rf"{file} (is missing|can't be read|is not a file)"):
+        COMMANDS[command](str(run), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", ["", NEW])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_checkpoint_of_another_run_in_a_run_is_not_used(place, run, tmp_path, command, given):
+    """All checkpoints are another run's, and whole: neither their teacher nor their heads are this run's."""
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(place / "other/checkpoints", run / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"is of another run than {run}/environment.json says"):
+        COMMANDS[command](str(run / given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_kept_checkpoint_is_taken_wherever_a_run_is(run, tmp_path, command):
     """The same command on the run's older checkpoint, which has another teacher than the run."""
