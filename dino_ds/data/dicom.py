@@ -29,7 +29,7 @@ _SPARE = 1 << 16
 
 
 def open_dicom(data: bytes) -> Raster:
-    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 black_first; or RGB.
+    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
 
     Integers stay integers where slope and intercept are; fewer than 8 bits without these become 0 to 255. Raises
     ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, where pydicom or a

@@ -213,9 +213,9 @@ def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
 
 
 def _moments(source: Source, channels: int, value_range: ValueRange | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Of up to 64 images of so many `channels` the means by channel of values and of their squares, black 0, white 1.
+    """The means by channel of values and of their squares, black 0 and white 1, of up to 64 images.
 
-    Images that can't be read or lie beyond the range are left out.
+    Images of other `channels`, and those that can't be read or lie beyond the range are left out.
     """
     for index in evenly_spaced_indices(len(source), _SAMPLE):
         try:

@@ -10,8 +10,8 @@ from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.root import ENDINGS
 
-_FORMS = (".txt", ".tar", ".parquet")
 _LOOKED_AT = 2000
 """Entries of a tree of folders, to see whether it holds images."""
 _SETS = {
@@ -58,11 +58,11 @@ def _holds_images(root: str, source: str) -> bool:
     if source == "photos":
         return True  # those of the package have no root
     if not os.path.isdir(path):
-        return path.lower().endswith(_FORMS)
+        return path.lower().endswith(ENDINGS)
     try:
         if any(name.startswith(_SETS[source]) for name in os.listdir(path)):
             return False
     except OSError:
         return False  # the source says why
     names = (name for _, _, files in os.walk(path) for name in files)
-    return any(name.lower().endswith((*EXTENSIONS, *_FORMS)) for name in itertools.islice(names, _LOOKED_AT))
+    return any(name.lower().endswith((*EXTENSIONS, *ENDINGS)) for name in itertools.islice(names, _LOOKED_AT))

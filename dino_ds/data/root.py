@@ -23,7 +23,8 @@ from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-_ENDINGS = (".txt", ".tar", ".parquet")
+ENDINGS = (".txt", ".tar", ".parquet")
+"""Endings of files that name or hold many images."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
 _FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
 
@@ -55,7 +56,7 @@ def check_photos(source: str, root: str | None) -> None:
 def check_root(root: str) -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
     path = os.path.expanduser(root)
-    if os.path.isfile(path) and not path.lower().endswith(_ENDINGS):
+    if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root))
     if os.path.isdir(path) and _is_empty(path):
         raise DataError(f"no images under data.root {root}: the folder is empty. {advise_beside(Path(path))}")
