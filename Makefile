@@ -17,7 +17,7 @@ train: setup
 		--ds_config ds_configs/zero0_fp32.json --config quickstart --run_dir $(RUN)
 
 # Of this clone what is ours: a user may keep programs of his own in it.
-OURS := dino_ds scripts tests setup.py
+OURS := dino_ds docs scripts tests setup.py README.md CONTRIBUTING.md
 format: setup
 	$(VENV)/bin/ruff format $(OURS) && $(VENV)/bin/ruff check --fix $(OURS)
 
