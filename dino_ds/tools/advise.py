@@ -125,8 +125,7 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
     """What `dino-ds train` gets beside the recipe."""
-    known = options.source in ("folder", load_recipe(recipe, {}).data.source)  # a root alone is taken for a folder's
-    flags = {} if known else {"data.source": options.source}
+    flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
     for row in rows:
