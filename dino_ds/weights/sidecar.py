@@ -21,12 +21,11 @@ from dino_ds.checkpoint.opening import checksum_once
 from dino_ds.durable import discard, is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.names import sidecar_of
-from dino_ds.text_file import read_bytes
+from dino_ds.text_file import read_object
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is
 being replaced."""
-_MOST_BYTES = 1 << 26
 Facts = dict[str, Any]
 
 
@@ -75,12 +74,9 @@ def read_json(path: Path) -> Facts:
     if not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(read_bytes(path, _MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_object(path)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read ({one_line(error, 80)}): bring it back, or remove it") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object: bring it back, or remove it")
-    return content
 
 
 def read_facts(place: Path) -> Facts:
