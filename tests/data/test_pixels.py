@@ -267,3 +267,12 @@ def test_no_advice_leads_to_palette_indices_or_other_color_spaces(mode, channels
         load_image(source, 0, None, channels)
     with pytest.raises(ConfigError, match=r"have 3 channels; set --model\.in_chans 3"):
         with_value_range(load_recipe(None, {"model.in_chans": str(channels)}), source)
+
+
+@pytest.mark.parametrize("kind", ["i1", "u4"])
+def test_pillow_s_files_of_numbers_that_its_modes_do_not_hold_are_refused(kind):
+    """Signed bytes would come as unsigned ones, unsigned 32 bits as signed ones: a class gives them as arrays."""
+    with Image.open(io.BytesIO(by_tifffile(GREY.astype(kind))(1))) as image:
+        for channels in (1, 3):
+            with pytest.raises(UnreadableImage, match=r"numbers that Pillow's . does not hold: give it as an array"):
+                open_image(Arrays(image), 0, None, channels=channels)
