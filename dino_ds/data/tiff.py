@@ -20,6 +20,7 @@ _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 TIFFS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 """How they begin, the last two as BigTIFF."""
 _SAMPLES = 277
+_MOST_PAGES = 10_000
 _GREY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
 """Kinds of description that are believed to say what pages are: tifffile's own, ImageJ's."""
@@ -47,8 +48,9 @@ def open_tiff(data: bytes, wanted: int | None) -> Raster | None:
     if isinstance(fixed := getattr(tifffile.TiffFile, "is_sis", None), property) and fixed.fset is None:
         del others["is_sis"]  # tifffile of 2025, the last one for Python 3.10, lets nobody set it
     file = tifffile.TiffFile(io.BytesIO(data), **others)
+    _check_pages(data, file)
     series = _only_series(file)
-    if _next_page(data, file):  # no page could be read there
+    if _page_after(data, file.tiff, file.pages[-1].offset):  # no page could be read there
         raise ValueError("cut off")
     page, shape, axes = series.keyframe, tuple(series.shape), series.axes
     if (len(shape), page.samplesperpixel, page.index) == (2, 1, 0) and _is_rgb_or_grey(data, wanted, first_page=True):
@@ -89,11 +91,23 @@ def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -
         return False
 
 
-def _next_page(data: bytes, tif: Any) -> int:
-    """Where the last page that was found says that another lies; 0: nowhere."""
-    form, last = tif.tiff, tif.pages[-1].offset
-    tags = struct.unpack_from(form.tagnoformat, data, last)[0]
-    place: int = struct.unpack_from(form.offsetformat, data, last + form.tagnosize + tags * form.tagsize)[0]
+def _check_pages(data: bytes, tif: Any) -> None:
+    """Raises ValueError where pages follow each other in a circle, or are too many to be bands: tifffile would go on."""
+    place, seen = tif.pages.first.offset, set[int]()
+    while place and place < len(data):
+        if place in seen or len(seen) == _MOST_PAGES:
+            raise ValueError("its pages lie in a circle" if place in seen else f"more than {_MOST_PAGES:,} pages")
+        seen.add(place)
+        try:
+            place = _page_after(data, tif.tiff, place)
+        except struct.error:
+            raise ValueError("cut off") from None
+
+
+def _page_after(data: bytes, form: Any, page: int) -> int:
+    """Where the page at an offset says that the next one lies; 0 for nowhere. Raises struct.error beyond the end."""
+    tags = struct.unpack_from(form.tagnoformat, data, page)[0]
+    place: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
     return place
 
 

@@ -151,6 +151,10 @@ RASTER_BOMBS = {
         tif(BANDS, tile=(16, 16), compression="lzw", **CONTIG), TileWidth=2**31, TileLength=2**31
     ),
     "TIFF of a million pages": lambda: tif(BANDS[..., 0], imagej=True).replace(b"images=1", b"images=9" * 9),
+    "TIFF whose pages lie in a circle": lambda: b"II*\0\x08\0\0\0" + struct.pack("<HI", 0, 8),
+    "TIFF of a million pages of nothing": lambda: (
+        b"II*\0\x08\0\0\0" + b"".join(struct.pack("<HI", 0, 14 + 6 * page) for page in range(10**6))
+    ),
     "DICOM of 65,535 x 65,535": lambda: dicom(GREY, Rows=65535, Columns=65535),
     "DICOM that inflates": lambda: dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99\0"),
 }
