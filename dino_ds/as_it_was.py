@@ -51,7 +51,7 @@ def torch_as_it_was() -> Iterator[None]:
 
     cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
     joined, threads = dist.is_initialized(), torch.get_num_threads()
-    convolutions = cudnn.benchmark, cudnn.allow_tf32
+    convolutions, attention = (cudnn.benchmark, cudnn.allow_tf32), torch.backends.cuda.cudnn_sdp_enabled()
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -82,6 +82,7 @@ def torch_as_it_was() -> Iterator[None]:
             free_memory()
             torch.set_num_threads(threads)
             cudnn.benchmark, cudnn.allow_tf32 = convolutions
+            torch.backends.cuda.enable_cudnn_sdp(attention)
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
             torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 

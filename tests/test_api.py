@@ -82,7 +82,7 @@ def _state():
         "torch": (torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(), torch.get_default_dtype()),
         "tensors": (torch.get_default_device(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")),
         "memory": torch.utils.deterministic.fill_uninitialized_memory,
-        "cudnn": (cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic),
+        "cudnn": (cudnn.benchmark, cudnn.allow_tf32, cudnn.deterministic, torch.backends.cuda.cudnn_sdp_enabled()),
         "random": torch.get_rng_state().tolist(),
         "group": torch.distributed.is_initialized(),
         "hook": (threading.excepthook, sys.excepthook),

@@ -92,7 +92,7 @@ def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -
 
 
 def _check_pages(data: bytes, tif: Any) -> None:
-    """Raises ValueError where pages follow each other in a circle, or are too many to be bands: tifffile would go on."""
+    """Raises ValueError for pages that follow each other in a circle or are too many: tifffile would go on."""
     place, seen = tif.pages.first.offset, set[int]()
     while place and place < len(data):
         if place in seen or len(seen) == _MOST_PAGES:

@@ -22,9 +22,6 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# On Hopper torch would take cuDNN's kernel first, whose gradients may be NaN for one query on an H200
-# (NVIDIA/cudnn-frontend issue 1072), which is what the last block asks.
-_AUTO_ON_CUDA = [_BACKENDS[name] for name in ("flash", "efficient", "math")]
 
 
 class QueryKeyValue(nn.Linear):
@@ -79,7 +76,7 @@ class _PerSize(torch.autograd.Function):
 
 class Attention(nn.Module):
     """implementation: "sdpa" (one call per size), "naive" (the formula) or "varlen" (one CUDA kernel for all sizes,
-    bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice, on CUDA without cuDNN's."""
+    bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice."""
 
     def __init__(self, width: int, heads: int, implementation: str, backend: str, bias: bool = True) -> None:
         super().__init__()
@@ -131,7 +128,7 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""
         if self.implementation == "sdpa":
-            with _kernel(self.backend, q.is_cuda):
+            with _kernel(self.backend):
                 return F.scaled_dot_product_attention(q, k, v)
         weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
         return weights @ v
@@ -147,15 +144,18 @@ class Attention(nn.Module):
         return rearrange(out, "t h c -> t (h c)")
 
 
+def leave_out_cudnn_attention() -> None:
+    """From now on: scaled dot product attention takes cuDNN's kernel, which torch prefers on Hopper, only where it is
+    named. With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072)."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def chosen_kernel(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
     """The kernel that "auto" takes for sequences of `tokens` tokens, such as "flash"."""
     example = torch.empty(2, heads, tokens, head_width, dtype=dtype, device=device, requires_grad=True)
-    with _kernel("auto", example.is_cuda):
-        chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
+    chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
     return next((name for name, backend in _BACKENDS.items() if backend == chosen), chosen.name.lower())
 
 
-def _kernel(backend: str, on_cuda: bool) -> AbstractContextManager[None]:
-    if backend != "auto":
-        return sdpa_kernel(_BACKENDS[backend])
-    return sdpa_kernel(_AUTO_ON_CUDA) if on_cuda else nullcontext()
+def _kernel(backend: str) -> AbstractContextManager[None]:
+    return nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend])

@@ -29,6 +29,7 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
 from dino_ds.errors import ConfigError
+from dino_ds.models.attention import leave_out_cudnn_attention
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
@@ -59,6 +60,7 @@ def build_step(
     `start` as of `build_network`.
     """
     check_levers(recipe, config.performance)
+    leave_out_cudnn_attention()
     if config.performance.deterministic:
         use_deterministic_kernels()
     if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes

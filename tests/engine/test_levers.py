@@ -15,9 +15,11 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
+from dino_ds.measure.trial import build_trial, resolve
 from dino_ds.training.build import build_meta
 from dino_ds.training.step import Inputs
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
+from tests.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
 from tests.sample import sampled
@@ -141,6 +143,16 @@ def test_batched_depth_is_compiled_where_all_blocks_keep_as_many_crops():
     with pytest.raises(ConfigError, match=r"take model\.drop_path_growth uniform"):
         build_meta(load_recipe("vits16", settings), performance, {}, ["cls"])
     build_meta(load_recipe("vits16", settings | {"model.drop_path_growth": "uniform"}), performance, {}, ["cls"])
+
+
+def _cudnn_attention() -> bool:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    build_trial(*resolve(tiny_recipe(), tiny_ds(1), "test.json", 4))
+    return torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_step_leaves_out_cudnn_attention_unless_it_is_named():
+    assert run_on_ranks(_cudnn_attention, world=1) == [False]
 
 
 def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:

@@ -159,28 +159,34 @@ def test_the_kernel_that_runs_has_a_name():
         return attention.chosen_kernel(2, 16, 17, torch.float32, torch.device("cpu"))
 
     assert name() == "flash"  # torch's CPU flash attention
-    with attention._kernel("math", on_cuda=False):
+    with attention._kernel("math"):
         assert name() == "math"
 
 
-@pytest.mark.parametrize(("backend", "cudnn", "others"), [("auto", False, True), ("cudnn", True, False)])
-def test_cudnn_attention_runs_on_a_gpu_only_where_it_is_asked_for(backend, cudnn, others):
-    """Its gradients were NaN for one query on an H200; flash goes first then, what can't use it takes the others."""
+@pytest.fixture
+def without_cudnn():
+    """As `build_step` leaves torch."""
+    attention.leave_out_cudnn_attention()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def test_cudnn_attention_runs_only_where_it_is_asked_for(without_cudnn):
+    """Its gradients were NaN for one query on an H200; flash goes first then, and others where that can't be used."""
     cuda = torch.backends.cuda
-    with attention._kernel(backend, on_cuda=True):
-        assert cuda.cudnn_sdp_enabled() == cudnn
-        assert (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()) == (others,) * 3
-    assert cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()
+    assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()) == (False, True, True)
+    with attention._kernel("cudnn"):
+        assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()) == (True, False)
+    assert not cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_query_has_gradients_on_a_gpu(dtype):
+def test_one_query_has_gradients_on_a_gpu(dtype, without_cudnn):
     """The chosen kernel is not cuDNN's, and very negative logits of the one query give no NaN."""
     assert attention.chosen_kernel(6, 64, 1, dtype, torch.device("cuda")) != "cudnn"
     q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
-    with attention._kernel("auto", on_cuda=True):
-        torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
+    torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
 
 
