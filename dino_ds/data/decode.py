@@ -33,11 +33,13 @@ from dino_ds.data.images import (
 )
 from dino_ds.data.raster import NPY, Raster, open_npy
 from dino_ds.data.tiff import TIFFS, open_tiff
+from dino_ds.errors import one_line
 
 MAX_PIXELS = 50_000_000
 """The largest image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
+_REASON = 300
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -213,8 +215,8 @@ class EncodedImage:
             bytearray(_LITTLE)
             raise UnreadableImage(self._name, "too large for the memory") from None
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
-            reason = str(error).partition("\n")[0]
-            raise UnreadableImage(self._name, reason or type(error).__name__) from error
+            reason = str(error).partition("\n")[0]  # pydicom's may quote the pixels
+            raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
 
 
 def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:

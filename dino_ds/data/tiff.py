@@ -19,7 +19,7 @@ from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 TIFFS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 """How they begin, the last two as BigTIFF."""
-_SAMPLES = 277
+_SAMPLES, _TILE_WIDTH, _TILE_LENGTH = 277, 322, 323
 _MOST_PAGES = 10_000
 _GREY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
@@ -81,6 +81,8 @@ def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -
     try:
         with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
             samples, bands = image.tag_v2.get(_SAMPLES, 1), len(image.getbands())
+            tile = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(_TILE_LENGTH, 0) * bands
+            _check_tile(tile, image.width * image.height * bands)
             if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
                 return False
             if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
@@ -150,12 +152,18 @@ def _check_codec(compression: int) -> None:
         raise ValueError(f"bands compressed by {_CODECS[compression]} need imagecodecs: {EXTRA}")
 
 
-def _check_parts(series: Any, there: int, values: int) -> None:
-    """Raises ValueError where a strip or tile is larger than the image may be, or lies outside of the file."""
-    tile = math.prod(series.keyframe.chunks)
+def _check_tile(tile: int, values: int) -> None:
+    """Raises ValueError for tiles, whose memory decoders take whole, far larger than the image."""
     if tile > max(4 * values, 1 << 24):
         raise ValueError(f"tiles of {tile} values in an image of {values}")
+
+
+def _check_parts(series: Any, there: int, values: int) -> None:
+    """Raises ValueError where a strip or tile is larger than the image may be, is missing, or lies outside the file."""
+    _check_tile(math.prod(series.keyframe.chunks), values)
+    wanted = math.prod(series.keyframe.chunked)
     for page in series.pages:
-        parts = zip(page.dataoffsets, page.databytecounts, strict=True)
-        if any(begin + size > there for begin, size in parts):
+        parts = list(zip(page.dataoffsets, page.databytecounts, strict=True))
+        # tifffile makes zeros of those that aren't listed.
+        if len(parts) < wanted or any(begin + size > there for begin, size in parts):
             raise ValueError("cut off")

@@ -189,6 +189,37 @@ def test_sizes_are_checked_before_memory_is_taken():
         assert refused(LAYOUTS[layout][: len(LAYOUTS[layout]) * 2 // 3])
 
 
+def with_tags(data: bytes, **values: int) -> bytes:
+    """A little-endian TIFF whose first page says other numbers."""
+    changed, page = bytearray(data), tifffile.TiffFile(io.BytesIO(data)).pages[0]
+    for name, value in values.items():
+        tag = page.tags[name]
+        size = 2 if tifffile.TIFF.DATA_FORMATS[tag.dtype].endswith("H") else 4
+        changed[tag.valueoffset : tag.valueoffset + size] = value.to_bytes(size, "little")
+    return bytes(changed)
+
+
+def test_tiles_of_grey_files_have_a_largest_size_too():
+    """Pillow takes the memory of a whole tile, a gigabyte here, whatever the image's size."""
+    data = tif(BANDS[..., 0].astype(np.uint8), tile=(16, 16), compression="zlib", photometric="minisblack")
+    assert refused(with_tags(data, TileWidth=1 << 26), wanted=1) == "tiles of 1073741824 values in an image of 1920"
+
+
+@pytest.mark.parametrize("how", [{"tile": (16, 16)}, {"rowsperstrip": 8}])
+def test_tiles_and_strips_that_are_not_listed_are_not_made_up(how):
+    """A width or height beyond the tiles or strips that a file lists is refused, not filled with zeros."""
+    data = tif(BANDS, compression="lzw", **how, **CONTIG)
+    assert refused(with_tags(data, **({"ImageWidth": 96} if "tile" in how else {"ImageLength": 80}))) == "cut off"
+
+
+def test_reasons_that_quote_pixels_are_short():
+    """pydicom's messages may hold a file's bytes: the line that names the file has a bounded length."""
+    data = dicom(GREY)
+    length = 138  # of the first element's value
+    reason = refused(data[:length] + b"\xff\x0f" + data[length + 2 :], wanted=1)
+    assert reason.startswith("Expected total bytes") and len(reason) == 300
+
+
 def test_a_strip_that_inflates_without_end_is_cut():
     data, bomb = tif(BANDS, compression="zlib", **CONTIG), zlib.compress(bytes(20 << 20))
     page = tifffile.TiffFile(io.BytesIO(data)).pages[0]
