@@ -126,7 +126,7 @@ LOADING = [
     _loads("checkpoint is a link to itself", scene.link_to_itself, "using step 3"),
     _loads("files of two steps", scene.mix, "files of step 6 and step 3 are mixed"),
     _loads("files of two ranks swapped", scene.swap, "using step 3"),
-    _refused("all checkpoints gone", scene.remove(""), "--resume auto starts from"),
+    _refused("all checkpoints gone", scene.remove(""), "has no checkpoint, and had one"),
     _refused(
         "all checkpoints damaged", scene.flip("rank_00000.safetensors", (scene.NEWEST, scene.OLDER)),
         "no older checkpoint exists",
