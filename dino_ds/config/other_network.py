@@ -1,4 +1,4 @@
-"""What a recipe that was written for one network says, and another one has no use for. No torch here."""
+"""Settings of a recipe that was written for one network and that another one has no use for. No torch here."""
 
 from __future__ import annotations
 

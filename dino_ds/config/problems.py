@@ -1,4 +1,4 @@
-"""What is wrong with a recipe's values, in words: what was given, what is allowed. No torch here."""
+"""Words for mistakes in a recipe's values: what was given, what is allowed. No torch here."""
 
 from __future__ import annotations
 

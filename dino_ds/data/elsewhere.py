@@ -22,7 +22,7 @@ _HUB_SETS = re.compile(
 
 
 def images_elsewhere(text: str) -> str | None:
-    """What to do with a data set's name on the Hub or in a bucket; None if it is not one."""
+    """Advice for the name of a data set on the Hub or in a bucket; None for any other text."""
     found = hub_id(text)
     if found is None and (address := _HUB_SETS.match(text)):
         found = address["name"]

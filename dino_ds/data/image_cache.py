@@ -27,7 +27,7 @@ _ALIGNED = 64
 
 
 class _Address(NamedTuple):
-    """Where other processes of this machine find a cache; the inode tells it from another process's file."""
+    """Place at which other processes of this machine find a cache; its inode tells it from another process's file."""
 
     pid: int
     fd: int
@@ -106,7 +106,7 @@ class ImageCache:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def take_note(self) -> str | None:
-        """What to tell the user after the first image without room; each note is given to one process, once."""
+        """Lines for the user after the first image without room; each line is given to one process, once."""
         if self._table[_FULL] != 1:
             return None
         self._table[_FULL] = 2

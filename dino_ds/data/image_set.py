@@ -71,7 +71,7 @@ class ImageSet:
             return None
 
     def changes(self, now: ImageSet) -> str:
-        """What differs in `now`: "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" if nothing does."""
+        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none."""
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
         # Beyond the largest hash of a full sample nothing is known of that set.
         last = min(max(one.sample, default=0) if one.count > _SAMPLE else 2**64 for one in (self, now))
@@ -100,7 +100,7 @@ def facts_of_images(source: Source) -> dict[str, Any]:
 
 
 def changed_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What differs between the `facts_of_images` of two starts, in words; "" for nothing, None where those of `before`
+    """Differences between the `facts_of_images` of two starts, in words; "" for none, None where those of `before`
     are not known."""
     old, new = ImageSet.from_json(before.get("images")), ImageSet.from_json(now["images"])
     if old is None or new is None:

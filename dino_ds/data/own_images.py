@@ -24,7 +24,7 @@ _SETS = {
     "pets": "oxford-iiit-pet",
     "eurosat": "eurosat",
 }
-"""What torchvision calls the folder, or the archive, of a data set within its root."""
+"""Names that torchvision gives the folder, or the archive, of a data set within its root."""
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)
 """Evaluations that need no labelled test images."""
 

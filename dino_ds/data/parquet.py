@@ -133,7 +133,7 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
-    """What the footer says that texts and bytes of a column take in a row group before they are compressed."""
+    """Bytes that texts of a column take in a row group before they are compressed, by the footer."""
     about = opened.metadata.row_group(group)
     chunks = [about.column(place) for place in range(about.num_columns)]
     own = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]

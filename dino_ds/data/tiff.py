@@ -107,7 +107,7 @@ def _check_pages(data: bytes, tif: Any) -> None:
 
 
 def _page_after(data: bytes, form: Any, page: int) -> int:
-    """Where the page at an offset says that the next one lies; 0 for nowhere. Raises struct.error beyond the end."""
+    """Offset of the page after the one at `page`; 0 for none. Raises struct.error beyond the end."""
     tags = struct.unpack_from(form.tagnoformat, data, page)[0]
     place: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
     return place

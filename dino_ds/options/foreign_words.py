@@ -1,4 +1,4 @@
-"""What other programs call options, commands and values, and what to do here."""
+"""Names that other programs give options, commands and values, and what to type here."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Parts:
         return self.folder / "about.json"
 
     def _differences(self, now: dict[str, Any]) -> str:
-        """What differs from the embedding whose parts are here, in words; "" if nothing does."""
+        """Differences from the embedding whose parts are here, in words; "" for none."""
         try:
             before = read_object(self._about)
             changes = changed_images(before, now)
@@ -112,7 +112,7 @@ class Parts:
             return None
 
     def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
-        """What is written beside a part: the CRC32 of its file, and that of all it belongs to. Raises OSError."""
+        """Content of the JSON next to a part: the CRC32 of its file, and that of all it belongs to. Raises OSError."""
         of = zlib.crc32(f"{self._about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
         return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
 

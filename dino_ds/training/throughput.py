@@ -97,7 +97,7 @@ class ThroughputMonitor:
 
 
 def _cause(now: _State, best: _State) -> str:
-    """Where at least half of the added time per image goes; if into the step, what the numbers say of GPU and host."""
+    """Cause of at least half of the added time per image; if that is the step, what the numbers say of GPU and host."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (
