@@ -42,11 +42,12 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(place))
-    if not path.exists() and _may_be_downloaded(str(place)):
+    there = os.path.exists(path)  # False, too, for a name that no disk takes
+    if not there and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
-    if not path.exists():
+    if not there:
         near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
-        raise CheckpointError(f"{place} does not exist; {near}")
+        raise CheckpointError(f"{one_line(place, 300)} does not exist; {near}")
     if is_checkpoint(path):
         return _of_checkpoint(path, asked)
     if answer := _near_checkpoints(path):

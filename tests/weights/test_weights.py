@@ -356,6 +356,8 @@ class TestBadInput:
     def test_nothing_there(self, tmp_path):
         with pytest.raises(CheckpointError, match="does not exist"):
             load(tmp_path / "nothing")
+        with pytest.raises(CheckpointError, match=r"n \.\.\. does not exist; give a run folder"):
+            load("n" * 5000)  # longer than a name may be
         with pytest.raises(CheckpointError, match=r"neither a run .* \(no model\.safetensors\)"):
             load(tmp_path)
 
