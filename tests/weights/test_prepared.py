@@ -126,7 +126,7 @@ def test_a_processor_of_any_range_is_applied(tmp_path, change):
     ("content", "says"),
     [
         ('{"image_mean": [0.5', "preprocessor_config.json can't be read"),
-        ("[1]", "preprocessor_config.json is not a JSON object"),
+        ("[1]", r"preprocessor_config.json can.t be read \(it is not a JSON object\)"),
         ('{"do_normalize": "false"}', "do_normalize 'false' is not true or false"),
         ('{"rescale_factor": 0}', "rescale_factor '0' is not a number above 0"),
         ('{"rescale_offset": true}', "rescale_offset is not known"),
