@@ -172,11 +172,17 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> 
             given.unsure.add(name.split(".")[0])
 
 
-def _validate(given: _Given) -> Recipe:
+def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe's values by dotted name -> the same under their sections."""
     nested: dict[str, Any] = {}
-    for name, (value, _) in given.values.items():
+    for name, value in values.items():
         section, _, leaf = name.rpartition(".")
         (nested.setdefault(section, {}) if section else nested)[leaf] = value
+    return nested
+
+
+def _validate(given: _Given) -> Recipe:
+    nested = by_section({name: value for name, (value, _) in given.values.items()})
     lines, unsure = list(given.problems), set(given.unsure)
     while True:
         try:

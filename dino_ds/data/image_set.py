@@ -94,7 +94,7 @@ class ImageSet:
 
 
 def facts_of_images(source: Source) -> dict[str, Any]:
-    """What work on all images of a source is begun with, as JSON; `changed_images` compares it with that of a later
+    """Facts of a source when work on all its images begins, as JSON; `changed_images` compares it with that of a later
     start."""
     return {"images": ImageSet.of(source, None).to_json(), "times": times_of_files(source)}
 

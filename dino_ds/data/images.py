@@ -94,7 +94,7 @@ def reads_as_stored(image: TiffImageFile) -> bool:
 
 
 def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
-    """What an image of any mode shows, (h, w, c) in its own type: as a file of this mode is read where `channels` are
+    """Pixels of an image of any mode, (h, w, c) in its own type: as a file of this mode is read where `channels` are
     wanted, but RGBA, CMYK and gray with alpha as they are stored where so many are wanted.
 
     It is taken as it lies: only a file is turned upright by its orientation. Raises UnreadableImage for a file of more

@@ -1,4 +1,4 @@
-"""What a machine has: its GPUs and their memory, memory that trainings may take, and which code runs on it."""
+"""The machine: its GPUs and their memory, memory that trainings may take, and which code runs on it."""
 
 from __future__ import annotations
 

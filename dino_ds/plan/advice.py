@@ -1,4 +1,4 @@
-"""What `dino-ds advise` says of each setting: its value, the flags, and the reason, with a source.
+"""The advice of `dino-ds advise` on each setting: its value, the flags, and the reason, with a source.
 
 A rule without a source says that it is a rule of thumb. Nothing here reads an image or needs torch.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dino_ds.config.flat import flat_values
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import by_section, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Home, home_of
 from dino_ds.durable import why_not_writable
@@ -130,7 +130,7 @@ def _push(folder: Path, name: str) -> str:
 
 
 def _results(home: Home) -> dict[str, Any]:
-    """What a model card says of a run or checkpoint: how its teacher was evaluated, on which images. Raises
+    """Lines of a model card on a run or checkpoint: how its teacher was evaluated, on which images. Raises
     ConfigError."""
     if not home.is_run:
         return {}
@@ -148,13 +148,8 @@ def _results(home: Home) -> dict[str, Any]:
 
 
 def _public(recipe: Recipe) -> dict[str, Any]:
-    """What differs from the defaults and changes what is learned, as a recipe; no paths of the machine that trained."""
+    """Settings other than the defaults that change what is learned, as a recipe; without paths of this machine."""
     usual, own = flat_values(Recipe()), flat_values(recipe)
     sections = ("crops.", "model.", "head.", "objective.", "optimizer.", "teacher.", "gram.", "length", "data.global")
     found = {key: value for key, value in own.items() if value != usual.get(key) and key.startswith(sections)}
-    nested: dict[str, Any] = {}
-    for key, value in found.items():
-        if not re.search(r"[/\\~]", str(value)):
-            section, _, leaf = key.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[leaf] = value
-    return nested
+    return by_section({key: value for key, value in found.items() if not re.search(r"[/\\~]", str(value))})

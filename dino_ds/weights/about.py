@@ -1,4 +1,4 @@
-"""What is known of the teacher of a run beside its tensors: teacher.json, and the same of any checkpoint."""
+"""Facts of the teacher of a run that its tensors do not show: teacher.json, and the same of any checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def about_teacher(
 
 
 def about_checkpoint(saved: Manifest) -> dict[str, Any]:
-    """What teacher.json would say if it were written from this checkpoint. Raises CheckpointError."""
+    """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
     return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
 
 

@@ -254,7 +254,7 @@ def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any])
 
 
 def _facts(model: Backbone) -> dict[str, Any]:
-    """What a format has no place for: how images are prepared, and what no tensor shows."""
+    """Facts that a format has no place for: how images are prepared, and what no tensor shows."""
     kept = ("value_range", "step", "images", "distilled_from", "versions")
     facts = {key: model.about[key] for key in kept if key in model.about}
     if model.is_vit:

@@ -83,7 +83,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _near_checkpoints(path: Path) -> str:
-    """What to give in place of the folder of all checkpoints of a run, or of a file in it or in one of them."""
+    """Advice for a path that is the folder of all checkpoints of a run, or a file in it or in one of them; else ""."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and is_checkpoint(folder):
         return f"is a part of a checkpoint: give {folder}"

@@ -105,7 +105,7 @@ def _plain(facts: Facts) -> Facts:
 
 
 def _description_of(weights: Path) -> Facts | None:
-    """What describes the file of weights that is about to be replaced; None if there is no such file or description."""
+    """Description of the file of weights that is about to be replaced; None if there is no such file or description."""
     try:
         facts = read_facts(sidecar_of(weights))
         if not facts or not weights.is_file():
