@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from dino_ds.as_it_was import as_it_was, torch_as_it_was
-from dino_ds.cli import check_software, prepare
+from dino_ds.basics.names import did_you_mean
+from dino_ds.basics.text_file import read_lines
+from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
+from dino_ds.cli.main import check_software, prepare
 from dino_ds.config.stages import Given, stage_folder
 from dino_ds.errors import ConfigError, Stopped, one_line
-from dino_ds.names import did_you_mean
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.python_values import words_of
-from dino_ds.text_file import read_lines
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +132,7 @@ def embed(
     """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
     returned then. root: images as data.root, or a list of image files, one row for each in its order. Raises UserError;
     warns of images that can't be read: their rows are NaN."""
-    from dino_ds.tools.embed import write
+    from dino_ds.commands.embed import write
 
     with torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "embeddings.pt" if out is None else out
@@ -157,7 +157,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """`dino-ds eval`: what it prints with --json. Its "metrics" are the numbers by name; "results" has those of each
     evaluation, with what they were made of. Raises UserError."""
-    from dino_ds.tools.evaluate import Evaluated, run_evals
+    from dino_ds.commands.evaluate import Evaluated, run_evals
 
     own = {"model": model, "evals": evals, "root": root, "test_root": test_root}
     done: list[Evaluated] = []
@@ -185,7 +185,7 @@ def plan(
     **options: Any,
 ) -> dict[str, Any]:
     """`dino-ds plan`: what it prints with --json. Raises ConfigError."""
-    from dino_ds.plan.command import plan as find
+    from dino_ds.planning.command import plan as find
 
     own = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
     chosen, files = _prepare("plan", own, options)
@@ -196,8 +196,8 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
     with _one_at_a_time(), as_it_was():
         command, chosen, files = prepare(["train", *words])
         check_software(command, chosen)
+        from dino_ds.run.caller import Caller
         from dino_ds.train import train_for
-        from dino_ds.training.caller import Caller
 
         caller, stopped = Caller(callbacks), ""
         with torch_as_it_was():

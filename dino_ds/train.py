@@ -11,7 +11,7 @@ from pathlib import Path
 if __name__ == "__main__":
     # Run as a script, Python put this file's folder first on sys.path; the checkout is wanted, installed or not.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from dino_ds.cli import main
+    from dino_ds.cli.main import main
 
     main(["train", *sys.argv[1:]])
     sys.exit(0)
@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
-from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import change_recipe
@@ -36,35 +35,36 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.image_cache import check_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
+from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError, UserError, unwritable
-from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
 from dino_ds.health.watchdog import Watchdog, longest_wait
-from dino_ds.measure.trial import free_memory
+from dino_ds.method.backbone_checks import check_frozen_statistics
+from dino_ds.method.build import build_prefetcher, build_step
+from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
+from dino_ds.method.build_gram import notes_on_snapshot
 from dino_ds.options.run import TrainOptions
-from dino_ds.plan.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
-from dino_ds.training.announcement import announce
-from dino_ds.training.backbone_checks import check_frozen_statistics
-from dino_ds.training.beginning import choose_beginning
-from dino_ds.training.build import build_prefetcher, build_step
-from dino_ds.training.caller import Caller
-from dino_ds.training.frozen import check_same_teacher, describe_distillation, distilled
-from dino_ds.training.gram import notes_on_snapshot
-from dino_ds.training.hold import held
-from dino_ds.training.length_checks import check_lengths
-from dino_ds.training.loggers import Logger, open_loggers
-from dino_ds.training.loop import Loop
-from dino_ds.training.memory_guard import MemoryGuard
-from dino_ds.training.metrics import RunLog
-from dino_ds.training.other_images import OtherImages, describe_images, same_images
-from dino_ds.training.run import Run, RunState
-from dino_ds.training.run_folder import RunFolder
-from dino_ds.training.saver import Saver
-from dino_ds.training.stop import StopRequests
+from dino_ds.planning.measure.trial import free_memory
+from dino_ds.planning.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
+from dino_ds.report.during_run import PeriodicPictures
+from dino_ds.run.announcement import announce
+from dino_ds.run.beginning import choose_beginning
+from dino_ds.run.caller import Caller
+from dino_ds.run.hold import held
+from dino_ds.run.length_checks import check_lengths
+from dino_ds.run.loggers import Logger, open_loggers
+from dino_ds.run.loop import Loop
+from dino_ds.run.memory_guard import MemoryGuard
+from dino_ds.run.metrics import RunLog
+from dino_ds.run.other_images import OtherImages, describe_images, same_images
+from dino_ds.run.run import Run, RunState
+from dino_ds.run.run_folder import RunFolder
+from dino_ds.run.saver import Saver
+from dino_ds.run.stop import StopRequests
 
 
 class _Request(NamedTuple):

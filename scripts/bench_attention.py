@@ -9,16 +9,16 @@ import fire
 import torch
 from torch import Tensor
 
-from dino_ds.bench.common import about, begin, heading
 from dino_ds.config.crops import crop_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.engine.device import device
-from dino_ds.measure.tables import markdown_table, print_result
-from dino_ds.measure.timing import time_interleaved
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
+from dino_ds.planning.bench.common import about, begin, heading
+from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.timing import time_interleaved
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""

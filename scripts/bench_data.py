@@ -26,9 +26,9 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import STD
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.tables import markdown_table
-from dino_ds.measure.timing import Timing, time_interleaved
+from dino_ds.planning.measure.host import describe_host, host_line
+from dino_ds.planning.measure.tables import markdown_table
+from dino_ds.planning.measure.timing import Timing, time_interleaved
 from scripts.data_picture import draw
 from scripts.pil_pipeline import PilPipeline
 from scripts.results import write_result

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.backbones import VITS
+from dino_ds.basics.digits import short
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.photos import PhotoPatches
-from dino_ds.digits import short
-from dino_ds.distributed import usable_cores
+from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import Reading, extract_features
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
-from dino_ds.measure.host import describe_host, host_line
-from dino_ds.measure.tables import markdown_table, print_result
-from dino_ds.measure.timing import Timing, time_interleaved
 from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.planning.measure.host import describe_host, host_line
+from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.timing import Timing, time_interleaved
 
 _CLASSES = 1000
 _TEMPERATURE = 0.07

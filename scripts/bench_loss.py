@@ -13,17 +13,17 @@ import fire
 import torch
 from torch import Tensor
 
-from dino_ds.bench.common import about, begin, clock_name, heading
-from dino_ds.bench.ladder_steps import build_ladder_step, last_without_engine
 from dino_ds.config.crops import EMA, student_sizes, teacher_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
-from dino_ds.measure.timing import time_interleaved
-from dino_ds.measure.trial import EPOCH_STEPS
+from dino_ds.method.build import build_objective, build_schedules
+from dino_ds.method.dino import DINO
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.objectives.dino import DINO
-from dino_ds.training.build import build_objective, build_schedules
+from dino_ds.planning.bench.common import about, begin, clock_name, heading
+from dino_ds.planning.bench.ladder_steps import build_ladder_step, last_without_engine
+from dino_ds.planning.measure.timing import time_interleaved
+from dino_ds.planning.measure.trial import EPOCH_STEPS
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""

@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dino_ds"
-STARTS = ("training/loop.py", "train.py")
+STARTS = ("run/loop.py", "train.py")
 MOST_PARAMETERS = 6
 
 
@@ -80,7 +80,7 @@ def import_cycles() -> list[list[str]]:
 
 
 def long_signatures() -> dict[str, int]:
-    """Functions of more than MOST_PARAMETERS parameters, `self` and `cls` left out, as "training/loop.py:run"."""
+    """Functions of more than MOST_PARAMETERS parameters, `self` and `cls` left out, as "run/loop.py:run"."""
     return {
         f"{_name(path)}:{name}": count
         for path in source_files()

@@ -1,6 +1,6 @@
 """Do the tests notice? Changes lines of dino_ds one at a time, at random, and runs the test files that import them.
 
-python -m scripts.mutate dino_ds/schedules.py dino_ds/health --count 30 --seed 7      # in a checkout's root
+python -m scripts.mutate dino_ds/engine/schedules.py dino_ds/health --count 30 --seed 7      # in a checkout's root
 
 A change: a comparison the other way round, a number one more, a sign, and/or, True/False, a statement left out. Each is
 made in a copy of the checkout. What `make test` does not catch is tried once more with the whole tables of `make

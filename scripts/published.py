@@ -12,8 +12,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from dino_ds.costs.communication import Traffic
-from dino_ds.plan.gpus import GPUS
-from dino_ds.plan.speed import Cluster, exposed_seconds, waiting_share
+from dino_ds.planning.gpus import GPUS
+from dino_ds.planning.speed import Cluster, exposed_seconds, waiting_share
 
 
 @dataclass(frozen=True)

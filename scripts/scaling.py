@@ -3,7 +3,7 @@
 `python -m scripts.scaling --gpu h100-80g --config vit7b16 --out scaling` writes scaling.json, scaling.md and
 scaling.png, the picture of docs/scaling.md.
 
-Volumes are those of `dino_ds.costs.communication`, links the cards' own, everything assumed in `dino_ds.plan.speed`.
+Volumes are those of `costs/communication.py`, links the cards' own, everything assumed in `planning/speed.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import fire
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
-from dino_ds.measure.tables import markdown_table
-from dino_ds.plan.fit import fit_with
-from dino_ds.plan.gpus import Gpu, find_gpu
-from dino_ds.plan.recommend import Shape, ds_of
-from dino_ds.plan.speed import ASSUMPTIONS, Cluster, estimate_step
+from dino_ds.planning.fit import fit_with
+from dino_ds.planning.gpus import Gpu, find_gpu
+from dino_ds.planning.measure.tables import markdown_table
+from dino_ds.planning.recommend import Shape, ds_of
+from dino_ds.planning.speed import ASSUMPTIONS, Cluster, estimate_step
 from scripts.published import PUBLISHED, measured_share, simulate
 from scripts.results import write_result
 

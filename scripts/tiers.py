@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import ffn_weights
 from dino_ds.costs.memory import GIB, count_parameters
 from dino_ds.errors import ConfigError
-from dino_ds.plan.fit import FILLED, Fit, fit_with, micro_batches, with_batch
-from dino_ds.plan.gpus import GPUS, Gpu
-from dino_ds.plan.recommend import Shape, ds_of, recommend
-from dino_ds.plan.speed import Cluster, estimate_step
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.planning.fit import FILLED, Fit, fit_with, micro_batches, with_batch
+from dino_ds.planning.gpus import GPUS, Gpu
+from dino_ds.planning.recommend import Shape, ds_of, recommend
+from dino_ds.planning.speed import Cluster, estimate_step
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"

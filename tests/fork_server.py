@@ -119,7 +119,7 @@ def _import_all() -> None:
     import torch.utils.tensorboard
     import torchvision  # noqa: F401
 
-    import dino_ds.cli
+    import dino_ds.cli.main
     import dino_ds.train  # noqa: F401
 
     torch.set_num_threads(1)

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.method.centering import RunningCenter
+from dino_ds.method.dino import DINO, HEAD, DinoTerm
 from dino_ds.models.base import CLS, Backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network, Query
 from dino_ds.models.prototypes import _TiledCrossEntropy
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.centering import RunningCenter
-from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
 
 
 def golden_folder() -> Path:

@@ -23,9 +23,9 @@ import torch
 
 import dino_ds
 import dino_ds.train
-from dino_ds import cli
 from dino_ds.api import Run, _one_at_a_time
-from dino_ds.as_it_was import as_it_was
+from dino_ds.cli import main as cli
+from dino_ds.cli.as_it_was import as_it_was
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.launching import child
@@ -33,9 +33,9 @@ from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.python_values import words_of
-from dino_ds.training.caller import Caller
+from dino_ds.run.caller import Caller
 from tests.ranks import run_on_ranks
-from tests.training.harness import TINY, image_folder, read_metrics, train_tiny
+from tests.run.harness import TINY, image_folder, read_metrics, train_tiny
 
 ROOT = Path(__file__).parent.parent
 MEASURED = re.compile(r"second|wait|memory|fraction|_gib|rolling|throughput|host|cpu")
@@ -433,7 +433,7 @@ def test_nothing_is_imported_before_it_is_needed():
 
 
 def test_train_is_the_function_beside_the_module_of_that_name():
-    import dino_ds.plan.command
+    import dino_ds.planning.command
     import dino_ds.train
 
     assert not any(inspect.ismodule(getattr(dino_ds, name)) for name in dino_ds.__all__)

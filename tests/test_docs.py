@@ -59,7 +59,7 @@ def test_the_example_of_a_backbone_of_one_s_own_trains(tmp_path, monkeypatch):
     import torch
 
     from dino_ds.config.ds_config import PerformanceOptions
-    from dino_ds.training.build import build_network
+    from dino_ds.method.build import build_network
 
     page = (REPOSITORY / "docs/backbones.md").read_text()
     (code,) = re.findall(r"```python\n# my_backbone\.py\n(.*?)```", page, re.S)

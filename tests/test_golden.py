@@ -7,17 +7,17 @@ import copy
 import pytest
 import torch
 
-from dino_ds import distributed
-from dino_ds.backbones import ViTSpec
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.schedules import Schedules, cosine_schedule, warmup_schedule
+from dino_ds.method.dino import DINO
+from dino_ds.method.ema import EmaTeacher
+from dino_ds.method.objective import Objective
+from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.teacher import Teachers
 from dino_ds.models.head import DinoHead
+from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.base import Objective
-from dino_ds.objectives.dino import DINO
-from dino_ds.schedules import Schedules, cosine_schedule, warmup_schedule
-from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher
-from dino_ds.training.step import Inputs, TrainingStep
 from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import GROUPS, ds_config, fp32_student

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
@@ -18,18 +17,19 @@ from dino_ds.data.masks import with_rows
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method import build_gram as gram
+from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
+from dino_ds.method.centering import SinkhornKnopp
+from dino_ds.method.dino import DINO, HEAD, DinoTerm
+from dino_ds.method.ibot import IBOT, IBOT_HEAD, IbotTerm
+from dino_ds.method.objective import Objective
+from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.base import Objective
-from dino_ds.objectives.centering import SinkhornKnopp
-from dino_ds.objectives.dino import DINO, HEAD, DinoTerm
-from dino_ds.objectives.ibot import IBOT, IBOT_HEAD, IbotTerm
-from dino_ds.schedules import ScheduleValues
-from dino_ds.teachers.base import Teacher, Teachers
-from dino_ds.training import gram
-from dino_ds.training.build import build_network, build_objective, build_schedules, build_teachers
-from dino_ds.training.step import Inputs, TrainingStep
 from dino_ds.weights.frozen import FrozenSource
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks

@@ -25,7 +25,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.errors import is_out_of_memory, one_line
 
 _PIECE_BYTES = 16 * 2**20

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dino_ds import distributed
+from dino_ds.basics.durable import discard, put_in_place, replace_file, sync
 from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file
 from dino_ds.checkpoint.manifest import (
     MANIFEST,
@@ -28,7 +28,7 @@ from dino_ds.checkpoint.manifest import (
     step_name,
 )
 from dino_ds.config.begun_with import ENVIRONMENT
-from dino_ds.durable import discard, put_in_place, replace_file, sync
+from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError
 
 Read = Callable[[Path, Callable[[int], object]], FileRecord]

@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds import distributed
+from dino_ds.basics.digits import short
 from dino_ds.checkpoint.files import Files, HostCopies, PendingSave, as_os_error, bytes_of, files_of_this_rank
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.digits import short
-from dino_ds.distributed import RankFlags
+from dino_ds.engine import distributed
+from dino_ds.engine.distributed import RankFlags
 from dino_ds.errors import NO_SPACE, OutOfMemory, StorageError, UserError
 
 FAILED_SAVES_IN_A_ROW = 3

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.text_file import read_object
 from dino_ds.config.flat import differences, flatten
 from dino_ds.errors import CheckpointError
-from dino_ds.text_file import read_object
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.crops import EMA, Resolution, parse_resolutions
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection, TeacherSection
+from dino_ds.models.specs.backbones import FROM_SOURCE
 
 
 def crop_problems(crops: CropsSection, model: ModelSection, patch: int, gram_size: int | None) -> list[str]:

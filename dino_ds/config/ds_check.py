@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, recipe_home
 from dino_ds.config.ds_schema import REFUSED, SECTIONS, STRICT_SECTIONS, Key, key_names
-from dino_ds.names import MOST_PROBLEMS, did_you_mean, recipe_home
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import hjson
 
+from dino_ds.basics.names import did_you_mean, missing_file, nearest
+from dino_ds.basics.text_file import is_file, read_text
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights, override, problems_of
 from dino_ds.config.ds_schema import LOGGERS
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.names import did_you_mean, missing_file, nearest
-from dino_ds.text_file import is_file, read_text
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dino_ds.names import by_word
+from dino_ds.basics.names import by_word
 
 DS_HOMES = by_word(
     {

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
-from dino_ds.names import as_written, did_you_mean
-from dino_ds.text_file import unusable_text
+from dino_ds.basics.names import as_written, did_you_mean
+from dino_ds.basics.text_file import unusable_text
 
 
 def option(default: Any, description: str) -> Any:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from dino_ds.basics.names import MOST_PROBLEMS, RECIPE_HOMES, nearest, suggestion, unquoted
 from dino_ds.config.ds_homes import ds_home
 from dino_ds.config.fields import Length, Ramp, Section
 from dino_ds.config.other_network import keys_not_of
@@ -21,7 +22,6 @@ from dino_ds.config.problems import COMMAND_LINE, problem_lines, show_value
 from dino_ds.config.recipe import UNSURE, Recipe
 from dino_ds.config.recipe_files import read_recipe_files
 from dino_ds.errors import ConfigError
-from dino_ds.names import MOST_PROBLEMS, RECIPE_HOMES, nearest, suggestion, unquoted
 
 NONE_WORDS = ("none", "null")
 _UNSET: tuple[Any, ...] = (None, {}, "{}")

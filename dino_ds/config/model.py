@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
 from dino_ds.config.fields import (
     AboveOne,
     ArgumentsField,
@@ -25,6 +24,7 @@ from dino_ds.config.fields import (
     option,
 )
 from dino_ds.errors import ConfigError
+from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
 
 
 class ModelSection(Section):

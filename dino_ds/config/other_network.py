@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from dino_ds.backbones import FROM_SOURCE, ViTSpec, backbone_spec
 from dino_ds.config.model import OF_ANY_BACKBONE, OF_ROPE, SPEC_KEYS, has_option
+from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec, backbone_spec
 
 
 def keys_not_of(backbone: object) -> list[str]:

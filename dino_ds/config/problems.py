@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dino_ds.names import as_written, did_you_mean
+from dino_ds.basics.names import as_written, did_you_mean
 
 COMMAND_LINE = "command line"
 """The origin of a value that no file has."""

@@ -13,7 +13,6 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.crop_checks import crop_problems, gram_problems
 from dino_ds.config.crops import (
     EMA,
@@ -52,6 +51,7 @@ from dino_ds.config.sections import (
     TeacherSection,
 )
 from dino_ds.errors import ConfigError
+from dino_ds.models.specs.backbones import FROM_SOURCE
 
 UNSURE = "unsure"
 """In a validation's context: sections that are wrong already, so that nothing is said of what follows from them."""

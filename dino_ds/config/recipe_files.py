@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import as_written, did_you_mean, missing_file
+from dino_ds.basics.text_file import is_file
 from dino_ds.config.yaml_file import read_yaml
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import weights_elsewhere
-from dino_ds.names import as_written, did_you_mean, missing_file
-from dino_ds.text_file import is_file
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 EXTENDS = "extends"

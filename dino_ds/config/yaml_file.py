@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
+from dino_ds.basics.text_file import read_text
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.text_file import read_text
 
 
 def read_yaml(path: str) -> dict[str, Any]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import GRAM, crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, last_tokens
 from dino_ds.costs.parameters import mlp_widths
+from dino_ds.models.specs.backbones import ViTSpec
 
 _FP32 = 4
 # As in models/prototypes.py: bytes of a tile of logits and of a part of it, on a CPU and on a GPU; prototypes whose
 # gradient is finished at a time.
 _TILE = (32 * 2**20, 128 * 2**20)
 _PART = (2**20, 128 * 2**20)
-# As in objectives/gram.py.
+# As in method/gram.py.
 _GRAM_PIECE = (4 * 2**20, 128 * 2**20)
-# As in objectives/centering.py.
+# As in method/centering.py.
 _KEPT = (160 * 2**20, 0)
 _PROTOTYPE_BLOCK = (16384, 65536)
 

@@ -28,7 +28,7 @@ _PREFETCH = 50_000_000
 _TEACHER_CHUNK = 128 * 2**20
 # As in engine/placement.py.
 _FROZEN_PERSISTENT = 100_000
-# As in engine/optim.py, for DINO's recipe, and training/step.py.
+# As in engine/optim.py, for DINO's recipe, and method/step.py.
 _GROUPS = 3
 _VOTES = 3
 

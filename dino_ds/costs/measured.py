@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dino_ds.backbones import BackboneOptions, BackboneSpec
 from dino_ds.config.crops import student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import NotEstimated, one_line
 from dino_ds.models.base import CLS, Backbone, is_cast
 from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import BackboneOptions, BackboneSpec
 
 _IMAGES = (2, 4)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dino_ds.backbones import BACKBONES, BackboneSpec, ViTSpec
+from dino_ds.basics.text_file import read_object
 from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import home_of
-from dino_ds.text_file import read_object
+from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec, ViTSpec
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
-# As of objectives/centering.py.
+# As of method/centering.py.
 SINKHORN_ITERATIONS = 3
 
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from dino_ds.backbones import BackboneSpec, ViTSpec
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import HEAD, IBOT_HEAD, HeadSizes, ObjectiveCosts
+from dino_ds.models.specs.backbones import BackboneSpec, ViTSpec
 
 _Shape = tuple[int, ...]
 

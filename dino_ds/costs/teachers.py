@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.config.crops import FROZEN, GRAM, teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
@@ -16,6 +15,7 @@ from dino_ds.costs.activations import element_bytes
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.objective import HEAD, IBOT_HEAD, ObjectiveCosts, frozen_spec
 from dino_ds.costs.parameters import copied_names, mlp_widths, parameter_sizes, vit_copied_names
+from dino_ds.models.specs.backbones import ViTSpec
 
 _FP32 = 4
 

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Source, UnreadableImage
@@ -25,7 +26,6 @@ from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.data.transform import FailedTransform
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe

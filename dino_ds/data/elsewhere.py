@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dino_ds.hubs import hub_id
+from dino_ds.basics.hubs import hub_id
 
 _COPY = {
     "s3": "aws s3 sync {} DIR",

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dino_ds.basics.text_file import opened
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Labels, Listing, printable
-from dino_ds.text_file import opened
 
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif", ".npy",

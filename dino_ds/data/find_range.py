@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_ds import distributed
+from dino_ds.basics.digits import range_text
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.digits import range_text
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_ds import distributed
+from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.data.base import Source
 from dino_ds.data.decode import DecodedImage, EncodedImage
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
-from dino_ds.host_memory import host_memory_gib
 
 _USED, _FULL, _FIRST = 0, 1, 2
 """Places in the table of int64: the bytes taken; 1 after an image had no room, 2 once that was said; image 0's."""

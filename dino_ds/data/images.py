@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image, ImageCms, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from dino_ds.basics.digits import range_text
 from dino_ds.data.base import UnreadableImage
-from dino_ds.digits import range_text
 
 FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
 """Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dino_ds.durable import replacing
+from dino_ds.basics.durable import replacing
 from dino_ds.errors import DataError
 
 _FORMAT = 1

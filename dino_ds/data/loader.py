@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
 from dino_ds.data.feed import DataTimeout, Position
@@ -31,7 +32,6 @@ from dino_ds.data.workers import (
     worker_options,
 )
 from dino_ds.errors import DataError
-from dino_ds.hashing import crop_seed
 
 _LOOK_SECONDS = 2
 """How often the wait for a batch is interrupted to look at what else has happened."""

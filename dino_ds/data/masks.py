@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import CropGroup, Masks
-from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe

@@ -20,12 +20,12 @@ import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
 from dino_ds.config.crops import CropGroup, crop_sizes
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
 from dino_ds.data.transform import OwnTransform
-from dino_ds.hashing import crop_seed
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe

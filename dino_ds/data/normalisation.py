@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_ds.digits import range_text
+from dino_ds.basics.digits import range_text
 from dino_ds.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 
 import torch
 
+from dino_ds.basics.ranges import AUGMENTATION, named_range
 from dino_ds.config.crops import all_crops
 from dino_ds.data.batches import LoaderBatch, augmented_crops
 from dino_ds.data.feed import Batch
 from dino_ds.data.loader import Loader
 from dino_ds.data.photometric import find_kernels
 from dino_ds.errors import DataError
-from dino_ds.ranges import AUGMENTATION, named_range
 
 
 class DevicePrefetcher:

@@ -6,14 +6,14 @@ import inspect
 import pickle
 from typing import Any, Literal
 
+from dino_ds.basics.names import did_you_mean
+from dino_ds.basics.own_code import find_own
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.data.torchvision_sets import TorchvisionImages
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
-from dino_ds.names import did_you_mean
-from dino_ds.own_code import find_own
 
 __all__ = ["Source", "UnreadableImage", "build_source"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.own_code import default_dtype, find_own, put_back
 from dino_ds.errors import ConfigError, DataError, one_line
-from dino_ds.own_code import default_dtype, find_own, put_back
 
 
 class FailedTransform(DataError):

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dino_ds.data.base import Source
-from dino_ds.distributed import local_world_size, usable_cores
+from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
 
 _MAX_WORKERS = 16

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from dino_ds.own_code import explaining_interrupted
+from dino_ds.basics.own_code import explaining_interrupted
 
 
 def import_deepspeed() -> Any:

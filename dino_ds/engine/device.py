@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -16,9 +16,9 @@ from torch import nn
 
 from dino_ds.config.sections import OptimizerSection
 from dino_ds.engine.lars import Lars
+from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
-from dino_ds.schedules import ScheduleValues
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
 BACKBONE = "backbone_"

@@ -9,10 +9,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dino_ds import distributed
+from dino_ds.basics.ports import find_free_port
+from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import ConfigError
-from dino_ds.ports import find_free_port
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.lars import Lars, Layer, Shard
 from dino_ds.engine.masters import (
     FlatMasters,

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, Reading, extract_features
 from dino_ds.weights.load import Backbone

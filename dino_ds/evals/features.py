@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds import distributed
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 
 _RAW_PIXELS = 32

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 
 # Similarities held at once: 128 MiB. Fewer rows make the product slower.
 _QUERY_ROWS = 512

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.evals.features import GaveUp
 
 REGULARISATIONS = tuple(10.0**exponent for exponent in range(-6, 3))

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from dino_ds import distributed
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import RandomCrop
+from dino_ds.engine import distributed
 from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, LabelledImages, Reading, loaded
-from dino_ds.hashing import crop_seed
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""

@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dino_ds.durable import replace_file
-from dino_ds.text_file import read_object
+from dino_ds.basics.durable import replace_file
+from dino_ds.basics.text_file import read_object
 
 RESULTS = "evaluations.json"
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dino_ds import distributed
-from dino_ds.backbones import ViTSpec
+from dino_ds.basics.digits import short
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
-from dino_ds.digits import short
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
-from dino_ds.teachers.base import Teacher
-from dino_ds.training.run import AtStep, Moment
+from dino_ds.method.teacher import Teacher
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.run.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
 
 _SMALLEST_PATCH, _SMALL_IMAGE = 4, 64

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-from dino_ds import distributed
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.engine import distributed
 
 _OF_ONE_SET = ("retrieval", "statistics")
 _LOOKED_AT = 64

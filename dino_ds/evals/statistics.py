@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dino_ds import distributed
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.eval_crops import RandomCrop
 from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
 from dino_ds.evals.knn import nearest
-from dino_ds.hashing import crop_seed
 
 _PAIRS = 4096
 _RANK_IMAGES = 25600

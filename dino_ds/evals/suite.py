@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.normalisation import IMAGENET
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
 from dino_ds.evals.knn import class_retrieval, knn_accuracies

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 
-from dino_ds.ranges import PARTS
+from dino_ds.basics.ranges import PARTS
 
 PHASES = ("start", "data", "step", "save", "evaluate", "end")
 ENDS = ("", "done", "stopped", "error")
@@ -57,7 +57,7 @@ class Beat(ctypes.Structure):
         self.moves += 1
 
     def enter_part(self, name: str) -> None:
-        """The rank is now in part `name` of a step (dino_ds.ranges)."""
+        """The rank is now in part `name` of a step (dino_ds.basics.ranges)."""
         self._part = _PART_NUMBERS.get(name, 0)
         self.moves += 1
 

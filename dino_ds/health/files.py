@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from dino_ds.durable import append_whole
+from dino_ds.basics.durable import append_whole
 from dino_ds.errors import NO_SPACE
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.durable import is_gone
+from dino_ds.basics.durable import is_gone
 from dino_ds.errors import NO_SPACE, ConfigError, unwritable
 from dino_ds.health.files import create_exclusively
 from dino_ds.health.processes import alive, find_process, machine

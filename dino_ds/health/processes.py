@@ -16,7 +16,7 @@ _LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
     "dino_ds",
-    "dino_ds.cli",
+    "dino_ds.cli.main",
 )
 
 

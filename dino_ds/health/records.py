@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dino_ds.durable import discard, replacing
+from dino_ds.basics.durable import discard, replacing
 from dino_ds.health.files import Disk, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0

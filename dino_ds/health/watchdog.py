@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from dino_ds.basics.ranges import tell
 from dino_ds.health.beat import Beat
 from dino_ds.health.monitor import END_SIGNAL, PATIENCE, STACKS_SIGNAL, MonitorArguments
-from dino_ds.ranges import tell
 
 _EXIT_SECONDS = 10.0
 """For a monitor to write the last heartbeat."""

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.text_file import read_lines
 from dino_ds.errors import (
     STOPPED,
     CheckpointError,
@@ -28,8 +29,7 @@ from dino_ds.errors import (
     UserError,
 )
 from dino_ds.launching.launch import PARENT
-from dino_ds.text_file import read_lines
-from dino_ds.training.caller import Callback, Caller
+from dino_ds.run.caller import Callback, Caller
 
 _ERRORS: dict[int, type[UserError]] = {
     error.exit_code: error

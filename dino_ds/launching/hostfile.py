@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dino_ds.basics.names import did_you_mean
+from dino_ds.basics.text_file import read_text
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean
-from dino_ds.text_file import read_text
 
 MAX_SLOTS = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}")

@@ -20,8 +20,8 @@ from dino_ds.launching.checks import Reply, check_machines
 from dino_ds.launching.command import build_command, check_forwarded
 from dino_ds.launching.plan import LaunchPlan, build_plan
 from dino_ds.launching.supervise import supervise, without
-from dino_ds.measure.tables import markdown_table
 from dino_ds.options.machine import LaunchOptions
+from dino_ds.planning.measure.tables import markdown_table
 
 PARENT = "DINO_DS_PARENT"
 """Names, in the environment, the Python program that has started this process, if one has."""

@@ -7,11 +7,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dino_ds.basics.ports import find_free_port
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.ports import find_free_port
 
 SCRIPT = CHECKOUT / "dino_ds" / "train.py"
 _PORT = 29500

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_ds.ports import port_is_free
+from dino_ds.basics.ports import port_is_free
 
 MARK = "dino_ds answers "
 _MOST_ENTRIES = 1000
@@ -58,9 +58,9 @@ class Answer:
 
 def answer(question: Question) -> Answer:
     """Look at this machine. Imports torch."""
-    from dino_ds.host_memory import host_memory_gib
-    from dino_ds.measure.machine import find_gpus, hash_code
-    from dino_ds.training.environment import versions
+    from dino_ds.basics.host_memory import host_memory_gib
+    from dino_ds.planning.measure.machine import find_gpus, hash_code
+    from dino_ds.run.environment import versions
 
     return Answer(
         host=socket.gethostname(),

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from dino_ds.basics.ports import find_free_port, port_is_free
 from dino_ds.errors import ConfigError, StorageError, UserError
 from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
 from dino_ds.launching.guard import Guard
 from dino_ds.launching.records import append_record, last_checkpoint_step
-from dino_ds.ports import find_free_port, port_is_free
 
 _CHILD_SUBREAPER = 36
 _DEADLY = 3

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_ds.backbones import BackboneSpec
 from dino_ds.config.crops import Masks as Masks
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
+from dino_ds.models.specs.backbones import BackboneSpec
 
 Crops = Mapping[str, Sequence[Tensor]]
 """What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
@@ -49,7 +49,7 @@ class Backbone(nn.Module, ABC):
     """A network that turns crops into features; the engine, the teachers and the exports know nothing else about it.
 
     `spec` is what the rest of the program knows without building it. The constructor takes
-    (spec, side of the native crop in pixels, `dino_ds.backbones.BackboneOptions`).
+    (spec, side of the native crop in pixels, `dino_ds.models.specs.backbones.BackboneOptions`).
     A module inside that owns buffers must have `reset_parameters` (or torch's `reset_running_stats`) give them their
     values: networks are built on the meta device; or the class has `drawn`. Buffers must be equal on all ranks: one
     that a forward pass changes has to be reduced there (`dino_ds.models.batch_norm` does).

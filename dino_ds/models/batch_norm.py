@@ -19,7 +19,7 @@ from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 
 _AGAIN = [0]

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.specs.backbones import ViTSpec
 
 
 class PatchProjection(nn.Conv2d):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from dino_ds.backbones import BackboneOptions, BackboneSpec
 from dino_ds.models.base import Backbone
+from dino_ds.models.specs.backbones import BackboneOptions, BackboneSpec
 
 
 def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dino_ds.hashing import crop_seed, mix, shift_right
+from dino_ds.basics.hashing import crop_seed, mix, shift_right
 from dino_ds.models.packing import Packing, Selection
 
 

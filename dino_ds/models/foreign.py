@@ -12,12 +12,12 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.foreign_backbones import ForeignSpec, create, facts_of, features_of
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
+from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
 
 
 class ForeignBackbone(Backbone):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
-from dino_ds.hashing import mix, shift_right
+from dino_ds.basics.hashing import mix, shift_right
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 
 _DRAWS = 5  # of each block and size: shifts and stretches of both axes, and the stretch that they share
 

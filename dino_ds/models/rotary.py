@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.models.attention import Attention
 from dino_ds.models.blocks import ActivatedLinear, Block, Mlp, norm_layer
 from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.rope import rotate
+from dino_ds.models.specs.backbones import ViTSpec
 
 
 class RotaryAttention(Attention):

@@ -16,7 +16,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
@@ -24,6 +23,7 @@ from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.rope import RopeTables
 from dino_ds.models.rotary import RotaryBlock
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.weights import init_weights
 
 LOCAL = "local"

@@ -23,7 +23,7 @@ class BenchOptions:
     json: Json = False
 
 
-@command("bench step", "dino_ds.bench.step:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
+@command("bench step", "dino_ds.planning.bench.step:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
@@ -32,7 +32,7 @@ class BenchStepOptions(BenchOptions):
     steps: _Steps = 10
 
 
-@command("bench ladder", "dino_ds.bench.ladder:run", takes_recipe=True, recipe="vitti16")
+@command("bench ladder", "dino_ds.planning.bench.ladder:run", takes_recipe=True, recipe="vitti16")
 class BenchLadderOptions(BenchOptions):
     """from the plain DINO step upwards, one optimization at a time: speed and memory of each"""
 
@@ -44,14 +44,14 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
-@command("bench scaling", "dino_ds.bench.scaling:run", takes_recipe=True, recipe="vitti16")
+@command("bench scaling", "dino_ds.planning.bench.scaling:run", takes_recipe=True, recipe="vitti16")
 class BenchScalingOptions(BenchOptions):
     """one process against several on this machine: images/s and the share of communication at each ZeRO stage"""
 
     ranks: Annotated[int, Help("processes, each with a core or a GPU to itself")] = 2
 
 
-@command("bench inference", "dino_ds.bench.inference:run")
+@command("bench inference", "dino_ds.planning.bench.inference:run")
 class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
 
@@ -67,7 +67,7 @@ class BenchInferenceOptions:
     json: Json = False
 
 
-@command("profile", "dino_ds.tools.profiler:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
+@command("profile", "dino_ds.planning.profiler:run", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class ProfileOptions(BenchOptions):
     """where the step's time goes by part and by operator, which resource bounds it and what to change"""
 

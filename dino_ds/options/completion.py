@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from dino_ds.backbones import BACKBONES, FROM_SOURCE
 from dino_ds.config.ds_config import find_ds_config
 from dino_ds.config.ds_schema import SECTIONS
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
+from dino_ds.models.specs.backbones import BACKBONES, FROM_SOURCE
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.definition import Command
 from dino_ds.options.run import CompletionOptions

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from dino_ds.options.definition import Help, Json, command
 
 
-@command("find-workers", "dino_ds.tools.find_workers:run", takes_recipe=True, needs_images=True)
+@command("find-workers", "dino_ds.planning.find_workers:run", takes_recipe=True, needs_images=True)
 class FindWorkersOptions:
     """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
 
@@ -19,7 +19,7 @@ class FindWorkersOptions:
     json: Json = False
 
 
-@command("look-data", "dino_ds.tools.look_data:run", takes_recipe=True, needs_images=True)
+@command("look-data", "dino_ds.commands.look_data:run", takes_recipe=True, needs_images=True)
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""
 
@@ -29,7 +29,7 @@ class LookDataOptions:
     json: Json = False
 
 
-@command("advise", "dino_ds.tools.advise:run")
+@command("advise", "dino_ds.planning.advise:run")
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, the command to type, and predicted hours"""
 
@@ -44,7 +44,7 @@ class AdviseOptions:
     json: Json = False
 
 
-@command("shard", "dino_ds.tools.shard:run")
+@command("shard", "dino_ds.commands.shard:run")
 class ShardOptions:
     """images of any source -> tar shards with an index and checksums; continues after an interruption"""
 
@@ -59,7 +59,7 @@ class ShardOptions:
     json: Json = False
 
 
-@command("unshard", "dino_ds.tools.unshard:run")
+@command("unshard", "dino_ds.commands.unshard:run")
 class UnshardOptions:
     """tar shards -> a folder of images"""
 

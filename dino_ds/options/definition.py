@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from typing_extensions import dataclass_transform
 
-from dino_ds.names import MODEL_FORMS
+from dino_ds.basics.names import MODEL_FORMS
 
 Options = TypeVar("Options")
 

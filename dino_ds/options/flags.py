@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dino_ds.basics.names import did_you_mean, nearest, suggestion
+from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_homes import ds_home
 from dino_ds.config.ds_schema import SECTIONS, key_names
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.errors import ConfigError
-from dino_ds.names import did_you_mean, nearest, suggestion
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, Option
 from dino_ds.options.elsewhere import option_elsewhere, stray_word
 from dino_ds.options.foreign_words import CHOICES_ELSEWHERE
-from dino_ds.text_file import unusable_text
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
 _SWITCH_WORDS = {"true": True, "false": False}

@@ -8,11 +8,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dino_ds.backbones import BACKBONES
 from dino_ds.config.ds_schema import REFUSED, SECTIONS
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import EXIT_CODES
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command, Option
 

@@ -33,7 +33,7 @@ class LaunchOptions:
     dry_run: Annotated[bool, Help("check, show the command, and start nothing")] = False
 
 
-@command("doctor", "dino_ds.tools.doctor:run", takes_recipe=True, takes_ds=True, loads_torch=False)
+@command("doctor", "dino_ds.planning.doctor:run", takes_recipe=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
     """this machine and this installation on one page: what fits, what is slow, each problem with its remedy"""
 
@@ -42,7 +42,7 @@ class DoctorOptions:
     json: Json = False
 
 
-@command("plan", "dino_ds.plan.command:run", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False)
+@command("plan", "dino_ds.planning.command:run", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False)
 class PlanOptions:
     """whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU"""
 
@@ -56,7 +56,7 @@ class PlanOptions:
     json: Json = False
 
 
-@command("find-batch-size", "dino_ds.tools.find_batch_size:run", takes_recipe=True, takes_ds=True)
+@command("find-batch-size", "dino_ds.planning.find_batch_size:run", takes_recipe=True, takes_ds=True)
 class FindBatchSizeOptions:
     """the largest micro-batch that fits and the fastest one, with the table that was measured"""
 

@@ -16,7 +16,7 @@ ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "tor
 _Source = Annotated[str | None, Help("as data.source of a recipe", "the run's, else folder")]
 
 
-@command("eval", "dino_ds.tools.evaluate:run")
+@command("eval", "dino_ds.commands.evaluate:run")
 class EvalOptions:
     """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
 
@@ -37,7 +37,7 @@ class EvalOptions:
     json: Json = False
 
 
-@command("embed", "dino_ds.tools.embed:run", check="dino_ds.tools.embed:check")
+@command("embed", "dino_ds.commands.embed:run", check="dino_ds.commands.embed:check")
 class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
@@ -53,7 +53,7 @@ class EmbedOptions:
     json: Json = False
 
 
-@command("pictures", "dino_ds.tools.pictures:run")
+@command("pictures", "dino_ds.report.draw_pictures:run")
 class PicturesOptions:
     """what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves"""
 
@@ -72,7 +72,7 @@ class PicturesOptions:
     json: Json = False
 
 
-@command("attention-video", "dino_ds.tools.attention_video:run")
+@command("attention-video", "dino_ds.report.attention_video:run")
 class AttentionVideoOptions:
     """a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images"""
 
@@ -87,7 +87,7 @@ class AttentionVideoOptions:
     json: Json = False
 
 
-@command("export", "dino_ds.tools.export:run", check="dino_ds.tools.export:check")
+@command("export", "dino_ds.commands.export:run", check="dino_ds.commands.export:check")
 class ExportOptions:
     """the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
 

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from dino_ds.basics.hubs import SIZES, weights_elsewhere
+from dino_ds.basics.text_file import is_file
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import SIZES, weights_elsewhere
-from dino_ds.text_file import is_file
 
 _NAMES = {"ti": "tiny", **SIZES}
 _SIZES = {"t": "ti", **{name: size for size, name in _NAMES.items()}}

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.backbones import FROM_SOURCE
 from dino_ds.config.default_folder import default_folder
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Given, begun_stages, check_chain, holds_run, stage_folder
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import Flags, check_required

@@ -47,7 +47,7 @@ class TrainOptions:
     allow_oversize: Annotated[bool, Help("start though more memory is predicted than there is")] = False
 
 
-@command("init", "dino_ds.tools.project:run", check="dino_ds.tools.project:check")
+@command("init", "dino_ds.commands.project:run", check="dino_ds.commands.project:check")
 class InitOptions:
     """a new folder with a recipe, a ds JSON for this machine and launch scripts, to edit and to train with"""
 
@@ -63,7 +63,7 @@ class CompletionOptions:
     shell: Annotated[Literal["bash", "zsh", "fish"], Help("one of", bare=True)]
 
 
-@command("convert", "dino_ds.tools.convert:run")
+@command("convert", "dino_ds.commands.convert:run")
 class ConvertOptions:
     """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""
 
@@ -74,7 +74,7 @@ class ConvertOptions:
     json: Json = False
 
 
-@command("simulate-goodput", "dino_ds.tools.simulate_goodput:run", loads_torch=False)
+@command("simulate-goodput", "dino_ds.commands.simulate_goodput:run", loads_torch=False)
 class SimulateGoodputOptions:
     """what failures cost a run and how often to save: goodput by formula and by simulation"""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.durable import replace_file
+from dino_ds.basics.durable import replace_file
 from dino_ds.errors import ConfigError
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.compare import draw_comparison, names_of

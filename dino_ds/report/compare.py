@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dino_ds.pictures.charts import (
+from dino_ds.report.folder import RunFiles
+from dino_ds.report.html import Tag, render
+from dino_ds.report.origin import show_plain
+from dino_ds.report.pictures.charts import (
     CHANCE,
     COLOURS,
     EVALUATED,
@@ -19,10 +22,7 @@ from dino_ds.pictures.charts import (
     Series,
     other_series,
 )
-from dino_ds.pictures.series import Curve
-from dino_ds.report.folder import RunFiles
-from dino_ds.report.html import Tag, render
-from dino_ds.report.origin import show_plain
+from dino_ds.report.pictures.series import Curve
 from dino_ds.report.single_run import state_badge
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dino_ds.basics.text_file import read_lines, read_object, read_text
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
-from dino_ds.pictures.series import Metrics, read_metrics
 from dino_ds.report.log import RunLog, read_log
-from dino_ds.text_file import read_lines, read_object, read_text
+from dino_ds.report.pictures.series import Metrics, read_metrics
 
 T = TypeVar("T")
 _LARGEST_NUMBER = 1e100

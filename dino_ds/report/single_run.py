@@ -7,7 +7,12 @@ from typing import Any
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import ObjectiveCosts
-from dino_ds.pictures.charts import (
+from dino_ds.report.folder import Evaluation, RunFiles
+from dino_ds.report.found_pictures import load_pictures
+from dino_ds.report.html import Tag, render
+from dino_ds.report.log import MOST_OF_A_KIND
+from dino_ds.report.origin import changed_settings, environment_rows, reproduction
+from dino_ds.report.pictures.charts import (
     KNN_BASELINES,
     LARGE,
     SMALL,
@@ -17,12 +22,7 @@ from dino_ds.pictures.charts import (
     other_series,
     rolling_chart,
 )
-from dino_ds.pictures.series import Metrics
-from dino_ds.report.folder import Evaluation, RunFiles
-from dino_ds.report.html import Tag, render
-from dino_ds.report.log import MOST_OF_A_KIND
-from dino_ds.report.origin import changed_settings, environment_rows, reproduction
-from dino_ds.report.pictures import load_pictures
+from dino_ds.report.pictures.series import Metrics
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart
 from dino_ds.report.text import duration, gib, nats, number, percent

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.backbones import ViTSpec
+from dino_ds.basics.digits import short
 from dino_ds.costs.memory import count_parameters
-from dino_ds.digits import short
-from dino_ds.pictures.charts import summarise_knn
-from dino_ds.pictures.series import Curve, Metrics
+from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.report.folder import RunFiles
+from dino_ds.report.pictures.charts import summarise_knn
+from dino_ds.report.pictures.series import Curve, Metrics
 
 _OF_TERMS = (
     *("dino_loss", "dino_cross_entropy", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl"),

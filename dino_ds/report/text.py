@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dino_ds.digits import short
+from dino_ds.basics.digits import short
 
 
 def number(value: float | None, digits: int = 4) -> str:

@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dino_ds.backbones import BackboneSpec, ViTSpec
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
-from dino_ds.foreign_backbones import ForeignSpec, timm_arguments
+from dino_ds.models.specs.backbones import BackboneSpec, ViTSpec
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, timm_arguments
 
 
 def about_teacher(

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from dino_ds import __version__
-from dino_ds.backbones import BACKBONES, backbone_name
-from dino_ds.digits import range_text
+from dino_ds.basics.digits import range_text
+from dino_ds.models.specs.backbones import BACKBONES, backbone_name
 from dino_ds.weights.load import Backbone
 
 _USE = {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import BackboneSpec
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import BackboneSpec
 from dino_ds.weights.tensors import Weights
 
 _PATCHES = "patch_embed.proj.weight"

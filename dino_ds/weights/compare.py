@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dino_ds.backbones import VITS, ViTSpec
 from dino_ds.config.model import ModelSection
+from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.weights.fit import kind_of
 
 _NUMBERS = {

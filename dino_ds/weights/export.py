@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from dino_ds.backbones import backbone_name
-from dino_ds.durable import replacing_folder
+from dino_ds.basics.durable import replacing_folder
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.models.foreign import ForeignBackbone
+from dino_ds.models.specs.backbones import backbone_name
+from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone

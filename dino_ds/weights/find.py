@@ -13,14 +13,14 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from dino_ds.backbones import BACKBONES, VITS
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import MODEL_FORMS, did_you_mean, nearest, suggestion
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
-from dino_ds.foreign_backbones import ForeignSpec
-from dino_ds.hubs import weights_elsewhere
-from dino_ds.names import MODEL_FORMS, did_you_mean, nearest, suggestion
+from dino_ds.models.specs.backbones import BACKBONES, VITS
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.about import about_checkpoint
 from dino_ds.weights.dinov3 import has_rope, split_local_norm
 from dino_ds.weights.normalisation import timm_statistics

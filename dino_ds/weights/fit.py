@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import VITS, BackboneSpec, ViTSpec
 from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
+from dino_ds.models.specs.backbones import VITS, BackboneSpec, ViTSpec
 from dino_ds.weights.dinov3 import BASE, EPS, has_rope
 from dino_ds.weights.tensors import Weights, few
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
 from dino_ds.errors import CheckpointError, ConfigError, one_line
-from dino_ds.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
+from dino_ds.models.specs.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
+from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
 from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.reference import HEAD, head_to_ours
 from dino_ds.weights.tensors import Weights

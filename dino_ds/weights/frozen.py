@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import BackboneSpec
 from dino_ds.checkpoint.manifest import WHOLE
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.models.specs.backbones import BackboneSpec
 from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
 from dino_ds.weights.fit import describe

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import ViTSpec
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.weights.dinov3 import check_keys
 from dino_ds.weights.tensors import Weights, unused
 

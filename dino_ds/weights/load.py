@@ -17,19 +17,19 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions, backbone_name, backbone_spec
+from dino_ds.basics.names import MODEL_FORMS
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image, prepared
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import pillow_values
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import BackboneOptions, backbone_name, backbone_spec
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, facts_of
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.names import MODEL_FORMS
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of

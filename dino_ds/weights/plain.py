@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dino_ds.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.blocks import Block
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.rope import frequencies, table
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.vit import VisionTransformer
 
 

@@ -15,9 +15,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dino_ds.backbones import VITS
 from dino_ds.errors import CheckpointError, naming, one_line
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface, is_huggingface

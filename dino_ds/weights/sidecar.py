@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.durable import discard, is_gone, replace_file, replacing
+from dino_ds.basics.names import sidecar_of
+from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import content_sum
 from dino_ds.checkpoint.opening import checksum_once
-from dino_ds.durable import discard, is_gone, replace_file, replacing
 from dino_ds.errors import CheckpointError, one_line
-from dino_ds.names import sidecar_of
-from dino_ds.text_file import read_object
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_name
+from dino_ds.basics.digits import range_text
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.digits import range_text
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_name
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.weights import Placer
 from dino_ds.weights.channels import adapt_channels, channels_of
 from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.backbones import BackboneSpec
 from dino_ds.errors import CheckpointError
+from dino_ds.models.specs.backbones import BackboneSpec
 from dino_ds.weights.dinov3 import has_rope
 
 _OURS = re.compile(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dino_ds.backbones import VITS, backbone_name
 from dino_ds.errors import ConfigError
-from dino_ds.foreign_backbones import ForeignSpec, create, timm_arguments
+from dino_ds.models.specs.backbones import VITS, backbone_name
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, timm_arguments
 from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
 

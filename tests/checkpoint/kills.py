@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from tests.checkpoint.small_run import SmallRun, is_that_of
 
 STEPS, SAVE_EVERY = 6, 2

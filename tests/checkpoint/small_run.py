@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.checkpoint.folder import Checkpoints, Choice
 from dino_ds.checkpoint.manifest import SavedCheckpoint
 from dino_ds.checkpoint.saving import Saving
-from dino_ds.distributed import RankFlags
+from dino_ds.engine import distributed
+from dino_ds.engine.distributed import RankFlags
 
 RUN_ID = "0123456789abcdef"
 SETTINGS: dict[str, Any] = {

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.training.harness import REPOSITORY
+from tests.run.harness import REPOSITORY
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import dino_ds.cli as cli
+import dino_ds.cli.main as cli
 from dino_ds import __version__
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
@@ -345,9 +345,9 @@ def test_lists_with_commas():
 
 
 def test_choices_are_what_the_tools_have():
-    from dino_ds.pictures.embedding import METHODS
-    from dino_ds.tools.clip import FORMS
-    from dino_ds.tools.pictures import KINDS
+    from dino_ds.report.clip import FORMS
+    from dino_ds.report.draw_pictures import KINDS
+    from dino_ds.report.pictures.embedding import METHODS
     from dino_ds.weights.export import FORMATS
 
     choices = {
@@ -442,7 +442,7 @@ def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeyp
 @pytest.mark.slow
 def test_help_and_checks_import_neither_torch_nor_deepspeed():
     code = (
-        "import sys\nfrom dino_ds.cli import main\n"
+        "import sys\nfrom dino_ds.cli.main import main\n"
         "for words in ('--help', 'train --help', 'train --epoch 3', 'train --data.root /x --ds_config nope.json'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"

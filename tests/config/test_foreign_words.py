@@ -7,13 +7,13 @@ import shlex
 
 import pytest
 
-from dino_ds.backbones import BACKBONES
+from dino_ds.basics.hubs import hub_id
 from dino_ds.config.ds_homes import DS_HOMES
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.hubs import hub_id
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE, MEANT, OPTIONS

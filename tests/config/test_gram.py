@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dino_ds.config.loading import load_recipe
+from dino_ds.engine.schedules import GramSchedule
 from dino_ds.errors import ConfigError
-from dino_ds.schedules import GramSchedule
-from dino_ds.training.build import build_schedules
+from dino_ds.method.build import build_schedules
 
 ON = {"gram.weight": "2"}
 EMA = {**ON, "gram.teacher": "ema"}

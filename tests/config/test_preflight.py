@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import dino_ds.preflight as preflight
+import dino_ds.cli.preflight as preflight
 from dino_ds.errors import ConfigError
 from dino_ds.launching import environment
 
@@ -87,7 +87,7 @@ def test_variables_that_are_set_to_nothing_are_not_set():
 INTERRUPTED = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from dino_ds.preflight import check_torchvision
+from dino_ds.cli.preflight import check_torchvision
 for _ in range(2):
     try:
         check_torchvision()

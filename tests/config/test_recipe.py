@@ -11,7 +11,7 @@ import pytest
 import timm
 import yaml
 
-from dino_ds.backbones import BACKBONES
+from dino_ds.basics.names import RECIPE_HOMES
 from dino_ds.config.ds_homes import DS_HOMES
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length
@@ -19,7 +19,7 @@ from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.names import RECIPE_HOMES
+from dino_ds.models.specs.backbones import BACKBONES
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from tests.measure.tiny import TINY
+from tests.planning.measure.tiny import TINY
 
 RESNET = {"model.backbone": "resnet18", "model.arguments": '{"channels": [16, 24, 32, 48]}'}
 CONVNEXT = {"model.backbone": "convnext_atto", "model.arguments": '{"depths": [1, 1, 2, 1], "dims": [16, 32, 48, 64]}'}

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_flatten
 from dino_ds.costs.communication import Traffic, recipe_traffic, step_traffic
 from dino_ds.costs.objective import HeadSizes
 from dino_ds.costs.parameters import parameter_sizes
-from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.engine import harness
-from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 
 HEAD = HeadSizes(prototypes=harness.PROTOTYPES, hidden=48, bottleneck=16, layers=3)

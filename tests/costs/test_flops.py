@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.crops import crop_sizes, dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
@@ -19,13 +18,14 @@ from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, fro
 from dino_ds.costs.parameters import recipe_sizes
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.process import init_distributed
-from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.method.dino import DINO
 from dino_ds.models.head import DinoHead
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.dino import DINO
+from dino_ds.planning.measure.trial import build_trial, resolve
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
-from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import by_group, centered, dino_network
 from tests.sample import sampled
 
@@ -54,7 +54,7 @@ def _positions_as_they_are(monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_tiles_are_kept(monkeypatch):
     """As on a GPU: each of Sinkhorn-Knopp's passes makes the logits anew."""
-    monkeypatch.setattr("dino_ds.objectives.centering._KEPT", {})
+    monkeypatch.setattr("dino_ds.method.centering._KEPT", {})
 
 
 def _count_flops():

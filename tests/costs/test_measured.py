@@ -19,12 +19,12 @@ from dino_ds.costs.parameters import copied_names, group_sizes, recipe_sizes
 from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import NotEstimated
-from dino_ds.measure.trial import build_trial, resolve, synthetic_inputs
-from dino_ds.plan.work import Work
-from dino_ds.training.build import build_network
+from dino_ds.method.build import build_network
+from dino_ds.planning.measure.trial import build_trial, resolve, synthetic_inputs
+from dino_ds.planning.work import Work
 from tests.costs.cnn import CONVNEXT, NETWORKS, RESNET, cnn_recipe
 from tests.costs.test_memory import _saved_by, peak_bytes
-from tests.measure.tiny import tiny_ds
+from tests.planning.measure.tiny import tiny_ds
 from tests.sample import sampled
 
 BF16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 
-from dino_ds.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.costs.activations import MicroBatch, block_bytes
 from dino_ds.costs.flops import tokens_of
@@ -26,13 +25,14 @@ from dino_ds.costs.objective import HeadSizes
 from dino_ds.costs.parameters import group_sizes, parameter_sizes, recipe_sizes
 from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.engine.process import init_distributed
-from dino_ds.measure.trial import build_trial, resolve, synthetic_inputs
+from dino_ds.method.build import build_network
 from dino_ds.models.drop_path import step_key
 from dino_ds.models.head import DinoHead
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.training.build import build_network
+from dino_ds.planning.measure.trial import build_trial, resolve, synthetic_inputs
 from tests.engine import harness
-from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, dino_network
 from tests.sample import sampled

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from dino_ds.basics.ranges import listen
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.measure.trial import build_trial, join, resolve
-from dino_ds.ranges import listen
+from dino_ds.planning.measure.trial import build_trial, join, resolve
 from tests.fake_cuda import Counter
 
 pytestmark = pytest.mark.slow

@@ -10,14 +10,14 @@ import torch
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.distributed import RankFlags
+from dino_ds.engine.distributed import RankFlags
 from dino_ds.engine.masters import WholeMasters
+from dino_ds.method.build import build_meta, build_objective, build_schedules
+from dino_ds.method.ema import EmaTeacher, TeacherOptions
+from dino_ds.method.step import FLAGS
+from dino_ds.method.teacher import Teachers
 from dino_ds.models.drop_path import sample_keys, step_key
-from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
-from dino_ds.training.build import build_meta, build_objective, build_schedules
-from dino_ds.training.metrics import Meter
-from dino_ds.training.step import FLAGS
+from dino_ds.run.metrics import Meter
 from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 
 pytestmark = pytest.mark.slow

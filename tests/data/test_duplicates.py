@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageEnhance
 
 from dino_ds.data.photos import _load_photos
-from dino_ds.tools.data_statistics import MAX_DISTANCE, difference_hash, find_groups
+from dino_ds.planning.data_statistics import MAX_DISTANCE, difference_hash, find_groups
 
 PHOTOS = [photo for _, photo in _load_photos()]
 

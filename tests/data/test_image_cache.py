@@ -14,7 +14,6 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds import distributed
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import image_cache
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
@@ -23,9 +22,10 @@ from dino_ds.data.folder import ImageFolder
 from dino_ds.data.image_cache import ImageCache, open_cache
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from tests.ranks import run_on_ranks
-from tests.training.harness import read_metrics, train_tiny
+from tests.run.harness import read_metrics, train_tiny
 
 CROPS = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 1), "low_res")
 MIB = 2**20

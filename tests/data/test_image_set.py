@@ -16,7 +16,7 @@ from PIL import Image
 
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import build_source
-from tests.training.harness import image_folder
+from tests.run.harness import image_folder
 
 
 @dataclass

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from dino_ds.basics.text_file import MAX_LINE_BYTES, read_lines, read_object
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.image_set import ImageSet
 from dino_ds.errors import DataError
-from dino_ds.text_file import MAX_LINE_BYTES, read_lines, read_object
 from tests.data import files
 from tests.data.files import reds
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -29,7 +30,6 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
-from dino_ds.hashing import crop_seed
 
 IMAGES, GLOBAL = 21, 8
 START = Position()

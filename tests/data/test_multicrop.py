@@ -13,6 +13,7 @@ from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.eval_crops import EvalCrop, RandomCrop
@@ -20,7 +21,6 @@ from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, app
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
 from dino_ds.data.visible import crops_picture
 from dino_ds.errors import ConfigError
-from dino_ds.hashing import crop_seed
 from tests.data.files import photo
 
 IMAGES = 3000

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import all_crops, gram_group
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
@@ -21,8 +22,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError
-from dino_ds.hashing import crop_seed
-from dino_ds.training.run_folder import RunFolder
+from dino_ds.run.run_folder import RunFolder
 from tests.data.test_augmentation_knobs import BOTH, PLAIN
 from tests.data.test_loader import CROPS, GLOBAL, Noise, batches
 

@@ -14,6 +14,7 @@ import tifffile
 import torch
 from PIL import Image
 
+from dino_ds.commands.shard_writer import Shrink, repack
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import tiff
 from dino_ds.data.base import UnreadableImage
@@ -22,7 +23,6 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import to_unit
 from dino_ds.data.visible import visible
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.tools.shard_writer import Shrink, repack
 from tests.data.files import Files, encoded, photo
 
 BANDS = np.random.default_rng(0).integers(0, 4000, (40, 48, 6)).astype(np.uint16)

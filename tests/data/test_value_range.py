@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from dino_ds import distributed
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
@@ -25,6 +24,7 @@ from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from tests.data.files import Arrays, Files, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks

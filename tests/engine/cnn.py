@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
+from dino_ds.method.build import build_network, build_step
+from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.training.build import build_network, build_step
-from dino_ds.training.step import Inputs, TrainingStep
 from tests.engine.harness import crops, ds_config, fp32_student
 from tests.reference import copied
 

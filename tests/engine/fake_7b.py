@@ -69,7 +69,7 @@ def main() -> None:
     from dino_ds.costs.memory import count_parameters
     from dino_ds.engine.engine import Engine
     from dino_ds.engine.placement import Placement
-    from dino_ds.training.build import build_network
+    from dino_ds.method.build import build_network
 
     recipe = load_recipe("vit7b16", {})
 

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions, ViTSpec
+from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.masks import MaskOptions, draw_masks
+from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import ONE_RATE, OptimizerOptions
-from dino_ds.hashing import crop_seed
+from dino_ds.engine.schedules import Schedules
+from dino_ds.method.ema import EmaTeacher, TeacherOptions
+from dino_ds.method.objective import Objective
+from dino_ds.method.step import Inputs, MicroStep, TrainingStep
+from dino_ds.method.teacher import Teachers
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.objectives.base import Objective
-from dino_ds.schedules import Schedules
-from dino_ds.teachers.base import Teachers
-from dino_ds.teachers.ema import EmaTeacher, TeacherOptions
-from dino_ds.training.step import Inputs, MicroStep, TrainingStep
 from tests.reference import centered, copied, dino_network
 
 PROTOTYPES = 40

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import WHOLE, OptimizerOptions
 from dino_ds.errors import ConfigError

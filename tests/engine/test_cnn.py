@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
+from dino_ds.method.build import build_network
 from dino_ds.models.batch_norm import batch_norms
-from dino_ds.training.build import build_network
 from tests.engine.cnn import BATCH, Trained, build, cnn_recipe, images, run_window, taken, train
 from tests.engine.harness import ds_config, max_difference
 from tests.engine.test_state import Memory

@@ -10,10 +10,10 @@ import torch
 
 from dino_ds.engine.device import use_deterministic_kernels
 from dino_ds.engine.process import init_distributed
-from dino_ds.measure.trial import build_trial, resolve
+from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.costs.cnn import RESNET, cnn_recipe
 from tests.engine.harness import build_step, ds_config, run_windows
-from tests.measure.tiny import tiny_ds
+from tests.planning.measure.tiny import tiny_ds
 from tests.ranks import run_on_ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dino_ds.engine.engine import Progress
-from dino_ds.training.build import build_network, build_step
+from dino_ds.method.build import build_network, build_step
 from tests.engine.harness import ds_config, max_difference, mean_over_ranks, run_step
 from tests.engine.test_dinov2 import BATCH, dinov2_recipe
 from tests.ranks import run_on_ranks

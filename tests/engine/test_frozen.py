@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from dino_ds.engine import placement
-from dino_ds.training.build import build_step
+from dino_ds.method.build import build_step
 from dino_ds.weights.frozen import digest
 from tests.engine.harness import ds_config, inputs_of, max_difference, mean_over_ranks, run_step
-from tests.measure.tiny import tiny_recipe
+from tests.planning.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
-from tests.training.harness import image_folder, train_tiny
+from tests.run.harness import image_folder, train_tiny
 
 STEPS, BATCH = 2, 8
 HEAD = {"prototypes": "48", "hidden": "48", "bottleneck": "16"}

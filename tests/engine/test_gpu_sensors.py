@@ -11,8 +11,8 @@ import torch
 
 from dino_ds.engine import gpu_sensors
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
-from dino_ds.tools import doctor_machine
-from dino_ds.training.reports import Reports
+from dino_ds.planning import doctor_machine
+from dino_ds.run.reports import Reports
 
 _CUDA = torch.device("cuda", 0)
 

@@ -7,9 +7,9 @@ import torch
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Progress
-from dino_ds.training.build import build_step
+from dino_ds.method.build import build_step
 from tests.engine.harness import ds_config, max_difference, mean_over_ranks, run_step
-from tests.measure.tiny import tiny_recipe
+from tests.planning.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 

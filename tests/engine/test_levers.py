@@ -15,11 +15,11 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
-from dino_ds.measure.trial import build_trial, resolve
-from dino_ds.training.build import build_meta
-from dino_ds.training.step import Inputs
+from dino_ds.method.build import build_meta
+from dino_ds.method.step import Inputs
+from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
-from tests.measure.tiny import tiny_ds, tiny_recipe
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
 from tests.sample import sampled
@@ -105,8 +105,8 @@ def test_the_copy_is_what_runs_and_follows():
 def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
-    from dino_ds.backbones import BackboneOptions, ViTSpec
     from dino_ds.models.head import DinoHead
+    from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
     from dino_ds.models.vit import VisionTransformer
     from tests.engine.harness import PROTOTYPES
 

@@ -8,12 +8,12 @@ import itertools
 import pytest
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.method.step import Inputs
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.training.step import Inputs
 from tests.engine.harness import (
     OPTIMIZERS,
     build_step,

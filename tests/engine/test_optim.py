@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.optim import PROTOTYPES, OptimizerOptions, apply_settings, group_settings, parameter_groups
 from dino_ds.errors import ConfigError
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.method.build import build_step as build_recipe
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.training.build import build_step as build_recipe
 from tests.engine.harness import (
     OPTIMIZERS,
     build_step,

@@ -10,25 +10,25 @@ import sys
 import pytest
 import torch
 
-from dino_ds import distributed
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import vit_of
 from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
 from dino_ds.costs.parameters import recipe_sizes
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
+from dino_ds.method.build import build_network, build_step
+from dino_ds.method.step import Inputs
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.training.build import build_network, build_step
-from dino_ds.training.step import Inputs
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
+from tests.run.harness import REPOSITORY
 from tests.sample import sampled
-from tests.training.harness import REPOSITORY
 
 BATCH = 8
 # Half the 7B recipe at a width of 64: its SwiGLU, LayerScale and registers.

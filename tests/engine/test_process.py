@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.process import _join, _quiet_deepspeed
 from dino_ds.errors import ConfigError
 

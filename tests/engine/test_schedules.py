@@ -10,8 +10,8 @@ from torch import nn
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.optim import DECAY, NO_DECAY, PROTOTYPES, _group_of, group_settings
-from dino_ds.schedules import WeightSchedule, cosine_schedule, warmup_schedule
-from dino_ds.training.build import build_schedules
+from dino_ds.engine.schedules import WeightSchedule, cosine_schedule, warmup_schedule
+from dino_ds.method.build import build_schedules
 from tests.engine.harness import tiny_schedules
 from tests.reference_v2 import golden_v2_meta
 

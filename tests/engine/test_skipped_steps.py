@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
-from dino_ds.training.step import Inputs
+from dino_ds.method.step import Inputs
 from tests.engine.harness import (
     OPTIMIZERS,
     build_step,

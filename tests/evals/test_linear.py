@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from dino_ds import distributed
+from dino_ds.engine import distributed
 from dino_ds.evals import linear as linear_module
 from dino_ds.evals.features import GaveUp
 from dino_ds.evals.linear import fit_linear, fit_ridge

@@ -1,4 +1,4 @@
-"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/training/test_evaluation.py."""
+"""Evaluations and pictures of a run, one object at a time. In whole runs: tests/run/test_evaluation.py."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals import pictures as pictures_module
 from dino_ds.evals import runner as runner_module
 from dino_ds.evals.context import Settings
-from dino_ds.evals.pictures import PeriodicPictures
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.training.run import Moment
+from dino_ds.report import during_run as pictures_module
+from dino_ds.report.during_run import PeriodicPictures
+from dino_ds.run.run import Moment
 from tests.evals.protocols.tiny import clips
-from tests.training.harness import image_folder
+from tests.run.harness import image_folder
 
 CPU = torch.device("cpu")
 K = 5

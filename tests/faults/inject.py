@@ -37,7 +37,7 @@ def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
 
 
 def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> None:
-    from dino_ds.training.step import TrainingStep
+    from dino_ds.method.step import TrainingStep
 
     original, done = TrainingStep.micro_batch, []
 
@@ -112,8 +112,8 @@ def loss_times(factor: float, step: int, on: tuple[int, ...], times: int = 10**9
 
 
 def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank: int) -> None:
-    from dino_ds.objectives.dino import DinoTerm
-    from dino_ds.training.step import TrainingStep
+    from dino_ds.method.dino import DinoTerm
+    from dino_ds.method.step import TrainingStep
 
     original, steps, seen, done = DinoTerm.loss, TrainingStep.micro_batch, [0], []
 
@@ -161,7 +161,7 @@ def held(step: int, on: tuple[int, ...]) -> Fault:
 
 
 def _held(step: int, on: tuple[int, ...], rank: int) -> None:
-    from dino_ds.training.stop import StopRequests
+    from dino_ds.run.stop import StopRequests
 
     install, asked = StopRequests.install, []
 
@@ -184,7 +184,7 @@ def forwarded_within(seconds: float) -> Fault:
 
 
 def _forwarded_within(seconds: float, rank: int) -> None:
-    importlib.import_module("dino_ds.training.stop").FORWARDED_SECONDS = seconds
+    importlib.import_module("dino_ds.run.stop").FORWARDED_SECONDS = seconds
 
 
 def both(*faults: Fault) -> Fault:

@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
-from dino_ds.ports import find_free_port
+from dino_ds.basics.ports import find_free_port
 from tests.faults.launcher import Order, launch
 from tests.fork_server import ForkServer, fork_server
-from tests.training.harness import REPOSITORY, TINY
+from tests.run.harness import REPOSITORY, TINY
 
 ORPHANS_MAY_LIVE = 60.0
 """Seconds after the end of a job within which all it has started must be gone; on a quiet machine it is one or two."""

@@ -63,7 +63,7 @@ def _rank(order: Order, rank: int) -> int:
         **order.environment,
     )
     os.chdir(order.folder)
-    from dino_ds.cli import main
+    from dino_ds.cli.main import main
 
     code = 0
     try:

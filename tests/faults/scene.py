@@ -21,7 +21,7 @@ from dino_ds.health.records import Heartbeats
 from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
 from tests.faults.inject import SLOW
-from tests.training.harness import image_folder
+from tests.run.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
 Prepare = Callable[["Scene"], Callable[[], None] | None]

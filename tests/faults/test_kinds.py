@@ -14,8 +14,8 @@ from tests.faults import jobs
 from tests.faults.kind import Kind
 from tests.faults.kinds import GROUPS
 from tests.faults.scene import Scene
+from tests.run.harness import image_folder, losses_of
 from tests.sample import sampled
-from tests.training.harness import image_folder, losses_of
 
 pytestmark = pytest.mark.faults
 

@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.ports import find_free_port
+from dino_ds.basics.ports import find_free_port
 from tests.launching.cluster import environment, started_by
 from tests.ranks import run_on_ranks
-from tests.training.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
+from tests.run.harness import REPOSITORY, TINY, image_folder, losses_of, train_tiny
 
 STEPS_BETWEEN_SAVES = 10
 MAIN = """

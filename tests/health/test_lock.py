@@ -170,7 +170,7 @@ def test_a_second_job_ends_before_the_slow_imports(tmp_path):
     """The first one is this test."""
     run = tmp_path / "run"
     RunLock(run).acquire()
-    code = "import sys; from dino_ds.cli import main; main(sys.argv[1:])"
+    code = "import sys; from dino_ds.cli.main import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", code, "train", "--config", "quickstart", "--run_dir", str(run)]
     out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert out.returncode == 2

@@ -24,7 +24,7 @@ from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_deat
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, train_tiny
+from tests.run.harness import image_folder, train_tiny
 
 HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.small_run import SmallRun
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, train_tiny
+from tests.run.harness import image_folder, train_tiny
 
 NUMEL = 50
 CHANGES = {"head.prototypes": "4", "model.depth": "1"}

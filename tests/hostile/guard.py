@@ -15,7 +15,7 @@ from unittest import mock
 
 import hypothesis
 
-from dino_ds import cli
+from dino_ds.cli import main as cli
 from dino_ds.errors import lines_for_people
 
 SECONDS = 60

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from dino_ds.commands import look_data, unshard
 from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX
@@ -28,14 +29,13 @@ from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
 from dino_ds.launching.command import quote_for_pdsh
 from dino_ds.launching.hostfile import read_hostfile
 from dino_ds.options.data import LookDataOptions, UnshardOptions
-from dino_ds.tools import look_data, unshard
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.conftest import CHANGES, NUMEL
 from tests.hostile.guard import bounded, command, put_with_good_sums, raised_by, seal
 from tests.hostile.test_fuzz_data import IMAGES, read_all
 from tests.ranks import run_on_ranks
+from tests.run.harness import train_tiny
 from tests.sample import sampled
-from tests.training.harness import train_tiny
 
 pytestmark = pytest.mark.faults
 
@@ -315,7 +315,7 @@ def test_yaml_tags(canary, text):
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "subprocess:Popen", "builtins:eval", "dino_ds.cli:main", "pickle:Unpickler"]
+    "name", ["os:system", "subprocess:Popen", "builtins:eval", "dino_ds.cli.main:main", "pickle:Unpickler"]
 )
 def test_classes_that_are_no_sources_are_not_called(name):
     assert raised_by(lambda: build_source(name, "touch canary", "train", False), ConfigError)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds import cli
+from dino_ds.cli import main as cli
 from tests.hostile.conftest import CHANGES
+from tests.run.harness import image_folder, losses_of, train_alone
 from tests.sample import sampled
-from tests.training.harness import image_folder, losses_of, train_alone
 
 pytestmark = pytest.mark.faults
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dino_ds.ports import find_free_port
+from dino_ds.basics.ports import find_free_port
 
 REPOSITORY = Path(__file__).parent.parent.parent
 HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -33,7 +33,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def dino_ds(*words: object) -> list[str]:
     """`dino-ds WORDS` of this checkout, whichever is installed."""
-    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from dino_ds.cli import main; main()"
+    code = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from dino_ds.cli.main import main; main()"
     return [sys.executable, "-c", code, *map(str, words)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import dino_ds.launching.checks as checks
-from dino_ds.cli import main
+from dino_ds.cli.main import main
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
@@ -23,7 +23,7 @@ from dino_ds.launching.plan import LaunchPlan
 from dino_ds.launching.probe import Answer, _count_images, answer
 from dino_ds.options.machine import LaunchOptions
 from tests.launching.cluster import REPOSITORY
-from tests.training.harness import image_folder
+from tests.run.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
 SAME = {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "dino_ds": "0.1.0"}

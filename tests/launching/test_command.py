@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from dino_ds.cli import main
+from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
 from dino_ds.launching.command import build_command, check_forwarded, quote_for_pdsh
 from dino_ds.launching.hostfile import Host

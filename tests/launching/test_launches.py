@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.cli import main
-from dino_ds.ports import find_free_port
+from dino_ds.basics.ports import find_free_port
+from dino_ds.cli.main import main
 from tests.launching.cluster import HOSTS, REPOSITORY, dino_ds, environment, ssh_cluster
 from tests.ranks import run_on_ranks
-from tests.training.harness import TINY, image_folder, losses_of, train_tiny
+from tests.run.harness import TINY, image_folder, losses_of, train_tiny
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ from dino_ds.launching.ranks import LocalRanks
 from dino_ds.launching.suspect_images import write_step_images
 from tests.launching.cluster import started_by
 from tests.ranks import run_on_ranks
-from tests.training.harness import TINY, image_folder, train_tiny
+from tests.run.harness import TINY, image_folder, train_tiny
 
 FAKE = Path(__file__).parent / "fake_launch.py"
 MAIN = """

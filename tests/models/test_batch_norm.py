@@ -11,14 +11,14 @@ from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_ds import distributed
-from dino_ds.backbones import BackboneOptions
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
-from dino_ds.foreign_backbones import ForeignSpec
 from dino_ds.models import batch_norm
 from dino_ds.models.batch_norm import BatchNorm, again, batch_norms, use_own_batch_norm
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.head import DinoHead
+from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 

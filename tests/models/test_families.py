@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError
-from dino_ds.training.backbone_checks import check_levers
-from dino_ds.training.build import build_network
+from dino_ds.method.backbone_checks import check_levers
+from dino_ds.method.build import build_network
 from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks

@@ -11,11 +11,11 @@ import torch._dynamo
 import torch._inductor
 from torch._dynamo.utils import counters
 
-from dino_ds.backbones import BackboneOptions, ViTSpec
 from dino_ds.models import attention
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys, step_key
 from dino_ds.models.packing import Packing
+from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
 
 ARCHS = {

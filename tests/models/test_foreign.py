@@ -7,11 +7,11 @@ import torch
 from timm.layers import StdConv2d
 from torch import Tensor, nn
 
-from dino_ds.backbones import BackboneOptions
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.network import Network
-from dino_ds.teachers.ema import _low_precision_copy
+from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 
 pytestmark = pytest.mark.numerical
 

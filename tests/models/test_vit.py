@@ -9,11 +9,11 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from dino_ds.backbones import VITS, BackboneOptions
 from dino_ds.models.base import CLS
 from dino_ds.models.blocks import PatchEmbed
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, sample_keys
 from dino_ds.models.positions import resize_positions
+from dino_ds.models.specs.backbones import VITS, BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import init_weights_in_pieces
 from tests.reference import by_group

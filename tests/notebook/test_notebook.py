@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.notebook.build import NOTEBOOK, execute
-from tests.training.harness import REPOSITORY
+from tests.run.harness import REPOSITORY
 
 
 def _pictures(notebook):

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dino_ds import cli
+from dino_ds.cli import main as cli
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.memory import Memory
@@ -21,9 +21,9 @@ from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
 from dino_ds.report.origin import launched
-from dino_ds.training.environment import describe_start, read_starts
+from dino_ds.run.environment import describe_start, read_starts
 from tests.report.runs import DONE, LOG, knn, make_run, record, save_picture
-from tests.training.harness import image_folder, train_tiny
+from tests.run.harness import image_folder, train_tiny
 
 
 class _Page(HTMLParser):

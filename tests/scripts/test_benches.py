@@ -11,7 +11,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
 from scripts import bench_attention, bench_knn, bench_loss
 from scripts.bench_plan import measure_cell
-from tests.measure.tiny import tiny_recipe
+from tests.planning.measure.tiny import tiny_recipe
 
 
 def test_attention(capsys):

@@ -8,8 +8,8 @@ import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.communication import Traffic
-from dino_ds.plan.gpus import GPUS
-from dino_ds.plan.speed import Cluster, collective_seconds, exposed_seconds
+from dino_ds.planning.gpus import GPUS
+from dino_ds.planning.speed import Cluster, collective_seconds, exposed_seconds
 from scripts import scaling
 from scripts import sweep as sweeping
 from scripts.published import PUBLISHED, measured_share, simulate

@@ -10,11 +10,11 @@ import torch
 import yaml
 from PIL import Image
 
+from dino_ds.commands.export import check as check_export
+from dino_ds.commands.export import run as dino_ds_export
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.options.model import ExportOptions
-from dino_ds.tools.export import check as check_export
-from dino_ds.tools.export import run as dino_ds_export
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import load
 from tests.weights.test_weights import _backbone

@@ -13,19 +13,19 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 import dino_ds
-import dino_ds.cli as cli
-from dino_ds.backbones import VITS, BackboneSpec
+import dino_ds.cli.main as cli
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
-from dino_ds.training.build import build_network
+from dino_ds.models.specs.backbones import VITS, BackboneSpec
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.channels import adapt_convolution, first_convolutions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
-from tests.training.harness import TINY
+from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
 

@@ -12,15 +12,15 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
+from dino_ds.method.build import build_network
 from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.network import Network
-from dino_ds.training.build import build_network
 from dino_ds.weights.export import export_dino, export_dinov2, export_hf, export_safetensors, export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.read import read_weights
 from dino_ds.weights.start import as_source, flags_for
 from tests.reference_v2 import from_reference_v2, golden_v2
-from tests.training.harness import TINY
+from tests.run.harness import TINY
 from tests.weights.originals import Original
 from tests.weights.test_weights import _backbone
 

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dino_ds.commands.export import run as dino_ds_export
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
+from dino_ds.method.build import build_network
 from dino_ds.options.model import ExportOptions
-from dino_ds.tools.export import run as dino_ds_export
-from dino_ds.training.build import build_network
 from dino_ds.weights.load import load
 from tests.ranks import run_on_ranks
-from tests.training.harness import image_folder, train_tiny, whole_tensors
+from tests.run.harness import image_folder, train_tiny, whole_tensors
 from tests.weights.originals import Original, OriginalHead
 
 RUN = {

@@ -14,12 +14,12 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from dino_ds.backbones import VITS, BackboneOptions, ViTSpec
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.method.build import build_network
+from dino_ds.models.specs.backbones import VITS, BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.training.build import build_network
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.plain import PlainBackbone

@@ -20,17 +20,17 @@ from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford
 from dino_ds.evals.protocols.voc import voc
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
-from dino_ds.training.build import build_network
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
 from tests.evals.protocols.tiny import clips, copies, landmarks, segments
-from tests.training.harness import TINY
+from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
 

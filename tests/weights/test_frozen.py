@@ -10,9 +10,9 @@ from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.training.build import build_head, build_objective
-from dino_ds.training.frozen import build_frozen, find_teacher
-from tests.measure.tiny import DS
+from dino_ds.method.build import build_head, build_objective
+from dino_ds.method.build_frozen import build_frozen, find_teacher
+from tests.planning.measure.tiny import DS
 from tests.weights.originals import Original, OriginalHead
 
 CONFIG = resolve_ds_config({**DS, "train_micro_batch_size_per_gpu": "auto"}, "test.json", 8, 1)

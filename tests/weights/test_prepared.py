@@ -10,10 +10,10 @@ import timm
 import torch
 from PIL import Image
 
+from dino_ds.commands.export import run as export
 from dino_ds.errors import CheckpointError
-from dino_ds.foreign_backbones import ForeignSpec
+from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.options.model import ExportOptions
-from dino_ds.tools.export import run as export
 from dino_ds.weights.export import FORMATS, export_hf, export_timm
 from dino_ds.weights.load import load
 from tests.weights.test_foreign import _model as other_model

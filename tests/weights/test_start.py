@@ -11,19 +11,19 @@ import timm
 import torch
 from torch import nn
 
-import dino_ds.cli as cli
-from dino_ds.backbones import BACKBONES
+import dino_ds.cli.main as cli
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
+from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
-from dino_ds.training.build import build_network
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.start import as_source, find_start, flags_for
-from tests.training.harness import TINY
+from tests.run.harness import TINY
 from tests.weights.originals import Original
 
 OURS = {"model.patch_size": "8", "model.width": "64", "model.depth": "2", "model.heads": "2"}

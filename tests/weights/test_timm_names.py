@@ -11,9 +11,9 @@ import safetensors.torch
 import timm
 import torch
 
-from dino_ds.backbones import BACKBONES
+from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.errors import CheckpointError
-from dino_ds.hubs import weights_elsewhere
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import hub_or_cache
 from dino_ds.weights.load import load

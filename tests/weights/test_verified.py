@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dino_ds
+from dino_ds.commands.export import run as export
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, UserError, lines_for_people
+from dino_ds.method.build_frozen import find_teacher
 from dino_ds.options.model import ExportOptions, PicturesOptions
-from dino_ds.tools.export import run as export
-from dino_ds.tools.pictures import run as draw_pictures
-from dino_ds.training.frozen import find_teacher
+from dino_ds.report.draw_pictures import run as draw_pictures
 from dino_ds.weights.frozen import find_frozen
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
 from dino_ds.weights.start import as_source, find_start
+from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
-from tests.training.harness import TINY, image_folder, train_alone, whole_tensors
 
 CHANGES = {"save_every": "2 steps", "keep_checkpoints": "2", "model.depth": "1"}
 OLD, NEW = (f"checkpoints/step_{step:08d}" for step in (2, 4))
@@ -285,7 +285,7 @@ def _tensors(value):
 @pytest.mark.parametrize("death", range(4))
 def test_a_death_at_any_point_leaves_a_file_and_its_own_description(tmp_path, monkeypatch, death, known):
     """Two files can't be replaced in one step: whichever there are, they fit, and the next write is as any other."""
-    import dino_ds.durable as durable
+    import dino_ds.basics.durable as durable
 
     path, replace, calls = tmp_path / "a.safetensors", durable.os.replace, itertools.count()
     write_with_sidecar(path, _tensors(1), {"step": 1})

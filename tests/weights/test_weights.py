@@ -15,9 +15,9 @@ from PIL import Image
 from torch import nn
 
 import dino_ds
-from dino_ds.backbones import BACKBONES, BackboneOptions
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
 from dino_ds.weights.fit import Description, architecture_of

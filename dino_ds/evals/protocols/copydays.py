@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.data.encoded import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.knn import average_precision, rank_database

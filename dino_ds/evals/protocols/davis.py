@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.protocols.work import Benchmark, read_image, read_label_map, share

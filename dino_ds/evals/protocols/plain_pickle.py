@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dino_ds.basics.text_file import read_bytes
 from dino_ds.errors import DataError, one_line
-from dino_ds.text_file import read_bytes
 
 _MAX_BYTES = 16 << 20
 _OPERATIONS = """

@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds import distributed
 from dino_ds.data.multicrop import to_tensor
+from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.linear import LinearProbe, minimise

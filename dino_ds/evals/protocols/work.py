@@ -13,15 +13,15 @@ from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
-from dino_ds import distributed
+from dino_ds.basics.text_file import read_text
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, decode_rgb
 from dino_ds.data.encoded import NamedFiles, read_file
 from dino_ds.data.listing import printable
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError, one_line
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
-from dino_ds.text_file import read_text
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _samples():
 
 
 def _fit(parts):
-    from dino_ds import distributed
+    from dino_ds.engine import distributed
 
     tokens, counts = _samples()
     rank, world = distributed.rank(), distributed.world_size()

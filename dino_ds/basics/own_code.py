@@ -1,0 +1,86 @@
+"""Finds the classes and functions of the user's that a recipe names, and tells what else they have changed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dino_ds.basics.names import did_you_mean
+from dino_ds.errors import ConfigError, one_line
+
+
+def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
+    """What `path`, MODULE:NAME, names, in a module on Python's path or in the current folder.
+
+    key: of the recipe; kind: what `is_kind` accepts, in words: nothing else is ever called. Raises ConfigError.
+    """
+    module_name, _, name = path.partition(":")
+    if module_name == "__main__" and not _loaders_find_main(key):
+        raise ConfigError(
+            f"{key} {path}: loader processes can't import what is defined in a notebook or a main program: put it into "
+            f"a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
+    before = default_dtype()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        why = f"it needs {missing}, which is not installed"
+        if f"{module_name}.".startswith(f"{missing}."):
+            why = f"there is no {missing} on Python's path or in {os.getcwd()}"
+        raise ConfigError(f"{key} {path}: {why}; set PYTHONPATH, or start where {module_name} lies") from None
+    except (Exception, SystemExit) as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise ConfigError(f"{key} {path}: importing {module_name} fails: {reason}") from error
+    if changed := put_back(before):
+        raise ConfigError(f"{key} {path}: importing {module_name} {changed}")
+    found = getattr(module, name, None)
+    if not is_kind(found):
+        known = [other for other, value in vars(module).items() if is_kind(value)]
+        raise ConfigError(f"{key} {path}: {module_name} has no {kind} {name}.{did_you_mean(name, known)}")
+    return found
+
+
+@contextmanager
+def explaining_interrupted(*packages: str) -> Iterator[None]:
+    """Wraps an import of `packages`. Raises ConfigError where it fails since an earlier one in this process was
+    interrupted: Python then keeps parts of a package that is not there itself."""
+    parts = {name.partition(".")[0] for name in sys.modules if "." in name}
+    interrupted = [package for package in packages if package in parts and package not in sys.modules]
+    try:
+        yield
+    except Exception as error:
+        if interrupted:
+            raise ConfigError(
+                f"the import of {interrupted[0]} was interrupted in this process, and can't be taken up "
+                f"({one_line(error, 80)}): start Python anew, or in a notebook restart the kernel"
+            ) from None
+        raise
+
+
+def default_dtype() -> Any:
+    """The type of torch's new tensors, or None as long as torch is not imported."""
+    torch = sys.modules.get("torch")
+    return torch.get_default_dtype() if torch else None
+
+
+def put_back(before: Any) -> str:
+    """Put torch's default dtype back to `before`. Returns what the user's code has done to it, "" for nothing."""
+    now = default_dtype()
+    torch = sys.modules.get("torch")
+    if torch is None or now == (before or torch.float32):
+        return ""
+    torch.set_default_dtype(before or torch.float32)
+    return f"changes torch's default dtype to {now}, and so what is learned: name the dtype where tensors are made"
+
+
+def _loaders_find_main(key: str) -> bool:
+    """They run a main script again, if there is a file of it, for a source alone; other code is none of theirs."""
+    script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
+    return {"data.source": script, "data.transform": False}.get(key, True)

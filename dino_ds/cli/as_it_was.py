@@ -1,0 +1,94 @@
+"""Leaves a Python program as it was before a run in it: environment, paths, torch's settings and generators."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dino_ds.cli.preflight import adopt_ranks, forget_empty_ranks
+from dino_ds.errors import ConfigError
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Within, this process trains alone. Its environment, Python's path of modules and hook for errors, and DeepSpeed's
+    logger are left as they were. Raises ConfigError in a process of a launcher."""
+    before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
+    hook, path = sys.excepthook, sys.path[:]
+    logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
+    try:
+        forget_empty_ranks(os.environ)
+        adopt_ranks(os.environ)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ConfigError(
+                "this process is one of several that a launcher has started: call this in one process, and let it "
+                "start the others by ranks=N; or give the launcher the command in place of this program"
+            )
+        yield
+    finally:
+        sys.excepthook, sys.path[:] = hook, path
+        logger.level, logger.propagate, logger.handlers[:], logger.filters[:] = logged
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@contextmanager
+def torch_as_it_was() -> Iterator[None]:
+    """Leaves torch's settings and generators too as they were, and the process group that was joined meanwhile.
+
+    Within, gradients, mixed precision and new tensors' type and device are as in a process of a command.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from dino_ds.engine.process import leave
+    from dino_ds.planning.measure.trial import free_memory
+
+    cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
+    joined, threads = dist.is_initialized(), torch.get_num_threads()
+    convolutions, attention = (cudnn.benchmark, cudnn.allow_tf32), torch.backends.cuda.cudnn_sdp_enabled()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
+    with (
+        as_it_was(),
+        torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        try:
+            torch.set_default_dtype(torch.float32)
+            if device.type != "cpu":
+                torch.set_default_device(None)
+            yield
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        finally:
+            torch.set_default_dtype(dtype)
+            if device.type != "cpu":
+                torch.set_default_device(device)
+            if not joined:
+                leave()
+            free_memory()
+            torch.set_num_threads(threads)
+            cudnn.benchmark, cudnn.allow_tf32 = convolutions
+            torch.backends.cuda.enable_cudnn_sdp(attention)
+            torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """A notebook keeps the last error, and its frames would keep an engine in memory: the next cell needs it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

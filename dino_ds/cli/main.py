@@ -1,0 +1,260 @@
+"""`dino-ds`: checks every flag and file first, then fire dispatches.
+
+Help and checks import neither torch nor deepspeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from dino_ds import __version__
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import did_you_mean
+from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_torchvision, forget_empty_ranks
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import (
+    INTERRUPTED,
+    CheckpointError,
+    ConfigError,
+    OutOfMemory,
+    UserError,
+    is_out_of_memory,
+    lines_for_people,
+)
+from dino_ds.health.lock import RunLock
+from dino_ds.launching.environment import check_ranks
+from dino_ds.models.specs.backbones import FROM_SOURCE
+from dino_ds.options.commands import COMMANDS, TRAIN, find_command
+from dino_ds.options.definition import Command
+from dino_ds.options.flags import drop_local_rank, parse_flags
+from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE
+from dino_ds.options.help_text import help_text
+from dino_ds.options.reading import read
+
+# Launchers stop all ranks when one ends: rank 0 must have spoken before.
+_SECONDS_FOR_RANK_0 = 3.0
+_SECONDS_TO_LEAVE = 60.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Exits with a code of `dino_ds.errors.EXIT_CODES`, after one line that says why."""
+    words, run_dir = drop_local_rank(sys.argv[1:] if argv is None else argv), None
+    debug = any(word in ("--debug", "--debug=true") for word in words)
+    forget_empty_ranks(os.environ)
+    try:
+        if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
+            asked = words[1:] if words[:1] == ["help"] else words
+            if asked and not asked[0].startswith("-") and not any(name.split()[0] == asked[0] for name in COMMANDS):
+                raise ConfigError(_no_command(asked))
+            print(help_text(asked))
+        elif words in (["--version"], ["version"]):
+            print(f"dino_ds {__version__}")
+        else:
+            command, options, files = prepare(words)
+            run_dir = Path(options.run_dir) if command is TRAIN else None
+            _dispatch(command, options, files)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
+            os.kill(os.getpid(), signal.SIGPIPE)
+        if debug:
+            traceback.print_exc()
+        _exit(_say(error, run_dir, debug))
+
+
+def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
+    """Tell people of an error; returns the exit code."""
+    if isinstance(error, UserError):
+        _say_error(str(error), error.said_by_me, debug=debug)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        _say_error("interrupted", pause=False)
+        return INTERRUPTED
+    if is_out_of_memory(error):
+        _say_error(_memory_text(error), said_by_me=True)
+        return OutOfMemory.exit_code
+    _say_bug(error, run_dir, debug)
+    return 1
+
+
+def _memory_text(error: BaseException) -> str:
+    """The error line of a command that has no better explanation than the allocator's."""
+    from dino_ds.engine.device import free_memory
+
+    first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return f"out of memory: {first_line[:200]}; {free_memory()}. Take fewer or smaller images at once, or fewer workers"
+
+
+def _nobody_reads() -> bool:
+    """Whether it is standard output that has broken, and no other pipe."""
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
+    import fire
+
+    def call() -> None:  # fire would go on with what a command returns
+        _call(command, options, files)
+
+    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
+    fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
+
+
+def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
+    """A command, its options and its function's other arguments; raises UserError for what can be known at once."""
+    found = find_command(words)
+    if found is None:
+        raise ConfigError(_no_command(words))
+    command, rest = found
+    if command is TRAIN:
+        adopt_ranks(os.environ)
+        check_ranks(os.environ)
+        check_hostfile()
+    flags = parse_flags(command, rest)
+    options, files = read(command, flags)
+    if "recipe" in files:
+        notes = files["given"][0].notes if command is TRAIN else files.pop("notes")
+        files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
+        if command is not TRAIN:
+            _say_notes(notes)
+    if command is TRAIN:
+        _check_start(options, files)
+    return command, options, files
+
+
+def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
+    """`recipe` with the network of the weights and the form of the images that it names. Raises UserError."""
+    if recipe.model.backbone == FROM_SOURCE:
+        from dino_ds.weights.start import as_source
+
+        recipe = as_source(recipe, run_dir)
+    if recipe.data.root is None:
+        return recipe
+    from dino_ds.data.own_images import with_own_images
+
+    return with_own_images(recipe, given, notes)
+
+
+def _check_start(options: Any, files: dict[str, Any]) -> None:
+    """Before the slow imports: what can't start should not take half a minute to say so. Raises UserError."""
+    from dino_ds.data.root import check_photos, check_root
+
+    recipe = files["recipe"]
+    check_photos(recipe.data.source, recipe.data.root)
+    recipe.check_learning_rates()
+    recipe.check_batch()
+    recipe.check_teacher()
+    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    # Ranks of other machines look later, all together: the first ones would wait for them.
+    on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
+    if recipe.data.source == "folder" and on_first_machine:
+        check_root(recipe.data.root)
+    _check_weights(recipe)
+    RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _say_notes(notes: list[str]) -> None:
+    """Say what was understood otherwise than it is written; `train` writes it into its log instead."""
+    if os.environ.get("RANK", "0") == "0":
+        for note in notes:
+            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
+
+
+def _check_weights(recipe: Recipe) -> None:
+    """Raises CheckpointError for another hub's name, before the slow imports; the rest is looked at when it is read."""
+    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
+        if name is not None and (answer := weights_elsewhere(name)):
+            raise CheckpointError(f"{key} {name} does not exist; {answer}")
+
+
+def _no_command(words: list[str]) -> str:
+    if not words or words[0].startswith("-"):
+        return "no command is given: dino-ds train, for example; dino-ds --help lists all"
+    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    if group:
+        given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
+        return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
+    answer = COMMANDS_ELSEWHERE.get(words[0])
+    return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
+
+
+def check_software(command: Command, options: Any) -> None:
+    """Raises UserError for what a command needs of its options and of torch."""
+    # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if command.check is not None:
+        _function(command.check)(options)
+    if command.loads_torch:
+        check_torchvision()
+
+
+def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
+    check_software(command, options)
+    _function(command.runs)(options, **files)
+    if "dino_ds.engine.process" in sys.modules:
+        from dino_ds.engine.process import leave
+
+        faulthandler.dump_traceback_later(_SECONDS_TO_LEAVE, exit=True, file=2)
+        leave()
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _function(place: str) -> Callable[..., None]:
+    module, _, name = place.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
+    """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
+    first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
+    if local_first if said_by_me is None else said_by_me:
+        for line in lines_for_people(message, all_of_them=debug):
+            print(f"dino_ds: {host}error: {line}", file=sys.stderr, flush=True)
+    elif pause and said_by_me is None:
+        time.sleep(_SECONDS_FOR_RANK_0)
+
+
+def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
+    """Say in one line what no part of the program has foreseen, and where the traceback is."""
+    rank = os.environ.get("RANK", "0")
+    first_line = next(iter(str(error).splitlines()), "")
+    where = "the traceback is above" if debug else "--debug shows the traceback"
+    if not debug and run_dir is not None and (run_dir / "config.yaml").exists():
+        path = run_dir / f"error-{rank}.txt"
+        with contextlib.suppress(OSError):
+            path.write_text(traceback.format_exc())
+            where = f"the traceback is in {path}"
+    # Not only rank 0: the others' errors may be its cause, and each is another one.
+    prefix = f"rank {rank}: " if "RANK" in os.environ else ""
+    print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
+
+
+def _exit(code: int) -> None:
+    """Also where a group of processes that has lost a rank can't be left: the interpreter would wait for it."""
+    distributed = sys.modules.get("torch.distributed")
+    joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if distributed is not None and joined and distributed.get_world_size() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

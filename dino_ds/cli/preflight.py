@@ -1,0 +1,118 @@
+"""Checks of the environment before the slow imports: launchers, hostfile, torchvision."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+from collections.abc import MutableMapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from dino_ds.basics.own_code import explaining_interrupted
+from dino_ds.errors import ConfigError
+from dino_ds.launching.hostfile import read_hostfile
+
+_OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+# The same by those who start ranks without setting them.
+_RANK_VARIABLES = {
+    "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def forget_empty_ranks(environment: MutableMapping[str, str]) -> None:
+    """Remove the variables of ranks that are set to nothing, as a shell script leaves them: they say nothing."""
+    for name in (*_OURS, *itertools.chain.from_iterable(_RANK_VARIABLES.values())):
+        if environment.get(name) == "":
+            del environment[name]
+
+
+def adopt_ranks(environment: MutableMapping[str, str]) -> None:
+    """Under `mpirun` or `srun`, set the variables of torch's launchers; else every process would train by itself.
+
+    Raises ConfigError if MASTER_ADDR is missing.
+    """
+    if "RANK" in environment:
+        return
+    for program, names in _RANK_VARIABLES.items():
+        if int(environment.get(names[1], "1")) == 1:
+            continue
+        if "MASTER_ADDR" not in environment:
+            raise ConfigError(
+                f"{program} has started {environment[names[1]]} processes, and MASTER_ADDR is not set: "
+                "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
+            )
+        environment.setdefault("MASTER_PORT", "29500")
+        for ours, theirs in zip(_OURS, names, strict=True):
+            if theirs in environment:
+                environment[ours] = environment[theirs].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
+        return
+
+
+def check_hostfile() -> None:
+    """Raises ConfigError if the hostfile that DeepSpeed's launcher was given is missing or has a wrong line.
+
+    Without one the launcher only warns and trains on this machine alone. It is an ancestor of this process.
+    """
+    import psutil
+
+    try:
+        ancestors = psutil.Process().parents()
+    except psutil.Error:
+        return
+    for process in ancestors:
+        try:
+            hostfile = hostfile_of(process.cmdline())
+            folder = process.cwd() if hostfile else ""
+        except psutil.Error:
+            continue
+        if hostfile and not Path(folder, hostfile).is_file():
+            raise ConfigError(
+                f"hostfile {hostfile} does not exist: deepspeed would train on this machine alone. "
+                "Give the right --hostfile, or none to train here"
+            )
+        if hostfile:
+            read_hostfile(Path(folder, hostfile))
+
+
+def hostfile_of(command: Sequence[str]) -> str | None:
+    """The --hostfile that a command line gives to DeepSpeed's launcher; None for none, or for another program."""
+    start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
+    if start is None:
+        return None
+    # What follows the script is for us.
+    words = itertools.takewhile(lambda word: not word.endswith(".py"), command[start:])
+    parser = argparse.ArgumentParser(add_help=False)  # as DeepSpeed's, which takes beginnings of a long option too
+    parser.add_argument("-H", "--hostfile")
+    return parser.parse_known_args(list(words))[0].hostfile
+
+
+def _is_launcher(word: str) -> bool:
+    return (
+        Path(word).name in ("deepspeed", "ds", "deepspeed.pt")
+        or word == "deepspeed.launcher.runner"
+        or word.endswith(os.path.join("deepspeed", "launcher", "runner.py"))
+    )
+
+
+def check_torchvision() -> None:
+    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error; or if
+    an import of them was interrupted in this process."""
+    try:
+        with explaining_interrupted("torch", "torchvision"):
+            import torchvision  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install torch torchvision") from None
+    except (RuntimeError, ImportError, OSError) as error:
+        raise ConfigError(
+            f"torch {_version('torch')} with torchvision {_version('torchvision')} does not load "
+            f"({' '.join(str(error).split())[:120]}): install builds that match, both from the same index"
+        ) from None
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(unknown version)"

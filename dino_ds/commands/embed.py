@@ -1,0 +1,153 @@
+"""`dino-ds embed`: the features of every image, one row an image, in one file.
+
+Each rank writes parts of a few thousand images beside the file, and rank 0 puts them together: memory does not grow
+with the images, and what was done before an interruption is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from dino_ds.basics.durable import why_not_writable
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.model import EmbedOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dino_ds.data.base import Source
+    from dino_ds.data.images import ValueRange
+    from dino_ds.weights.load import Backbone
+
+_ENDINGS = (".parquet", ".npy", ".csv", ".pt")
+
+
+def check(options: EmbedOptions) -> None:
+    """What can be known at once, without torch. Raises ConfigError."""
+    place = Path(options.out).expanduser()
+    if place.suffix not in _ENDINGS:
+        raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
+    if options.what == "patches" and place.suffix == ".csv":
+        raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
+    made = [place, place.with_suffix(".csv")] if place.suffix == ".npy" else [place]
+    for one in made:
+        if one.exists():
+            raise ConfigError(f"{one} is there already: remove it, or name another file with --out")
+    if reason := why_not_writable(place):
+        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
+    if place.suffix == ".parquet":
+        from dino_ds.data.parquet import import_parquet
+
+        import_parquet()
+
+
+def run(options: EmbedOptions) -> None:
+    """Write the file and print what it is; every rank calls it."""
+    from dino_ds.engine import distributed
+
+    facts = write(options)
+    if distributed.rank():
+        return
+    if options.json:
+        print(json.dumps(facts))
+        return
+    for note in facts["notes"]:
+        print(note, file=sys.stderr)
+    print(f"{facts['out']}: {' x '.join(map(str, facts['shape']))} {facts['dtype']}; rows as {facts['first']}, ...")
+
+
+def write(options: EmbedOptions) -> dict[str, Any]:
+    """Write the file, and return what it is; every rank calls it. Rows are in the order of the source's images, which
+    of a folder is that of their sorted paths; an image that can't be read has a row of NaN and is named. Raises
+    UserError."""
+    from dino_ds.commands.embedding_parts import Parts, put_together
+    from dino_ds.data.eval_crops import EvalCrop
+    from dino_ds.engine import distributed
+    from dino_ds.engine.device import device
+    from dino_ds.engine.process import init_distributed
+    from dino_ds.evals.features import Reading
+    from dino_ds.report.model_options import find_images, range_for, side_of
+    from dino_ds.weights.load import load
+
+    init_distributed()
+    check(options)
+    with distributed.raise_on_all_ranks():
+        model = load(options.model, device())
+        size = model.image_size if options.size is None else side_of(model, options.size)
+        model.network.check_image(size, size)
+        source = find_images(options.model, options.source, options.root)
+        shape = _shape(model, options.what, size)
+    value_range, notes = range_for(model, [source])
+    place = Path(options.out).expanduser()
+    parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            parts.begin(_facts(model, source, options.what, size, value_range))
+    distributed.barrier()
+    crop = EvalCrop(size, model.normalisation)
+    reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
+    with distributed.raise_on_all_ranks():
+        mine = parts.write(_features(model, options.what), source, reading)
+    found = distributed.gather_objects(mine)
+    bad, damaged = ([text for texts in each for text in texts] for each in zip(*found, strict=True))
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            if len(bad) == len(source):
+                shutil.rmtree(parts.folder, ignore_errors=True)
+                raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
+            put_together(place, parts, source)
+    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
+    return {
+        "out": str(place),
+        "shape": [parts.images, *parts.shape],
+        "dtype": parts.dtype,
+        "first": source.name(0),
+        "notes": [note for note in (*getattr(source, "notes", ()), *notes, *damaged, unread) if note],
+    }
+
+
+def _facts(model: Backbone, source: Source, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
+    """Everything that the rows of an embedding depend on, as JSON: the network, its input and the images."""
+    from dino_ds.data.image_set import facts_of_images
+    from dino_ds.weights.frozen import digest
+
+    network = model.network
+    return {
+        "what": what,
+        "size": size,
+        "weights": digest(network.state_dict()),
+        "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
+        "normalisation": vars(model.normalisation),
+        "value_range": value_range,
+        **facts_of_images(source),
+    }
+
+
+def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
+    """Of one row. Raises ConfigError for patches of a network that gives none."""
+    if what == "cls":
+        return (model.width,)
+    if not model.has_patches:
+        raise ConfigError(f"--what {what}: {model.source} gives no features of patches; take --what cls")
+    import torch
+
+    device = next(model.network.parameters()).device
+    channels = model.network.spec.in_chans
+    grid = tuple(model.patch_tokens(torch.zeros(1, channels, size, size, device=device)).shape[1:])
+    return grid if what == "patches" else grid[-1:]
+
+
+def _features(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
+    """Images (b, c, h, w) -> (b, *shape)."""
+    if what == "cls":
+        return model.features
+    if what == "patches":
+        return model.patch_tokens
+    return lambda images: model.patch_tokens(images).mean(dim=(1, 2))

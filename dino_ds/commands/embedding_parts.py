@@ -1,0 +1,238 @@
+"""The parts of an embedding, which ranks write on their own, and the files that are made of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.basics.text_file import read_object
+from dino_ds.checkpoint.files import checksum, is_plain_file
+from dino_ds.config.flat import differences
+from dino_ds.data.base import Source
+from dino_ds.data.image_set import changed_images
+from dino_ds.data.parquet import import_parquet
+from dino_ds.engine import distributed
+from dino_ds.engine.device import device
+from dino_ds.errors import ConfigError, unwritable
+from dino_ds.evals.features import LabelledImages, Reading, loaded
+
+Rows = npt.NDArray[Any]
+_PART, _PART_BYTES = 4096, 256 * 2**20
+"""Images of a part, and bytes of one of maps, at most: what an interruption costs a rank."""
+_FEW, _PARTS = 64, 64
+"""Few images are cut into so many parts, of so many at least, for ranks to share."""
+_OPAQUE = dict.fromkeys(("images", "times", "weights"))
+"""Facts of an embedding that are told in words of their own."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file."""
+
+    folder: Path
+    images: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def length(self) -> int:
+        """Rows of a part."""
+        most = min(_PART, _PART_BYTES // (4 * math.prod(self.shape)))
+        return max(1, min(most, max(_FEW, -(-self.images // _PARTS))))
+
+    def begin(self, facts: dict[str, Any]) -> None:
+        """Make the folder, or take up an earlier one. Raises ConfigError, with what differs, where it was begun with
+        other `facts`."""
+        about = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
+        try:
+            if self.folder.exists() and (differ := self._differences(json.loads(about))):
+                raise ConfigError(
+                    f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
+                    "--out"
+                )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            replace_file(self._about, about)
+        except OSError as error:
+            raise unwritable(self.folder, error, "out") from None
+
+    @property
+    def _about(self) -> Path:
+        return self.folder / "about.json"
+
+    def _differences(self, now: dict[str, Any]) -> str:
+        """Differences from the embedding whose parts are here, in words; "" for none."""
+        try:
+            before = read_object(self._about)
+            changes = changed_images(before, now)
+        except (OSError, ValueError, AttributeError):
+            changes = None
+        if changes is None:
+            return f"{self._about.name} does not say of which, it is missing, damaged or of an earlier version"
+        texts = differences(before | _OPAQUE, now | _OPAQUE) | ({"images": changes} if changes else {})
+        if before.get("weights") != now["weights"]:
+            texts["weights"] = "other weights"
+        return ", ".join(texts.values())
+
+    def write(
+        self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
+    ) -> tuple[list[str], list[str]]:
+        """Write this rank's parts that are not there yet, or damaged. Returns texts that name the unreadable images of
+        all its parts, and notes on the damaged ones."""
+        mine = range(distributed.rank(), -(-self.images // self.length), distributed.world_size())
+        known = {part: self._unreadable(part) for part in mine}
+        damaged = [part for part in mine if known[part] is None and self._file(part).exists()]
+        missing = [part for part in mine if known[part] is None]
+        for part, rows, bad in self._computed(missing, describe, source, reading):
+            self._save(part, rows, bad)
+            known[part] = bad
+        notes = [f"{self._file(part)} was incomplete or damaged: computed again" for part in damaged]
+        return [text for bad in known.values() for text in bad or ()], notes
+
+    def _unreadable(self, part: int) -> list[str] | None:
+        """The texts that name the unreadable images of a part; None where it is not there as it was written."""
+        try:
+            sealed = read_object(self._file(part, "json"))
+            whole = is_plain_file(self._file(part)) and sealed == self._sealed(part, sealed["unreadable"])
+            return [str(text) for text in sealed["unreadable"]] if whole else None
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
+        """Content of the JSON next to a part: the CRC32 of its file, and that of all it belongs to. Raises OSError."""
+        of = zlib.crc32(f"{self._about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
+        return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
+
+    def _computed(
+        self, missing: list[int], describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
+    ) -> Iterator[tuple[int, Rows, list[str]]]:
+        """(part, its rows, what could not be read)."""
+        indices = [index for part in missing for index in self._rows(part)]
+        images = LabelledImages(source, indices, reading)
+        with closing(loaded(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
+            left, seen = list(missing), 0
+            rows, bad = self._empty(left), list[str]()
+            for crops, places, unreadable in batches:
+                with torch.no_grad():
+                    found = describe(crops.to(device())).float().cpu().numpy().astype(self.dtype) if len(crops) else ()
+                read = dict(zip(places[:, 0].tolist(), found, strict=True))
+                names = iter(unreadable)
+                for place in range(seen, min(seen + reading.batch, len(indices))):
+                    part = left[0]
+                    if place in read:
+                        rows[indices[place] - self._rows(part).start] = read[place]
+                    else:
+                        bad.append(next(names))
+                    if indices[place] == self._rows(part).stop - 1:
+                        yield left.pop(0), rows, bad
+                        rows, bad = self._empty(left), []
+                seen += reading.batch
+        assert not left
+
+    def _empty(self, left: list[int]) -> Rows:
+        return np.full((len(self._rows(left[0])) if left else 0, *self.shape), np.nan, self.dtype)
+
+    def _rows(self, part: int) -> range:
+        return range(part * self.length, min((part + 1) * self.length, self.images))
+
+    def _file(self, part: int, ending: str = "npy") -> Path:
+        return self.folder / f"{part:08d}.{ending}"
+
+    def _save(self, part: int, rows: Rows, bad: list[str]) -> None:
+        try:
+            with replacing(self._file(part)) as temporary, temporary.open("wb") as file:
+                np.save(file, rows)
+            replace_file(self._file(part, "json"), json.dumps(self._sealed(part, bad)))
+        except OSError as error:
+            raise unwritable(self.folder, error, "out") from None
+
+    def __iter__(self) -> Iterator[tuple[range, Rows]]:
+        """(rows, their features) of every part, in order."""
+        for part in range(-(-self.images // self.length)):
+            yield self._rows(part), np.load(self._file(part))
+
+
+def put_together(place: Path, parts: Parts, source: Source) -> None:
+    """Write the file, as its ending says, and remove the parts. Raises StorageError."""
+    write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
+    try:
+        write(place, parts, source)
+    except OSError as error:
+        raise unwritable(place, error, "out") from None
+    shutil.rmtree(parts.folder, ignore_errors=True)
+
+
+def _label_of(source: Source, index: int) -> tuple[int, str]:
+    """Of an image its label, -1 for none, and the name of the class, "" for none."""
+    label = -1 if source.labels is None else int(source.labels[index])
+    return label, source.classes[label] if source.classes and label >= 0 else ""
+
+
+def _write_npy(place: Path, parts: Parts, source: Source) -> None:
+    """The array, and beside it a .csv with name, label and class of every row."""
+    # Both at the end: a .csv alone, after an interruption, would be taken for somebody else's.
+    with replacing(place.with_suffix(".csv")) as names, replacing(place) as array:
+        with names.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(("name", "label", "class"))
+            lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
+        _fill(array, parts)
+
+
+def _fill(path: Path, parts: Parts) -> None:
+    whole = np.lib.format.open_memmap(path, "w+", parts.dtype, (parts.images, *parts.shape))
+    for rows, found in parts:
+        whole[rows.start : rows.stop] = found
+    whole.flush()
+
+
+def _write_pt(place: Path, parts: Parts, source: Source) -> None:
+    """torch.load gives {"features": (n, ...), "names", "labels", "classes"}."""
+    about = {
+        "names": [source.name(i) for i in range(parts.images)],
+        "labels": torch.tensor([_label_of(source, i)[0] for i in range(parts.images)]),
+        "classes": list(source.classes or ()),
+    }
+    array = parts.folder / "whole.npy"
+    _fill(array, parts)
+    with replacing(place) as temporary:
+        torch.save({"features": torch.from_numpy(np.load(array, mmap_mode="r+")), **about}, temporary)
+
+
+def _write_csv(place: Path, parts: Parts, source: Source) -> None:
+    with replacing(place) as temporary, temporary.open("w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(("name", "label", "class", *(f"f{i}" for i in range(parts.shape[0]))))
+        for rows, found in parts:
+            for index, row in zip(rows, found, strict=True):
+                lines.writerow((source.name(index), *_label_of(source, index), *row.tolist()))
+
+
+def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
+    """Columns name, label, class, features; a row group a part. Of maps the features are flat, and the metadata of the
+    file has their shape."""
+    parquet = import_parquet()
+    import pyarrow
+
+    kind = pyarrow.list_(pyarrow.from_numpy_dtype(np.dtype(parts.dtype)), math.prod(parts.shape))
+    fields = [("name", pyarrow.string()), ("label", pyarrow.int64()), ("class", pyarrow.string()), ("features", kind)]
+    schema = pyarrow.schema(fields, metadata={"shape": json.dumps(list(parts.shape))})
+    with replacing(place) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+        for rows, found in parts:
+            labels = [_label_of(source, i) for i in rows]
+            features = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(found.reshape(-1)), type=kind)
+            columns = [[source.name(i) for i in rows], [one for one, _ in labels], [name for _, name in labels]]
+            writer.write_table(pyarrow.table([*columns, features], schema=schema))

@@ -1,0 +1,178 @@
+"""`dino-ds eval`: how good frozen features are, by the evaluations of the papers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from dino_ds.basics.digits import short
+from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
+from dino_ds.config.stages import home_of
+from dino_ds.data.base import Source
+from dino_ds.data.sources import build_source
+from dino_ds.engine import distributed
+from dino_ds.engine.device import device
+from dino_ds.engine.process import init_distributed
+from dino_ds.errors import ConfigError
+from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.results import RESULTS, as_json, name_images, read_results, write_results
+from dino_ds.evals.shared_images import note_on_shared
+from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
+from dino_ds.options.model import EvalOptions
+from dino_ds.planning.measure.host import describe_host, host_line
+from dino_ds.report.model_options import check_unused_options, range_for, recipe_of
+from dino_ds.weights.load import Backbone, load
+
+_OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
+_CONCERNS = {
+    **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
+    **dict.fromkeys(("k", "temperature"), ("knn",)),
+    **dict.fromkeys(("epochs", "batch"), ("linear-sgd",)),
+    "workers": (*_OF_IMAGES, "oxford", "paris", "copydays"),
+    "benchmark_root": BENCHMARKS,
+}
+"""Option -> the evaluations that it changes something of; others are of all."""
+
+
+class Evaluated(NamedTuple):
+    """What rank 0 knows at the end, or where an evaluation has failed."""
+
+    results: dict[str, Any]
+    subject: EvalContext
+    backbone: Backbone
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        about = {"model": self.backbone.source, "seconds": round(self.seconds, 1), "host": describe_host()}
+        results = as_json(self.results)
+        metrics = {metric: value for result in results.values() for metric, value in result["results"].items()}
+        return {**about, "metrics": metrics, "results": results}
+
+
+def run(options: EvalOptions) -> None:
+    """Evaluate, and print the results."""
+    run_evals(options, lambda found: print(json.dumps(found.to_json())) if options.json else _show(found))
+
+
+def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
+    """Every evaluation of `evals`, by all ranks of the launcher; each result is written as soon as it is there.
+
+    On rank 0 `show` gets them all, where one fails those before it. Raises ConfigError, DataError, CheckpointError.
+    """
+    settings = _settings(options)
+    init_distributed()
+    with distributed.raise_on_all_ranks():
+        _check_places(options.model, options.out)
+    for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
+        preflight_eval(name, settings, lambda: (None, None))
+    check_unused_options("evals", options.evals, _CONCERNS, options)
+    began = time.monotonic()
+    with distributed.raise_on_all_ranks():
+        backbone = load(options.model, device())
+    subject = EvalContext(backbone, settings, device(), lambda: _data(options))
+    of_images = [name for name in options.evals if name not in BENCHMARKS]
+    for name in of_images:
+        preflight_eval(name, settings, lambda: subject.sources)
+    if of_images:
+        sources = [source for source in subject.sources if source is not None]
+        value_range, notes = range_for(backbone, sources)
+        subject.note([*notes, *note_on_shared(of_images, *subject.sources, "--test_root")])
+        subject.settings = replace(settings, value_range=value_range)
+    results: dict[str, Any] = {}
+    try:
+        for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
+            results[name] = _timed(name, subject, backbone.about, options)
+            with distributed.raise_on_all_ranks():
+                if distributed.rank() == 0:
+                    _write({name: results[name]}, options.model, options.out)
+    finally:  # an evaluation that fails takes nothing from those before it
+        if distributed.rank() == 0 and results:
+            for note in subject.notes:
+                print(note, file=sys.stderr)
+            show(Evaluated(results, subject, backbone, time.monotonic() - began))
+
+
+def _settings(options: EvalOptions) -> Settings:
+    """The settings that are given; others have the defaults of Settings."""
+    names = ("size", "temperature", "images", "epochs", "batch", "workers")
+    given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
+    given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    return Settings(**{name: value for name, value in given.items() if value is not None})
+
+
+def _timed(name: str, subject: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
+    start = time.monotonic()
+    values = evaluate(name, subject)
+    seconds = time.monotonic() - start
+    source, root = options.source, options.test_root or options.root
+    data = name_images(source or "folder", root) if source or root else None  # None: the run's
+    return describe_result(name, subject, values, seconds, about, data)
+
+
+def _data(options: EvalOptions) -> tuple[Source, Source | None]:
+    """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
+    source, root, test_root = options.source, options.root, options.test_root
+    if recipe := recipe_of(options.model, source, root):
+        data = recipe.data
+        test_root = test_root or (recipe.eval.root if data.own_files else data.root)
+        source, root = data.source, data.root
+    source = source or "folder"
+    train = build_source(source, root, "train", False)
+    if (source == "folder" or ":" in source) and test_root is None:
+        return train, None
+    return train, build_source(source, test_root or root, "test", False)
+
+
+def _write(results: dict[str, Any], model: str, out: str | None) -> None:
+    for place in _places(model, out):
+        try:
+            write_results(place, results)
+        except (OSError, ValueError) as error:
+            raise _not_written(place, error) from None
+
+
+def _check_places(model: str, out: str | None) -> None:
+    """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
+    for place in _places(model, out):
+        try:
+            read_results(place)
+        except (OSError, ValueError) as error:
+            raise _not_written(place, error) from None
+        if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
+            raise _not_written(
+                place, "it is a folder" if place.is_dir() else f"{place.parent} is not a writable folder"
+            )
+
+
+def _places(model: str, out: str | None) -> list[Path]:
+    """`out`, and of a run the file in its folder, of a checkpoint one of its own there; other results in them stay."""
+    places, home = [Path(out).expanduser()] if out else [], home_of(model)
+    result = Path(RESULTS)
+    return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
+
+
+def _not_written(place: Path, reason: object) -> ConfigError:
+    or_else = "evaluate its teacher.safetensors, with --out" if place.name == RESULTS else "name another with --out"
+    return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
+
+
+def _show(found: Evaluated) -> None:
+    results, subject, backbone, seconds = found
+    train, test = subject.image_counts
+    sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
+    # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.
+    chance = [f"chance {100 / len(subject.train_source.classes or ()):.1f} %"] if train else []
+    print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
+    for name, result in results.items():
+        print(f"{name} ({result['seconds']:.1f} s)")
+        for key, value in result["results"].items():
+            print(f"  {key:<24}{short(value, 4):>10}")
+    print(f"{seconds:.1f} s; {host_line(describe_host())}")

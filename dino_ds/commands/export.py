@@ -1,0 +1,155 @@
+"""`dino-ds export`: the teacher of a run, or any file of weights, in the form another program wants.
+
+With --push the folder is uploaded to the Hugging Face Hub too; a new repository is private.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dino_ds.basics.durable import why_not_writable
+from dino_ds.basics.names import sidecar_of
+from dino_ds.config.flat import flat_values
+from dino_ds.config.loading import by_section, load_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Home, home_of
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.evals.results import RESULTS, name_images, read_results
+from dino_ds.options.model import ExportOptions
+
+if TYPE_CHECKING:
+    from dino_ds.weights.load import Backbone
+
+_OF_THE_HUB = ("hf", "timm")
+"""Formats that the hub's own programs load."""
+
+
+def check(options: ExportOptions) -> None:
+    """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
+    _check_push(options)
+    if options.out is not None:
+        _check_place(Path(options.model).expanduser(), options.format, Path(options.out).expanduser())
+
+
+def run(options: ExportOptions) -> None:
+    """Write `model` as `format`, a key of FORMATS, to `out`, and `push` it.
+
+    Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
+    """
+    from dino_ds.weights.export import FORMATS
+    from dino_ds.weights.load import load
+
+    write, ending = FORMATS[options.format]
+    source = Path(options.model).expanduser()
+    default = (
+        home_of(options.model).place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
+    )
+    place = Path(options.out).expanduser() if options.out else default
+    _check_place(source, options.format, place)
+    backbone = load(options.model, heads=options.heads, backbone=options.backbone)
+    backbone.about |= _results(home_of(options.model)) | ({"hub": options.push} if options.push else {})
+    how, notes = write(backbone, place), [*backbone.notes]
+    eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
+    if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
+        notes.append(
+            f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"
+        )
+    notes += _notes_on_images(backbone, options.format, place)
+    address = _push(place, options.push) if options.push else None
+    if options.json:
+        pushed = {"pushed": address} if address else {}
+        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes} | pushed))
+    else:
+        uploaded = [f"pushed: {address} (private where it is new)"] if address else []
+        print("\n".join([str(place), f"load it: {how}", *uploaded, *(f"note: {note}" for note in notes)]))
+
+
+def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
+    """How images are prepared, where the program that loads the export does not do it or does it in another way."""
+    size = model.image_size
+    if format in _OF_THE_HUB:
+        by_size = format == "hf" and model.is_vit  # transformers prepares images for other networks by timm's transform
+        remedy = f"give it size={{'shortest_edge': {size}}}" if by_size else "set its crop_pct to 1"
+        return [
+            f"its image processor enlarges and cuts images whose shorter side is {size} pixels or less, which dino_ds "
+            f"leaves uncut: for such images {remedy}"
+        ]
+    return (
+        [] if format == "safetensors" else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
+    )
+
+
+def _check_place(source: Path, format: str, place: Path) -> None:
+    if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
+        raise ConfigError(f"{place} is what is to be exported: name another file with --out")
+    if format == "safetensors" and place.suffix != ".safetensors":
+        raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
+    for made in (place,) if format in _OF_THE_HUB else (place, sidecar_of(place)):
+        if made.exists():
+            raise ConfigError(f"{made} is there already: remove it, or name another with --out")
+    if reason := why_not_writable(place):
+        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
+
+
+def _check_push(options: ExportOptions) -> None:
+    """Whether there is a name and a token, before anything is loaded. Raises ConfigError."""
+    if options.push is None:
+        return
+    import huggingface_hub
+
+    if options.format not in _OF_THE_HUB:
+        formats = " or ".join(_OF_THE_HUB)
+        raise ConfigError(f"--push {options.push}: the Hub's programs read --format {formats}: give one")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", options.push):
+        raise ConfigError(f"--push {options.push} is not a repository's name: OWNER/NAME, as yourself/vits16-birds")
+    if not huggingface_hub.get_token():
+        raise ConfigError(f"--push {options.push}: the Hub knows nobody here: hf auth login, or set HF_TOKEN")
+
+
+def _push(folder: Path, name: str) -> str:
+    """Upload the files of `folder`; the address. Raises ConfigError, `folder` stays: the hub's reason, in a line."""
+    from huggingface_hub import HfApi
+
+    from dino_ds.weights.find import hub_or_cache
+
+    with hub_or_cache() as why:
+        try:
+            if why:
+                raise ConnectionError(why)
+            api = HfApi()
+            address = api.create_repo(name, private=True, exist_ok=True)
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by dino_ds")
+        except Exception as error:  # of the hub's client, or of httpx, requests, the disk
+            raise ConfigError(
+                f"--push {name}: {one_line(error)}; the export stays: hf upload {name} {folder} tries again"
+            ) from None
+    return str(address)
+
+
+def _results(home: Home) -> dict[str, Any]:
+    """Lines of a model card on a run or checkpoint: how its teacher was evaluated, on which images. Raises
+    ConfigError."""
+    if not home.is_run:
+        return {}
+    results = home.place(Path(RESULTS).stem, Path(RESULTS).suffix)
+    try:
+        evaluations = read_results(results)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{results} can't be read ({error}): fix or remove it") from None
+    try:
+        recipe = load_recipe(str(home.folder / "config.yaml"), {})
+    except ConfigError:  # of another version
+        return {"evaluations": evaluations}
+    data = name_images(recipe.data.source, recipe.data.root)
+    return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
+
+
+def _public(recipe: Recipe) -> dict[str, Any]:
+    """Settings other than the defaults that change what is learned, as a recipe; without paths of this machine."""
+    usual, own = flat_values(Recipe()), flat_values(recipe)
+    sections = ("crops.", "model.", "head.", "objective.", "optimizer.", "teacher.", "gram.", "length", "data.global")
+    found = {key: value for key, value in own.items() if value != usual.get(key) and key.startswith(sections)}
+    return by_section({key: value for key, value in found.items() if not re.search(r"[/\\~]", str(value))})

@@ -1,0 +1,219 @@
+"""`dino-ds look-data`: what the network sees of some images, and what the whole data set is made of."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.basics.hashing import crop_seed
+from dino_ds.commands.sheet import Seen, draw_sheet
+from dino_ds.commands.sheet_page import build_page
+from dino_ds.config.loading import show_value
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import CropsSection
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform
+from dino_ds.data.decode import open_image
+from dino_ds.data.feed import Position
+from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
+from dino_ds.data.folder import ImageFolder
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
+from dino_ds.data.listing import FolderLabels
+from dino_ds.data.loader import ResumableSampler
+from dino_ds.data.multicrop import CropParameters, MultiCrop
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.sources import build_source
+from dino_ds.data.visible import how_visible, visible, with_hidden_patches
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import LookDataOptions
+from dino_ds.planning.data_report import report
+from dino_ds.planning.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
+
+_MOST_IMAGES = 200
+_DRAWN_IMAGES = 2000
+_NAMES = 10_000
+_CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
+"""Of the recipe's crops: what is said where it is not the preset's."""
+
+
+def run(options: LookDataOptions, *, recipe: Recipe) -> None:
+    """Write a sheet of `images` images with their crops to `out` (.png) and a page with more beside it (.html), and
+    print statistics of `sample` images drawn at random (0 = all).
+
+    The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
+    Raises ConfigError for impossible arguments, DataError where there are no readable images.
+    """
+    png = _check(options.images, options.out)
+    data = recipe.data
+    source = build_source(data.source, data.root, "train", data.download)
+    recipe, words = _with_some_range(recipe, source)
+    check_transform(recipe, source)
+    channels = recipe.model.in_chans
+    facts = look_at(source, options.sample, recipe.seed, data.workers, data.max_pixels, channels)
+    if hasattr(source, "read"):
+        facts = [_unless_skipped(fact, channels) for fact in facts]
+    facts, misfits = _unless_beyond(facts, source, recipe.data.known_range)
+    about_values = {"value_range": words, "misfits": misfits}
+    found = _describe(facts, source, recipe) | about_values | {"shown": how_visible(channels)}
+    rows = list(islice(_seen(source, recipe), options.images))
+    if not rows:
+        raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(found)}")
+    few = [f"{len(rows)} images on the sheet, {options.images} were asked for"] if len(rows) < options.images else []
+    for note in (*getattr(source, "notes", ()), *few):
+        print(f"note: {note}", file=sys.stderr)
+    sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
+    html = png.with_suffix(".html")
+    with replacing(png) as path:
+        sheet.save(path, "PNG", optimize=True)
+    replace_file(html, build_page(rows, found, _title(recipe)))
+    found["sheet"], found["page"] = str(png), str(html)
+    print(json.dumps(found) if options.json else report(found))
+
+
+def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
+    """`recipe` with a range for images deeper than 8 bits, if need be what was measured, and a line about it."""
+    try:
+        ranged, notes = with_value_range(recipe, source)
+        was_found = ranged.data.known_range != recipe.data.known_range
+        return ranged, notes[0] if was_found else f"data.value_range {show_value(ranged.data.value_range)}"
+    except ConfigError as error:
+        sample = look_at_values([source], recipe.model.in_chans)
+        if not sample.deep:
+            raise
+        data = recipe.data.model_copy(update={"value_range": sample.measured})
+        return recipe.model_copy(update={"data": data}), str(error)
+
+
+def _modes(found: dict[str, Any]) -> str:
+    return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
+
+
+def _check(images: int, out: str) -> Path:
+    if not 1 <= images <= _MOST_IMAGES:
+        raise ConfigError(f"--images {images}: a sheet has 1 to {_MOST_IMAGES}")
+    path = Path(out).expanduser()
+    if path.suffix != ".png":
+        raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
+    return path
+
+
+def _unless_skipped(fact: Facts, wanted: int) -> Facts:
+    """A file of other channels than training takes as one that can't be read: it is skipped there."""
+    there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
+    return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
+
+
+def _unless_beyond(facts: list[Facts], source: Source, value_range: ValueRange | None) -> tuple[list[Facts], list[str]]:
+    """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
+    deep = {
+        place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high)
+        for place, fact in enumerate(facts)
+        if fact.problem is None and fact.type != "uint8"
+    }
+    known = list(facts)
+    for place, image in deep.items():
+        if why := image.why_skipped(value_range):
+            known[place] = replace(facts[place], problem=why)
+    return known, find_misfits(list(deep.values()), value_range)
+
+
+def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:
+    summary = summarise(facts, source)
+    measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
+    given = recipe.data.mean is not None
+    advice = advise_normalisation(measured, Normalisation.of(recipe), given) if measured else ""
+    return {
+        "source": recipe.data.source,
+        "root": recipe.data.root,
+        **summary,
+        "class_folder": _class_folder(source, recipe.data.root),
+        "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
+        "enlarged_crops": _enlarged(facts, recipe),
+    }
+
+
+def _class_folder(source: Source, root: str | None) -> str | None:
+    """The folder of `root` that all images lie in, where labels would come from its folders."""
+    if source.labels is not None or root is None or not isinstance(source, ImageFolder):
+        return None
+    paths = [source.member(index) for index in evenly_spaced_indices(len(source), _NAMES)]
+    first, labels = f"{paths[0].partition('/')[0]}/", FolderLabels()
+    for path in paths:
+        labels.add(os.fsencode(path.removeprefix(first)))
+    return os.path.join(root, first[:-1]) if all(p.startswith(first) for p in paths) and labels.arrays() else None
+
+
+def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
+    """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
+    multicrop = MultiCrop.of(recipe)
+    small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
+    for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
+        sampled = multicrop.sample(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
+        for (group, _), crop in zip(multicrop.crops, sampled, strict=True):
+            left, top, right, bottom = crop.box
+            small[group.name].append((right - left) * (bottom - top) < group.size**2)
+    return {
+        group.name: {"size": group.size, "fraction": float(np.mean(small[group.name]))}
+        for group in multicrop.groups
+        if small[group.name]
+    }
+
+
+def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
+    """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
+    data, channels = recipe.data, recipe.model.in_chans
+    multicrop = MultiCrop.of(recipe)
+    options = LoaderOptions.of(recipe, global_batch=1)
+    dataset = MultiCropDataset(source, multicrop, options)
+    for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
+        [(epoch, index)] = keys
+        try:
+            array = open_image(source, index, data.max_pixels, data.known_range, channels).decode()
+        except UnreadableImage:
+            continue
+        if array.shape[2] != channels:
+            continue
+        batch = dataset.__getitems__(keys)
+        if isinstance(batch, DataError):
+            raise batch
+        whole = torch.from_numpy(array).permute(2, 0, 1)
+        original = _picture(whole, whole)
+        sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
+        sampled = sampled if channels == 3 else [_without_colours(one) for one in sampled]
+        shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
+        crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
+        yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
+
+
+def _without_colours(crop: CropParameters) -> CropParameters:
+    """What is done to images that are not RGB."""
+    jitter = tuple(one for one in crop.jitter if one[0] not in ("saturation", "hue"))
+    return replace(crop, jitter=jitter, gray=False)
+
+
+def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
+    """Pixels (c, h, w), uint8 or in [0, 1], as RGB; stretched as `like`, the whole image, where they are not RGB."""
+    levels = (visible(pixels, like) * 255).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
+def _title(recipe: Recipe) -> str:
+    crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
+    given = [(name, getattr(recipe.crops, name)) for name in _CHANGES]
+    changes = [f"{name} {show_value(value)}" for name, value in given if value != getattr(CropsSection(), name)]
+    masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
+    words = [f"augmentation {recipe.crops.augment}", *changes, recipe.data.transform, *masks]
+    return f"What the network sees: {crops} px, {', '.join(word for word in words if word)}"

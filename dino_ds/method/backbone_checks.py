@@ -1,0 +1,93 @@
+"""Options of a recipe and of a ds config that the backbone has no use for are refused: they would do nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dino_ds.config.crops import EMA, crop_sizes
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
+from dino_ds.errors import ConfigError
+from dino_ds.models.batch_norm import batch_norms
+from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import ViTSpec
+
+_OF_VITS = ("attention", "attention_backend", "packed", "cls_only_last_block")
+_OF_OTHERS = ("channels_last",)
+
+
+def check_backbone(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
+    BatchNorm that can't act on it."""
+    network.backbone.check_trainable()
+    given = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
+    for side in {side: None for one in recipe.resolutions for side in crop_sizes(recipe.groups_of(one))}:
+        try:
+            network.backbone.check_image(side, side)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; change {given}") from None
+    if recipe.gram.weight:
+        _check_patches(recipe, network)
+    _check_batch_norm(recipe, network)
+
+
+def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
+    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone or
+    teachers."""
+    ours, fitting = isinstance(recipe.model.spec(), ViTSpec), fitting_levers(recipe, performance)
+    for name in _OF_OTHERS if ours else _OF_VITS:
+        value = getattr(performance, name)
+        if value != getattr(fitting, name):
+            kind = "networks that dino_ds does not build itself" if ours else "ViTs that dino_ds builds itself"
+            given = str(value).lower()
+            raise ConfigError(
+                f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
+            )
+    gram = recipe.gram
+    of_file = gram.weight and gram.teacher not in (SNAPSHOT, EMA) and not gram.refresh_every.value
+    if performance.frozen_teacher != "whole" and recipe.teacher.source is None and not of_file:
+        raise ConfigError(
+            f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves "
+            "(teacher.source, gram.teacher), and this run has none: leave it out"
+        )
+
+
+def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:
+    """`performance` with the defaults in the place of what does nothing for a recipe's backbone."""
+    defaults = PerformanceOptions()
+    idle = _OF_OTHERS if isinstance(recipe.model.spec(), ViTSpec) else _OF_VITS
+    return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
+
+
+def check_frozen_statistics(recipe: Recipe) -> None:
+    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
+    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None and recipe.stage_start is None:
+        raise ConfigError(
+            "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
+            "model.init_from, or take reference or ema"
+        )
+
+
+def _check_patches(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a backbone that Gram anchoring has nothing of."""
+    side = recipe.crops.global_size
+    try:
+        network.backbone.patch_grid(side, side)
+    except ConfigError as error:
+        raise ConfigError(f"gram.weight compares patches: {error}; set it 0, or take a ViT") from None
+
+
+def _check_batch_norm(recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for settings of BatchNorm that can't act."""
+    teacher, model = recipe.teacher.batch_norm, recipe.model
+    if teacher == "reference" and recipe.teacher.source is not None and batch_norms(network):
+        raise ConfigError(
+            "teacher.batch_norm reference: with teacher.source the EMA teacher sees no images, and its averages would "
+            "never move: set it ema"
+        )
+    if not batch_norms(network):
+        if teacher != "reference":
+            raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
+        if not model.sync_batch_norm:
+            raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")

@@ -1,0 +1,193 @@
+"""Distillation: the frozen teacher of teacher.source, whether it fits the recipe, and a resumed run's is the same.
+
+Source: DINOv2 (arXiv 2304.07193), section 5: targets from the heads of a frozen larger teacher, for a student without
+masks or stochastic depth, whose EMA is the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dino_ds.basics.digits import range_text
+from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.crops import FROZEN, teacher_sizes
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
+from dino_ds.engine.device import DTYPES
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.method.dino import DINO, HEAD
+from dino_ds.method.features import FeatureTerm
+from dino_ds.method.frozen import FrozenTeacher
+from dino_ds.method.ibot import IBOT, IBOT_HEAD
+from dino_ds.method.objective import Objective, Term
+from dino_ds.method.place_frozen import options_of, place_frozen
+from dino_ds.method.teacher import Teachers
+from dino_ds.models.base import cls_of, patches_of
+from dino_ds.models.build import build_backbone
+from dino_ds.models.network import Network
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
+from dino_ds.weights.frozen import FrozenSource, find_frozen
+
+_GROUP = "global"
+
+
+def find_teacher(recipe: Recipe) -> FrozenSource | None:
+    """That of teacher.source, None: the recipe has none. Every rank must call it.
+
+    Raises CheckpointError for weights that can't be used, ConfigError where they don't go with the recipe.
+    """
+    if recipe.teacher.source is None:
+        return None
+    with distributed.raise_on_all_ranks():
+        source = find_frozen(recipe.teacher.source)
+        _check(source, recipe)
+    return source
+
+
+def _check(source: FrozenSource, recipe: Recipe) -> None:
+    teacher, spec = source.name, source.spec
+    source.check_channels(recipe.model.in_chans)
+    with torch.device("meta"):
+        backbone = build_backbone(spec, source.image_size)
+    steps = [recipe.groups_of(resolution) for resolution in recipe.resolutions]
+    for side in dict.fromkeys(side for groups in steps for side in teacher_sizes(groups, FROZEN)):
+        try:
+            backbone.check_image(side, side)
+        except ConfigError as error:
+            raise ConfigError(f"{teacher} can't take this run's crops: {error}; change crops.global_size") from None
+    if recipe.teacher.distill != "features":
+        _check_heads(source, recipe)
+    elif recipe.objective.ibot_weight:
+        for name, one in ((teacher, spec), (f"model.backbone {recipe.model.backbone}", recipe.model.spec())):
+            if isinstance(one, ForeignSpec) and not facts_of(one).has_map:
+                raise ConfigError(f"{name} gives no features of patches: set objective.ibot_weight 0")
+
+
+def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
+    teacher, how = source.name, recipe.objective
+    ibot = IBOT_HEAD if how.ibot_head == "own" else HEAD
+    wanted = {HEAD: recipe.head} if how.dino_weight else {}
+    if how.ibot_weight:
+        wanted[ibot] = recipe.ibot_head if ibot == IBOT_HEAD else recipe.head
+    if not source.heads:
+        why = next((f" ({note})" for note in source.notes if "head" in note), "")
+        raise ConfigError(f"{teacher} has no heads{why}: set teacher.distill features, or give a run that has them")
+    for name, ours in wanted.items():
+        if name not in source.heads:
+            weight = "objective.dino_weight 0" if name == HEAD else "objective.ibot_head shared"
+            theirs = ", ".join(source.heads)
+            raise ConfigError(f"{teacher} has no {name}, only {theirs}: set {weight}, or teacher.distill features")
+        if (count := source.head(name).prototypes) != ours.prototypes:
+            raise ConfigError(
+                f"{name}.prototypes {ours.prototypes} must be those of {teacher}, {count}: set "
+                f"--{name}.prototypes {count}, or teacher.distill features"
+            )
+    if how.ibot_weight and how.ibot_head == "shared" and IBOT_HEAD in source.heads:
+        raise ConfigError(f"{teacher} has a head of its own for patches: set objective.ibot_head own")
+    stride = recipe.model.spec().stride
+    if how.ibot_weight and source.spec.stride != stride:
+        raise ConfigError(
+            f"{teacher} has patches of {source.spec.stride} pixels and the student of {stride}: the loss of masked "
+            "patches needs equal ones; set objective.ibot_weight 0 and crops.mask none, or teacher.distill features"
+        )
+
+
+def feature_terms(recipe: Recipe, source: FrozenSource) -> dict[str, Term]:
+    """The terms of teacher.distill features, under the names of those whose weights they have."""
+    width, how = source.spec.width, recipe.objective
+    terms: dict[str, Term] = {}
+    if how.dino_weight:
+        terms[DINO] = FeatureTerm(DINO, cls_of(_GROUP), "cls_regression", width)
+    if how.ibot_weight:
+        terms[IBOT] = FeatureTerm(IBOT, patches_of(_GROUP), "patch_regression", _map_width(source))
+    return terms
+
+
+def _map_width(source: FrozenSource) -> int:
+    """Of the features of patches: some networks have other layers after their map."""
+    spec = source.spec
+    if not isinstance(spec, ForeignSpec):
+        return spec.width
+    with torch.device("meta"), torch.no_grad():
+        image = torch.zeros(1, spec.in_chans, source.image_size, source.image_size)
+        return int(features_of(create(spec, source.image_size).eval(), image)[1].shape[-1])
+
+
+def begin_centers(objective: Objective, source: FrozenSource) -> None:
+    """Running means of the frozen teacher's logits begin where its training left them."""
+    for name, statistic in objective.statistics.items():
+        if name in source.centers and source.centers[name].shape == statistic.value.shape:
+            statistic.load(source.centers[name])
+
+
+def build_frozen(
+    source: FrozenSource,
+    recipe: Recipe,
+    config: DsConfig,
+    objective: Objective,
+    head: Callable[[int, HeadSection], nn.Module],
+) -> FrozenTeacher:
+    """The teacher on this process's device, as the ds config's dino_ds.frozen_teacher says; every rank must call it.
+
+    head: makes one for features of a width. Raises CheckpointError for tensors that are not the network's, and where
+    ranks have read different ones.
+    """
+    outputs = objective.teacher_features(FROZEN)
+    asked = {name: query for name, query in objective.queries.items() if name in outputs}
+    with torch.device("meta"):
+        backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
+        names = dict.fromkeys(query.head for query in asked.values())
+        heads = {name: head(source.spec.width, source.head(name)) for name in names}
+    network = Network(backbone, heads, asked, [name for name in outputs if name not in asked])
+    about = {"source": source.place, "digest": place_frozen(network, source, config)}
+    teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
+    teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
+    return teacher
+
+
+def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
+    theirs, ours = source.range, recipe.data.known_range
+    if theirs == ours:
+        return []
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
+
+
+def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
+    """What is distilled and how, in a line for people; none without a frozen teacher."""
+    teacher = teachers.get(FROZEN)
+    if not isinstance(teacher, FrozenTeacher):
+        return []
+    how = "heads"
+    if recipe.regresses_features:
+        how = "features, through a linear layer each: head.*, objective.centering and temperatures have no effect"
+    lines = []
+    if recipe.regresses_features and recipe.crops.num_local:
+        lines = ["local crops are computed, and no loss compares their features: set crops.num_local 0"]
+    return [*lines, "; ".join([f"distilled from {teacher.about['source']} by its {how}", *teacher.notes])]
+
+
+def distilled(teachers: Teachers) -> dict[str, Any] | None:
+    """Where the frozen teacher of a run is from and the digest of its tensors; None: it has none."""
+    found = teachers.get(FROZEN)
+    return found.about if isinstance(found, FrozenTeacher) else None
+
+
+def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
+    """Raises CheckpointError where a run would go on with another frozen teacher; its path may be another one."""
+    before = saved.frozen_teacher
+    if (before or {}).get("digest") == (now or {}).get("digest"):
+        return
+    was, given = ((one or {}).get("source") or "none" for one in (before, now))
+    what = f"the same path {was} with other weights" if was == given else f"teacher.source {given}, not {was}"
+    raise CheckpointError(
+        f"step {saved.step} was distilled from another teacher: this start has {what}; give the one that the run "
+        "began with, or start a new run (--run_dir)"
+    )

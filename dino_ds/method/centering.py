@@ -1,0 +1,129 @@
+"""How a teacher's logits become targets that do not collapse: both ways are a softmax after a shift of each prototype.
+
+targets = softmax(logits / temperature + shift). Centering subtracts a running mean (DINO, arXiv 2104.14294);
+Sinkhorn-Knopp balances the prototypes over all rows of a step (SwAV, arXiv 2006.09882; DINOv2, arXiv 2304.07193).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
+from dino_ds.method.running import RunningMean
+from dino_ds.models.logits import Logits, part_rows, tile_rows
+
+# Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.
+_KEPT = {"cpu": 160 * 2**20}
+
+
+class Centering(ABC):
+    """`whole_step`: the shift depends on the logits of all micro-batches of a step; statistics by name."""
+
+    whole_step = False
+    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+
+    @abstractmethod
+    def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
+        """Logits of the micro-batches, (n, k) each -> (k,). Every rank must call it; statistics gather the logits."""
+
+
+class RunningCenter(Centering):
+    """Less the running mean of the teacher's logits, which is that of the last applied step.
+
+    name: of the mean in checkpoints.
+    """
+
+    def __init__(self, name: str, prototypes: int, momentum: float, device: torch.device | str = "cpu") -> None:
+        self.center = RunningMean(prototypes, momentum, device)
+        self.statistics = {name: self.center}
+
+    @torch.no_grad()
+    def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
+        for logits in window:
+            self.center.gather_sum(logits.sum(), len(logits.rows))
+        return self.center.value / -temperature
+
+
+class SinkhornKnopp(Centering):
+    """The shift after which every prototype has had an equal part of all rows of all ranks, `iterations` times.
+
+    Q = exp(logits / temperature) has its columns scaled to equal sums and then its rows, in turn, rows last. Rows'
+    scaling is what a softmax does, so of Q only the columns' scaling is kept: three passes over tiles of logits, one
+    sum of (k,) over ranks in each. In logarithms where numbers could be too large for FP32.
+    One row alone has the uniform target, whatever its logits.
+    """
+
+    whole_step = True
+
+    def __init__(self, iterations: int = 3) -> None:
+        self.iterations = iterations
+
+    @torch.no_grad()
+    def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
+        tiles = _Tiles(window, temperature)
+        shift = -_log_sums(tiles)
+        for _ in range(self.iterations - 1):
+            sums = torch.zeros_like(shift)
+            for tile in tiles:
+                for part, room, other in tiles.parts(tile):
+                    # After a column's scaling its largest entry is at least 1 / rows, and rows sum to at most k:
+                    # no sum of the softmax underflows.
+                    sums += torch.softmax(torch.add(part, shift, out=room), dim=-1, out=other).sum(dim=0)
+            shift = shift - sum_across_ranks(sums).log()
+        return shift
+
+
+def _log_sums(tiles: _Tiles) -> Tensor:
+    """ln of the sum of exp(logits / temperature) over the rows of all ranks, (k,)."""
+    found = torch.full_like(tiles.scale, -torch.inf)
+    for tile in tiles:
+        largest, sums = tile.amax(dim=0), torch.zeros_like(found)
+        for part, room, _ in tiles.parts(tile):
+            sums += torch.sub(part, largest, out=room).exp_().sum(dim=0)
+        torch.logaddexp(found, largest.add_(sums.log_()), out=found)
+    largest = max_across_ranks(found.clone())
+    return largest + sum_across_ranks((found - largest).exp()).log()
+
+
+class _Tiles:
+    """Logits / temperature of a window, (r, k) FP32 each, as often as they are asked for; not to be written into.
+
+    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one room.
+    """
+
+    def __init__(self, window: Sequence[Logits], temperature: float) -> None:
+        self._window, self.scale = window, window[0].scale
+        self._scales = [logits.scale / temperature for logits in window]
+        weight = window[0].weight
+        self._size = tile_rows(weight)
+        self._keeps = _KEPT.get(weight.device.type, 0) // (4 * self._size * len(weight))
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        most = min(self._size, max(len(logits.rows) for logits in window))
+        self._room = weight.new_empty(most, len(weight))
+        self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for i, logits in enumerate(self._window):
+            for start in range(0, len(logits.rows), self._size):
+                yield self._tile(i, start)
+
+    def _tile(self, i: int, start: int) -> Tensor:
+        if (i, start) in self._kept:
+            return self._kept[i, start]
+        logits = self._window[i]
+        rows = logits.rows[start : start + self._size]
+        keep = len(self._kept) < self._keeps
+        tile = logits.multiply(rows, torch.empty_like(self._room) if keep else self._room).mul_(self._scales[i])
+        if keep:
+            self._kept[i, start] = tile
+        return tile
+
+    def parts(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A few rows of a tile at a time, and twice the room of as many."""
+        for part in tile.split(max(1, self._parts.shape[1])):
+            yield part, self._parts[0, : len(part)], self._parts[1, : len(part)]

@@ -1,0 +1,246 @@
+"""The EMA teacher: a whole FP32 copy on every rank, never sharded, never trained, fed from the FP32 masters.
+
+Source: DINO, section 3.1 (arXiv 2104.14294): teacher <- m teacher + (1 - m) student, after each applied step.
+An average kept in bf16 would leave most weights unchanged by a step at m >= .996; hence FP32 from FP32.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dino_ds.engine.distributed import gather_in_place
+from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.teacher import Teacher
+from dino_ds.models.base import is_cast
+from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
+from dino_ds.models.network import Network
+
+# Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
+_CHUNK_ELEMENTS = 128 * 2**20
+
+
+_STATISTICS_SPAN = 0.1
+"""Part of the passes so far over which BatchNorm's averages go at first, as "ema": those of untrained weights fade."""
+
+
+@dataclass(frozen=True)
+class TeacherOptions:
+    """`dtype` of the forward pass; with `keep_copy` the matrices are also kept in it, cast once per applied step
+    instead of at each use: same results, 2 bytes a weight more. `compiled`: how its blocks are compiled, as of
+    `compile_segments`, or "off".
+
+    `batch_norm`: "reference": it normalises by its own batch, its running averages are its own and of its crops
+    (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
+    that the student began with. Evaluations and exports use the running averages.
+    """
+
+    dtype: torch.dtype = torch.float32
+    keep_copy: bool = False
+    compiled: str = "off"
+    batch_norm: str = "reference"
+
+
+class EmaTeacher(Teacher):
+    """Moves with the student after applied steps.
+
+    Args: `network` as of `Teacher`; `masters` where the student's FP32 weights are; `buffers` gives the student's, by
+    name: they are averaged as the weights are, those of whole numbers copied, but for BatchNorm's, see the options. On
+    construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
+    engine's precision.
+
+    Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        masters: Sequence[Masters],
+        options: TeacherOptions = TeacherOptions(),
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
+        super().__init__(network, options.dtype)
+        parameters: dict[str, Tensor] = dict(network.named_parameters())
+        assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
+        self._updaters = self._updaters_of(masters, parameters)
+        followed = [name for m in masters for name in _names(m)]
+        assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
+        self._student_buffers, self._own_buffers = buffers, dict(network.named_buffers())
+        assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
+        statistics = {id(buffer) for norm in batch_norms(network) for buffer in norm.buffers()}
+        self._statistics = {name: b for name, b in self._own_buffers.items() if id(b) in statistics}
+        self._rule = options.batch_norm
+        self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        if options.keep_copy:
+            self._running, self._casts = _low_precision_copy(network, options.dtype)
+        if options.batch_norm == "reference":
+            self._batch_norms, self._unsynced = batch_norms(self._running), unsynced_statistics(network)
+        if options.compiled != "off":
+            self._running.backbone.compile_segments(options.compiled)
+        theirs = buffers()
+        for name, own in self._own_buffers.items():
+            own.copy_(theirs[name])
+        self._move_weights(momentum=0.0)
+
+    def _updaters_of(self, masters: Sequence[Masters], parameters: dict[str, Tensor]) -> list[_EmaUpdater]:
+        whole = [m for m in masters if isinstance(m, WholeMasters)]
+        flat = [m for m in masters if isinstance(m, FlatMasters)]
+        cut = [m for m in masters if isinstance(m, PartitionedMasters)]
+        return [
+            *(_WholeUpdater(m, parameters) for m in whole),
+            *([_FlatUpdater(flat, parameters, self._device)] if flat else []),
+            *(_PartitionedUpdater(m, parameters, self._device) for m in cut),
+        ]
+
+    def update(self, schedule: ScheduleValues) -> None:
+        self.move(schedule.teacher_momentum)
+
+    @torch.no_grad()
+    def move(self, momentum: float) -> None:
+        """teacher <- momentum * teacher + (1 - momentum) * student; every rank must call it."""
+        self._move_weights(momentum)
+        theirs = self._student_buffers()
+        for name, own in self._own_buffers.items():
+            if name in self._statistics:
+                continue
+            if own.is_floating_point():
+                own.lerp_(theirs[name].to(own.dtype), 1.0 - momentum)
+            else:
+                own.copy_(theirs[name])
+        if self._rule == "ema" and self._statistics:
+            self._move_statistics({name: theirs[name] for name in self._statistics}, 1.0 - momentum)
+
+    @torch.no_grad()
+    def _move_weights(self, momentum: float) -> None:
+        for updater in self._updaters:
+            updater.update(1.0 - momentum)
+        self._cast()
+
+    def _move_statistics(self, theirs: Mapping[str, Tensor], weight: float) -> None:
+        """BatchNorm's averages as the weights, at first faster."""
+        counts = [name for name, own in self._statistics.items() if not own.is_floating_point()]
+        torch._foreach_copy_([self._statistics[name] for name in counts], [theirs[name] for name in counts])
+        own = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
+        passes = self._statistics[counts[0]].float()
+        steps = torch._foreach_sub([theirs[name] for name in self._statistics if name not in counts], own)
+        torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(weight, 1.0))
+        torch._foreach_add_(own, steps)
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        return self._statistics if self._rule == "reference" else {}
+
+    def _cast(self) -> None:
+        if self._casts[0]:
+            torch._foreach_copy_(*self._casts)
+
+    def state(self) -> dict[str, Tensor]:
+        return self.network.state_dict()
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state(state)
+        self._cast()
+
+
+def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
+    """A network whose matrices are of `dtype` and whose other tensors are those of `network`; (copies, originals).
+
+    Autocast casts these matrices and no others, so the results are the same.
+    """
+    shared = {id(tensor): tensor for tensor in (*network.parameters(), *network.buffers())}
+    running = copy.deepcopy(network, shared)
+    copies, originals = [], []
+    for mine in running.modules():
+        for name, parameter in list(mine.named_parameters(recurse=False)):
+            if is_cast(mine):
+                copies.append(torch.empty_like(parameter.data, dtype=dtype))
+                originals.append(parameter.data)
+                setattr(mine, name, nn.Parameter(copies[-1], requires_grad=False))
+    return running, (copies, originals)
+
+
+class _EmaUpdater:
+    def update(self, weight: float) -> None:
+        """teacher <- teacher + weight * (masters - teacher), for this updater's parameters."""
+        raise NotImplementedError
+
+
+class _WholeUpdater(_EmaUpdater):
+    """No communication."""
+
+    def __init__(self, masters: WholeMasters, parameters: dict[str, Tensor]) -> None:
+        self._teacher = [parameters[name].data for name, _ in masters.parameters]
+        self._masters = [tensor.detach() for _, tensor in masters.parameters]
+
+    def update(self, weight: float) -> None:
+        torch._foreach_lerp_(self._teacher, self._masters, weight)
+
+
+class _FlatUpdater(_EmaUpdater):
+    """Each rank moves its shards, then all shards are gathered in place by one collective.
+
+    Learning rates by layer make two parameter groups a block, each a flat buffer: 58 of a ViT-L.
+    """
+
+    def __init__(self, masters: Sequence[FlatMasters], parameters: dict[str, Tensor], device: torch.device) -> None:
+        self._masters, self._group = masters, masters[0].process_group
+        assert all(m.process_group is self._group for m in masters)
+        self._whole = [torch.zeros(m.numel, device=device) for m in masters]
+        for flat, own in zip(self._whole, masters, strict=True):
+            for name, offset in own.layout:
+                parameter = parameters[name]
+                view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._shards = [flat.chunk(ranks)[rank] for flat in self._whole]
+
+    def update(self, weight: float) -> None:
+        masters = [
+            m.shard().to(own.device, non_blocking=True) for m, own in zip(self._masters, self._shards, strict=True)
+        ]
+        torch._foreach_lerp_(self._shards, masters, weight)
+        gather_in_place(self._whole, self._shards, self._group)
+
+
+class _PartitionedUpdater(_EmaUpdater):
+    """Gathers the masters chunk by chunk, then moves whole parameters."""
+
+    def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
+        self._masters = masters
+        self._device = device
+        self._world = dist.get_world_size(masters.process_group)
+        self._chunks: list[list[tuple[Tensor, int, int]]] = [[]]
+        filled = 0
+        for name, offset, piece in masters.layout:
+            if filled and (filled + piece) * self._world > _CHUNK_ELEMENTS:
+                self._chunks.append([])
+                filled = 0
+            self._chunks[-1].append((parameters[name].data, offset, piece))
+            filled += piece
+
+    def update(self, weight: float) -> None:
+        shard = self._masters.shard()
+        for chunk in self._chunks:
+            start, (_, last, piece) = chunk[0][1], chunk[-1]
+            mine = shard[start : last + piece].to(self._device)
+            gathered = mine.new_empty(self._world * mine.numel())
+            dist.all_gather_into_tensor(gathered, mine, group=self._masters.process_group)
+            rows = gathered.view(self._world, -1)
+            teacher = [tensor.view(-1) for tensor, _, _ in chunk]
+            masters = [
+                rows[:, offset - start : offset - start + piece].reshape(-1)[: tensor.numel()]
+                for tensor, offset, piece in chunk
+            ]
+            torch._foreach_lerp_(teacher, masters, weight)
+
+
+def _names(masters: Masters) -> list[str]:
+    if isinstance(masters, WholeMasters):
+        return [name for name, _ in masters.parameters]
+    return [entry[0] for entry in masters.layout]

@@ -1,0 +1,120 @@
+"""Gram anchoring: how similar the patches of an image are to each other stays as a teacher sees it.
+
+Source: DINOv3, section 4 (arXiv 2508.10104). Only similarities are compared, so the teacher may be of another width,
+and features may turn freely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.models.base import Masks, patches_of
+from dino_ds.models.logits import tf32
+
+GRAM_TERM = "gram"
+# Bytes of the student's similarities that are made at a time; as much again of the teacher's.
+_PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
+
+
+class GramTerm(Term):
+    """Mean squared difference of the cosines between patches, student's and teacher's: the mean over images and pairs
+    of patches, or with `whole_batch` over the pairs of all patches of a micro-batch. FP32.
+
+    The student's patches are those of its global crops, hidden ones too. teacher: whose patches; seen: the group of its
+    crops, which are the same in this size or another. drop_negative: cosines below 0 count as 0, on both sides.
+    Where the schedule's weight is 0 nothing is computed, and the loss is 0.
+    """
+
+    def __init__(self, teacher: str, seen: str, whole_batch: bool = False, drop_negative: bool = False) -> None:
+        self._teacher, self._seen, self._own = teacher, patches_of(seen), patches_of("global")
+        self.needs = Needs(student=(self._own,), teachers={teacher: (self._seen,)})
+        self.whole_batch, self.drop_negative = whole_batch, drop_negative
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
+        """The teacher's patches (images, n, d) of each micro-batch, on its own grid; None while the weight is 0."""
+        if not schedule.weights[GRAM_TERM]:
+            return [None] * len(window)
+        return [teachers[self._teacher][self._seen] for teachers in window]
+
+    def loss(self, student: StudentOutputs, targets: Tensor | None, schedule: ScheduleValues) -> Measured:
+        features = student[self._own]
+        assert isinstance(features, Tensor)
+        with torch.autocast(features.device.type, enabled=False):
+            if targets is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
+                return Measured(0.0 * features.float().sum(), {})
+            theirs = resized_patches(targets, features.shape[1])
+            if self.whole_batch:
+                features, theirs = features.flatten(0, 1)[None], theirs.flatten(0, 1)[None]
+            return Measured(gram_loss(features, theirs, self.drop_negative), {})
+
+
+def resized_patches(patches: Tensor, count: int) -> Tensor:
+    """Patches (images, n, d) of square images -> (images, count, d): bicubic, as of `F.interpolate` without antialias.
+
+    FP32 where they are resized, else as they are.
+    """
+    old, new = math.isqrt(patches.shape[1]), math.isqrt(count)
+    assert old**2 == patches.shape[1] and new**2 == count, "images are square"
+    if old == new:
+        return patches
+    maps = patches.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    return F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False).flatten(2).mT
+
+
+def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
+    """Rows (matrices, n, d) and (matrices, n, d') -> mean over matrices and n^2 of the squared difference of cosines.
+
+    The gradient, of the student's alone, is made in the same pass: no more than `_PIECE` of a matrix is there at once.
+    """
+    low = student.dtype != torch.float32
+    loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), drop_negative, low)
+    return loss
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return F.normalize(rows.float(), dim=-1)
+
+
+class _GramLoss(torch.autograd.Function):
+    """Of unit rows x: L = sum (x x^T - t)^2 / count, whose gradient is 4 (x x^T - t) x / count: both are symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, drop_negative: bool, low: bool) -> Tensor:
+        matrices, n, _ = x.shape
+        size = max(1, _PIECE.get(x.device.type, _PIECE["cuda"]) // (4 * n))  # rows of similarities
+        together, rows = max(1, size // n), min(size, n)
+        grad = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        total, scale = x.new_zeros(()), 4 / (matrices * n * n)
+        with tf32(low):
+            for some in torch.arange(matrices).split(together):
+                part = slice(int(some[0]), int(some[-1]) + 1)
+                for start in range(0, n, rows):
+                    block = slice(start, min(start + rows, n))
+                    own = x[part, block] @ x[part].mT
+                    theirs = y[part, block] @ y[part].mT
+                    kept = own >= 0 if drop_negative else None
+                    if drop_negative:
+                        own, theirs = own.clamp_min_(0), theirs.clamp_min_(0)
+                    difference = own.sub_(theirs)
+                    total += torch.linalg.vecdot(difference, difference).sum()
+                    if grad is not None:
+                        if kept is not None:
+                            difference.mul_(kept)
+                        grad[part, block] = (difference @ x[part]).mul_(scale)
+        ctx.save_for_backward(grad)
+        return total * (scale / 4)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = ctx.saved_tensors
+        return grad * grad_outputs[0], None, None, None

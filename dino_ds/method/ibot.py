@@ -1,0 +1,62 @@
+"""The iBOT term: for each hidden patch the student predicts what the teacher sees there.
+
+Source: iBOT (arXiv 2111.07832); facebookresearch/dinov2 `iBOTPatchLoss.forward_masked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dino_ds.config.crops import EMA
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.centering import Centering
+from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
+from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.logits import Compared, Comparison
+from dino_ds.models.network import Query
+
+IBOT, IBOT_HEAD = "ibot", "ibot_head"
+
+
+class IbotTerm(Term):
+    """Cross-entropies of hidden patches, averaged in each crop and over the crops of `group`, masked or not. FP32.
+
+    A crop without hidden patches counts as 0, so that a masked crop weighs the same in every batch. head: the name of
+    the head of patches; teacher: whose logits are the targets.
+    """
+
+    group = "global"
+    scalars = ("ibot_teacher_entropy", "ibot_cross_entropy")
+
+    def __init__(
+        self, prototypes: int, student_temp: float, centering: Centering, head: str = IBOT_HEAD, teacher: str = EMA
+    ) -> None:
+        self.student_temp, self.centering, self.teacher = student_temp, centering, teacher
+        self.needs = Needs(
+            student=(IBOT,), teachers={teacher: (IBOT,)}, queries={IBOT: Query(head, masked_of(self.group))}
+        )
+        self.entropies = {"ibot_teacher_entropy": TargetEntropy(prototypes, "ibot_cross_entropy", "masked patch")}
+        self.statistics, self.whole_step = centering.statistics, centering.whole_step
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Comparison]:
+        logits = teacher_logits(window, self.teacher, IBOT)
+        temperature = schedule.teacher_temp
+        shift = self.centering.shift(logits, temperature)
+        return [
+            Comparison(
+                of_batch,
+                shift,
+                temperature,
+                self.student_temp,
+                weights=of_crops[self.group]["weights"],
+                divisor=float(len(of_crops[self.group]["mask"])),
+            )
+            for of_batch, of_crops in zip(logits, masks, strict=True)
+        ]
+
+    def loss(self, student: StudentOutputs, targets: Comparison, schedule: ScheduleValues) -> Measured:
+        """Besides the loss: entropy of the targets and cross-entropy, means over the masked crops."""
+        compared = student[IBOT]
+        assert isinstance(compared, Compared) and targets.weights is not None and targets.divisor is not None
+        mean = compared.loss.detach() * (targets.divisor / targets.weights.sum().clamp_min(1e-9))
+        return Measured(compared.loss, {"ibot_teacher_entropy": compared.entropy, "ibot_cross_entropy": mean})

@@ -1,0 +1,194 @@
+"""What a loss term is, and how terms make one objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.running import RunningMean
+from dino_ds.models.base import Masks
+from dino_ds.models.logits import Comparison, Logits
+from dino_ds.models.network import Output, Query
+
+StudentOutputs = Mapping[str, Output]
+"""The outputs of the student's network, by their names; see `dino_ds.models.network.Network`."""
+Outputs = Mapping[str, Mapping[str, Output]]
+"""By teacher those of its network."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which outputs of the student's network a term reads, and which of each teacher's: names of `queries`, or
+    features as "cls/global" and "patches/global"."""
+
+    student: tuple[str, ...]
+    teachers: Mapping[str, tuple[str, ...]]
+    queries: Mapping[str, Query] = field(default_factory=dict)
+
+
+def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
+    """What a teacher's head gives for a query, for each micro-batch of a window."""
+    found = [teachers[teacher][query] for teachers in window]
+    assert all(isinstance(logits, Logits) for logits in found)
+    return cast(list[Logits], found)
+
+
+class Measured(NamedTuple):
+    """loss: a scalar with gradient, the mean over the images of the micro-batch; scalars: what is logged, by name."""
+
+    loss: Tensor
+    scalars: dict[str, Tensor]
+
+
+class TargetEntropy(NamedTuple):
+    """Of targets over so many prototypes; the scalar that is their cross-entropy, None: the term's own loss; rows: what
+    has a target, as messages name it."""
+
+    prototypes: int
+    cross_entropy: str | None = None
+    rows: str = "image"
+
+
+class Entropy(NamedTuple):
+    """The scalar that is the mean entropy of the targets of a cross-entropy, and the scalar of that loss; their
+    difference is logged as `kl`, and both together tell a collapse. prototypes: ln of it is the largest entropy; rows:
+    as of `TargetEntropy`."""
+
+    scalar: str
+    loss: str
+    kl: str
+    prototypes: int
+    rows: str
+
+
+class Term(ABC):
+    """One summand of the objective.
+
+    `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets, their names
+    end in teacher_entropy. `statistics` by their names in checkpoints. No other term may use these names.
+    `whole_step`: targets depend on all micro-batches of a step.
+    """
+
+    needs: Needs
+    scalars: tuple[str, ...] = ()
+    entropies: Mapping[str, TargetEntropy] = MappingProxyType({})
+    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+    whole_step = False
+
+    @abstractmethod
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> Sequence[Any]:
+        """What the student is compared with, for each of the micro-batches of a window: from the teachers' outputs and
+        the masks of each, without gradient; gathers statistics. Targets for a query are `Comparison`s."""
+
+    @abstractmethod
+    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
+        """The loss of one micro-batch."""
+
+
+class Objective:
+    """The weighted sum of named terms, and the running statistics of all of them.
+
+    A term's weight is the schedule's of its name, or 1. With several terms each one's loss, unweighted, is among the
+    scalars as NAME_loss.
+    """
+
+    def __init__(self, terms: Mapping[str, Term]) -> None:
+        self.terms = dict(terms)
+        self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
+        assert len(self.statistics) == sum(len(term.statistics) for term in self.terms.values()), "names must differ"
+        self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
+        assert len(set(self.scalars)) == len(self.scalars), "names must differ"
+
+    def _own(self, name: str) -> tuple[str, ...]:
+        """The scalar of a term's own loss: none where it is the objective."""
+        return (f"{name}_loss",) if len(self.terms) > 1 else ()
+
+    @property
+    def entropies(self) -> list[Entropy]:
+        """The entropies of all terms."""
+        found = []
+        for name, term in self.terms.items():
+            own = next(iter(self._own(name)), "loss")
+            for scalar, (prototypes, loss, rows) in term.entropies.items():
+                kl = scalar.replace("teacher_entropy", "kl")
+                found.append(Entropy(scalar, loss or own, kl, prototypes, rows))
+        return found
+
+    @property
+    def whole_step(self) -> bool:
+        """Whether targets depend on all micro-batches of a step."""
+        return any(term.whole_step for term in self.terms.values())
+
+    @property
+    def queries(self) -> dict[str, Query]:
+        """What the terms ask of heads, by the name of the output."""
+        return {name: query for term in self.terms.values() for name, query in term.needs.queries.items()}
+
+    def targets(
+        self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
+    ) -> list[dict[str, Any]]:
+        """For each micro-batch of a window every term's targets, by its name; their rows join the statistics."""
+        by_term = {name: term.targets(window, masks, schedule) for name, term in self.terms.items()}
+        return [{name: targets[i] for name, targets in by_term.items()} for i in range(len(window))]
+
+    def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
+        """Of the targets of a micro-batch those that heads compare their logits with, by query."""
+        return {
+            query: targets[name]
+            for name, term in self.terms.items()
+            for query in term.needs.queries
+            if isinstance(targets[name], Comparison)
+        }
+
+    def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
+        """The student's outputs by name -> the weighted sum of the terms, and their scalars."""
+        total: Tensor | None = None
+        scalars: dict[str, Tensor] = {}
+        for name, term in self.terms.items():
+            loss, own = term.loss(student, targets[name], schedule)
+            scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
+            weight = schedule.weights.get(name, 1.0)
+            weighted = loss if weight == 1 else weight * loss
+            total = weighted if total is None else total + weighted
+        assert total is not None, "an objective has at least one term"
+        return Measured(total, scalars)
+
+    def student_features(self) -> tuple[str, ...]:
+        """What the terms read of the student, each once."""
+        return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
+
+    def teacher_features(self, teacher: str) -> tuple[str, ...]:
+        """What the terms read of one teacher, each once."""
+        return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
+
+    def pending(self) -> list[Tensor]:
+        """This rank's window of each statistic, flat; to be summed over ranks and given to `commit` in one piece."""
+        return [statistic.pending() for statistic in self.statistics.values()]
+
+    def commit(self, total: Tensor) -> None:
+        """Move the statistics by the window's totals over all ranks, and begin a new window."""
+        sizes = [len(pending) for pending in self.pending()]
+        for statistic, part in zip(self.statistics.values(), total.split(sizes), strict=True):
+            statistic.commit(part)
+
+    def drop(self) -> None:
+        """Forget the window: its optimizer step was not applied."""
+        for statistic in self.statistics.values():
+            statistic.drop()
+
+    def state(self) -> dict[str, Tensor]:
+        """The statistics by name, by reference."""
+        return {name: statistic.value for name, statistic in self.statistics.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a statistic that is not there."""
+        for name, statistic in self.statistics.items():
+            statistic.load(state[name])

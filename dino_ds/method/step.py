@@ -1,0 +1,183 @@
+"""The algorithm on one screen: what one micro-batch does, and what moves when its window ends.
+
+Teachers, running statistics and schedules move once per *applied* optimizer step. Accumulation and fp16 overflow are
+then right by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_ds.basics.ranges import named_range
+from dino_ds.config.crops import CropGroup, student_masks
+from dino_ds.engine.distributed import RankFlags, sum_across_ranks, world_size
+from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
+from dino_ds.engine.schedules import Schedules, ScheduleValues
+from dino_ds.method.objective import Objective
+from dino_ds.method.teacher import Teachers
+from dino_ds.models.base import Crops, Masks
+from dino_ds.models.drop_path import step_key
+
+FLAGS = ("stop", "saved", "save_failed")
+"""What ranks tell each other with every step; see `dino_ds.engine.distributed.RankFlags`."""
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """Of one micro-batch on this rank: loss and scalars (on the device), and what the step did."""
+
+    loss: Tensor
+    scalars: dict[str, Tensor]
+    progress: Progress
+    schedule: ScheduleValues
+
+
+class Inputs(NamedTuple):
+    """A micro-batch on the device: crops by group; drop_keys (b,) int64 for stochastic depth; masks of crop groups."""
+
+    crops: Crops
+    drop_keys: Tensor | None = None
+    masks: Masks = MappingProxyType({})
+
+
+class TrainingStep:
+    """Student, teachers, objective and schedules moving together; `applied_steps` is the clock of the run.
+
+    `groups` are those of the crops of a micro-batch; `seed`: of what a whole step draws; `flags` (FLAGS) travel with
+    the all-reduce of the objective's running statistics.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        teachers: Teachers,
+        objective: Objective,
+        schedules: Schedules,
+        groups: Sequence[CropGroup],
+        seed: int = 0,
+    ) -> None:
+        self.engine, self.teachers, self.objective, self.schedules = engine, teachers, objective, schedules
+        self._seed = seed
+        self._groups = groups
+        self._student_groups = [group.name for group in groups if group.student]
+        self.applied_steps = 0
+        self._targets: list[dict[str, Any]] = []
+        self._buffers: list[Tensor] = []
+        self.flags = RankFlags(FLAGS, engine.device)
+        self._begin_step()
+
+    @property
+    def window(self) -> int:
+        """How many micro-batches `prepare` must see together: those of a step, where targets depend on all of them."""
+        return self.engine.config.accumulation if self.objective.whole_step else 1
+
+    def prepare(self, window: Sequence[Inputs]) -> None:
+        """Make the targets of the next micro-batches, at the beginning of a step where `window` is more than 1."""
+        assert len(window) == self.window and not self._targets
+        if self.engine.config.performance.compile == "reduce-overhead":
+            torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
+        with named_range("teacher"):
+            outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
+        with named_range("targets"):
+            self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
+
+    def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:
+        """One micro-batch, which was among those last prepared; without targets it is prepared now.
+
+        after_backward: what the host does while the device works, before the optimizer's results are read.
+        """
+        schedule, (crops, drop_keys, masks) = self.schedule, inputs
+        if not self._targets:
+            self.prepare([inputs])
+        targets = self._targets.pop(0)
+        with named_range("student"):
+            seen = {name: crops[name] for name in self._student_groups}
+            hidden = student_masks(self._groups, masks)
+            outputs = self.engine(seen, drop_keys, hidden, self.objective.comparisons(targets), self._step_key)
+        with named_range("loss"):
+            loss, scalars = self.objective.loss(outputs, targets, schedule)
+        with named_range("backward"):
+            self.engine.backward(loss)
+        if after_backward:
+            after_backward()
+        with named_range("optimizer"):
+            progress = self.engine.step()
+        if progress is Progress.STEPPED:
+            self._finish_step()
+        elif progress is Progress.SKIPPED:
+            self.objective.drop()
+            self._restore_buffers()
+        return MicroStep(loss.detach(), scalars, progress, schedule)
+
+    def _finish_step(self) -> None:
+        with named_range("center"):
+            own = [*self.engine.unsynced_statistics(), *self.teachers.unsynced_statistics()]
+            flat = torch.cat([tensor.view(-1) for tensor in own]) if own else self.flags.tensor_to_sum()[:0]
+            total = sum_across_ranks(torch.cat((*self.objective.pending(), flat, self.flags.tensor_to_sum())))
+            statistics, means, flags = total.split((len(total) - len(flat) - len(FLAGS), len(flat), len(FLAGS)))
+            self.objective.commit(statistics)
+            self.flags.push(flags)
+            if own:
+                _copy(own, (means / world_size()).split([tensor.numel() for tensor in own]))
+        with named_range("ema"):
+            self.teachers.update(self.schedule)
+        self.applied_steps += 1
+        self._begin_step()
+
+    def _moving_buffers(self) -> list[Tensor]:
+        """What forward passes move of student and teachers."""
+        return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
+
+    def _restore_buffers(self) -> None:
+        """A skipped step changes nothing, and forward passes have moved buffers."""
+        _copy(self._moving_buffers(), self._buffers)
+
+    def state(self) -> dict[str, Tensor]:
+        """What every rank holds whole of the training state, by reference; the engine's shards are its own."""
+        buffers = {f"student.{name}": tensor for name, tensor in self.engine.buffers(saved=True).items()}
+        return {**self.teachers.state(), **self.objective.state(), **buffers}
+
+    def restore(self, state: Mapping[str, Tensor], applied_steps: int) -> None:
+        """Put back what `state` gave after `applied_steps` steps, once the engine's shards are loaded.
+
+        Raises KeyError for what is not there.
+        """
+        self.teachers.load_state(state)
+        self.objective.load_state(state)
+        for name, tensor in self.engine.buffers(saved=True).items():
+            tensor.copy_(state[f"student.{name}"])
+        self.applied_steps = applied_steps
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        schedule = self.schedule = self.schedules.at(self.applied_steps)
+        self.teachers.begin_step(schedule)
+        self._step_key = step_key(self._seed, self.applied_steps)
+        buffers = self._moving_buffers()
+        if len(self._buffers) != len(buffers):
+            self._buffers = [buffer.clone() for buffer in buffers]
+        else:
+            _copy(self._buffers, buffers)
+        self.engine.set_groups(group_settings(schedule))
+        self.engine.freeze_prototypes(not schedule.prototypes_gradient)
+        self.engine.freeze_backbone(schedule.backbone_frozen)
+        # The reference gives a frozen layer no gradient at all, so its Adam state begins here.
+        if schedule.unfreeze_prototypes:
+            self.engine.reset_optimizer_state(PROTOTYPES)
+        if schedule.unfreeze_backbone:
+            for name in (DECAY, NO_DECAY):
+                self.engine.reset_optimizer_state(BACKBONE + name)
+
+
+def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """One kernel for all tensors of a dtype: given several, torch copies one by one."""
+    for dtype in {tensor.dtype for tensor in to}:
+        pairs = [pair for pair in zip(to, values, strict=True) if pair[0].dtype == dtype]
+        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])

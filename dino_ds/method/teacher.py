@@ -1,0 +1,148 @@
+"""What a teacher is, and how a run has several of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from dino_ds.config.crops import EMA, CropGroup
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.models.base import Backbone, Crops, Masks
+from dino_ds.models.batch_norm import BatchNorm
+from dino_ds.models.network import Network, Output
+
+
+class Teacher:
+    """A network that is whole on every rank and never trained; this one stays as it is.
+
+    Args: `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays).
+    """
+
+    def __init__(self, network: Network, dtype: torch.dtype = torch.float32) -> None:
+        self.network = network.eval().requires_grad_(False)
+        self.dtype = dtype
+        self._device = next(network.parameters()).device
+        self._running = network
+        self._batch_norms: list[BatchNorm] = []
+        """Those of `_running` that normalise by the batch."""
+        self._unsynced: list[Tensor] = []
+
+    @torch.no_grad()
+    def __call__(self, crops: Crops, masks: Masks) -> dict[str, Output]:
+        """The crops that it sees, by group, and which patches are hidden from the student -> outputs by name, as of
+        the network; nothing is hidden from the teacher."""
+        hidden = {group: {"rows": mask["rows"]} for group, mask in masks.items() if group in crops}
+        for norm in self._batch_norms:
+            norm.training = True
+        try:
+            with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
+                outputs: dict[str, Output] = self._running(crops, None, hidden)
+                return outputs
+        finally:
+            for norm in self._batch_norms:
+                norm.training = False
+
+    def begin_step(self, schedule: ScheduleValues) -> None:
+        """Before each step on every rank, and once more where a run is resumed there."""
+
+    def rests(self, schedule: ScheduleValues) -> bool:
+        """Whether no term asks for it in this step."""
+        return False
+
+    def update(self, schedule: ScheduleValues) -> None:
+        """After each applied step, on every rank."""
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        """By the network's names those that its own forward pass moves; of a skipped step they are put back."""
+        return {}
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        """Those of them, FP32, that each rank has of its own batch: they become their mean with every applied step."""
+        return self._unsynced
+
+    @property
+    def backbone(self) -> Backbone:
+        """The newest weights, FP32 as in teacher.safetensors. To be used while `evaluating`."""
+        return self.network.backbone
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
+        # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it, by reference: parameters and buffers by the network's names; of a teacher
+        that never moves nothing."""
+        return {}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+
+class Teachers:
+    """A run's teachers by name; `groups` say which crops each sees, `exported` which one is the run's product.
+
+    That one's tensors are teacher.NAME in a checkpoint, another's teachers.TEACHER.NAME.
+    """
+
+    def __init__(self, teachers: Mapping[str, Teacher], groups: Sequence[CropGroup], exported: str = EMA) -> None:
+        self._teachers = dict(teachers)
+        self._groups = {name: [group.name for group in groups if name in group.teachers] for name in teachers}
+        self.exported = self._teachers[exported]
+        self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
+
+    def __call__(self, crops: Crops, masks: Masks, schedule: ScheduleValues) -> dict[str, dict[str, Output]]:
+        """All crops of a micro-batch by group -> the outputs of each teacher for those it sees, if any, by its name."""
+        return {
+            name: teacher({group: crops[group] for group in self._groups[name]}, masks)
+            for name, teacher in self._teachers.items()
+            if self._groups[name] and not teacher.rests(schedule)
+        }
+
+    def __getitem__(self, name: str) -> Teacher:
+        return self._teachers[name]
+
+    def get(self, name: str) -> Teacher | None:
+        """None: a run without it."""
+        return self._teachers.get(name)
+
+    def update(self, schedule: ScheduleValues) -> None:
+        """After each applied step, on every rank."""
+        for teacher in self._teachers.values():
+            teacher.update(schedule)
+
+    def begin_step(self, schedule: ScheduleValues) -> None:
+        """Before each step on every rank, and once more where a run is resumed there."""
+        for teacher in self._teachers.values():
+            teacher.begin_step(schedule)
+
+    def moving_buffers(self) -> dict[str, Tensor]:
+        """Of all teachers."""
+        found = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
+        return {f"{self._prefix[name]}{key}": buffer for name, own in found.items() for key, buffer in own.items()}
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        """Of all teachers."""
+        return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, by reference."""
+        return {
+            f"{self._prefix[name]}{tensor}": value
+            for name, teacher in self._teachers.items()
+            for tensor, value in teacher.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        for name, teacher in self._teachers.items():
+            prefix = self._prefix[name]
+            teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

@@ -1,0 +1,264 @@
+"""Backbones that dino_ds does not build itself: any model of timm's that gives features, and a user's own module.
+
+Nothing is known of them without building them: that is done once, on the meta device, which takes no memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import nearest
+from dino_ds.basics.own_code import find_own
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.models.specs.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_PROBES = (224, 256, 64)
+"""Sides of images on which a network shows what it gives, in pixels; the first that it takes."""
+_ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
+"""What timm's models call the switch by which they take other sizes than their native one."""
+SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
+_NOT_ARGUMENTS = (
+    *("in_chans", "num_classes", "features_only"),
+    *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+)
+"""Of timm.create_model: what dino_ds sets itself, and what reads files or downloads them."""
+
+
+@dataclass(frozen=True)
+class ForeignSpec:
+    """A backbone by `name`: timm's, or MODULE:CLASS of the user's; `arguments`: a JSON object of keywords for it.
+
+    An own class is made with `in_chans` and these arguments, and turns images (b, c, h, w) into features (b, d), or
+    into a map of features (b, d, rows, columns), whose mean is then the feature of the image.
+    """
+
+    builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
+    hides_patches: ClassVar[bool] = False
+    name: str
+    in_chans: int = 3
+    arguments: str = "{}"
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one patch feature to the next."""
+        return facts_of(self).stride
+
+    @property
+    def side_multiple(self) -> int:
+        return 1
+
+    @property
+    def width(self) -> int:
+        return facts_of(self).width
+
+    @property
+    def depth(self) -> int:
+        return len(facts_of(self).segments)
+
+    @property
+    def has_batch_norm(self) -> bool:
+        return facts_of(self).has_batch_norm
+
+    @property
+    def is_timm(self) -> bool:
+        return ":" not in self.name
+
+    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
+        return (self.name, {"in_chans": self.in_chans, **json.loads(self.arguments)}) if self.is_timm else None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a network shows when it is built: `width` of its features; `stride` as of the spec; `segments`: the names
+    of the modules that are compiled and recomputed one by one, in order; `has_map`: it gives patch features;
+    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
+    why it can't be trained, for people, or ""."""
+
+    width: int
+    stride: int
+    segments: tuple[str, ...]
+    has_map: bool
+    accepts: frozenset[str]
+    has_batch_norm: bool
+    untrainable: str
+
+
+@functools.cache
+def facts_of(spec: ForeignSpec) -> Facts:
+    """Raises ConfigError for a network that gives no features."""
+    import torch
+
+    with torch.device("meta"), torch.no_grad():
+        network = create(spec).eval()
+        accepts = frozenset(inspect.signature(type(network).__init__).parameters)
+        names = (*_ANY_SIZE, "img_size", "drop_path_rate")
+        known = frozenset(name for name in (names if spec.is_timm else names[-1:]) if name in accepts)
+        problems = []
+        native = getattr(network, "pretrained_cfg", {}).get("input_size", (0, 0, 0))[1]
+        for side in [*_PROBES, *([native] if native not in (0, *_PROBES) else [])]:
+            images = torch.zeros(2, spec.in_chans, side, side)
+            try:
+                maps = features_of(network, images)
+                break
+            except Exception as error:  # whatever a foreign network raises
+                problems.append(one_line(error))
+        else:
+            raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
+        image, patches = maps
+        stride = 1 if patches is None else -(-side // patches.shape[1])
+        return Facts(
+            width=image.shape[1],
+            stride=stride,
+            segments=_segments(network),
+            has_map=patches is not None,
+            accepts=known,
+            has_batch_norm=has_batch_norm(network),
+            untrainable=why_untrainable(network, lambda: features_of(network, images)[0]),
+        )
+
+
+def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
+    """A new network with weights as its class draws them, on the device in force.
+
+    image_size: its native side in pixels, None: whatever it is made for. Raises ConfigError where it can't be built.
+    """
+    arguments = json.loads(spec.arguments)
+    if drop_path:
+        if "drop_path_rate" not in facts_of(spec).accepts:
+            raise ConfigError(
+                f"model.drop_path {drop_path:g}: {spec.name} has no stochastic depth (no argument drop_path_rate); set "
+                "model.drop_path 0"
+            )
+        arguments["drop_path_rate"] = drop_path
+    if not spec.is_timm:
+        return _create_own(spec, arguments)
+    import timm
+
+    if refused := arguments.keys() & set(_NOT_ARGUMENTS):
+        raise ConfigError(
+            f"model.arguments may not have {min(refused)}: channels are model.in_chans, weights model.init_from"
+        )
+    arguments |= {"in_chans": spec.in_chans} if image_size is None else timm_arguments(spec, image_size)
+    try:
+        network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
+    except Exception as error:  # whatever timm raises
+        given = f" with model.arguments {spec.arguments}" if spec.arguments != "{}" else ""
+        raise ConfigError(f"timm can't build model.backbone {spec.name}{given}: {one_line(error)}") from None
+    return network
+
+
+def timm_arguments(spec: ForeignSpec, image_size: int) -> dict[str, Any]:
+    """With which timm.create_model builds it for images of `image_size` pixels, as `create` does."""
+    accepts = facts_of(spec).accepts
+    sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
+    return sizes | json.loads(spec.arguments) | {"in_chans": spec.in_chans}
+
+
+def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
+    found = own_class(spec.name)
+    try:
+        network: nn.Module = found(in_chans=spec.in_chans, **arguments)
+    except Exception as error:  # whatever a user's class raises
+        raise ConfigError(
+            f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
+            f"{spec.arguments}: {type(error).__name__}: {one_line(error)}"
+        ) from None
+    if has_lazy_layers(network):
+        raise ConfigError(f"model.backbone {spec.name} has lazy layers (nn.LazyConv2d ...): give them their sizes")
+    return network
+
+
+def own_class(name: str) -> Any:
+    """The class MODULE:CLASS, found as `python -m` would, from the current folder too.
+
+    Raises ConfigError, also for what is not a class of modules: nothing else is called.
+    """
+    from torch import nn
+
+    def is_network(found: object) -> bool:
+        return isinstance(found, type) and issubclass(found, nn.Module)
+
+    return find_own("model.backbone", name, "torch.nn.Module", is_network)
+
+
+def features_of(network: Any, images: Any) -> tuple[Any, Any]:
+    """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
+
+    As timm gives them: its forward_features and forward_head. Raises ConfigError for anything else.
+    """
+    if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
+        maps = network.forward_features(images)
+        image = network.forward_head(maps, pre_logits=True)
+        return _checked(network, image), _patches(network, maps, images)
+    found = network(images)
+    if getattr(found, "ndim", 0) == 4:
+        return found.mean((2, 3)), found.permute(0, 2, 3, 1)
+    return _checked(network, found), None
+
+
+def _checked(network: Any, features: Any) -> Any:
+    if getattr(features, "ndim", 0) == 2:
+        return features
+    shape = f"shape {list(features.shape)}" if hasattr(features, "shape") else f"a {type(features).__name__}"
+    raise ConfigError(f"its features have {shape}, wanted is (b, d), or a map (b, d, rows, columns)")
+
+
+def _patches(network: Any, maps: Any, images: Any) -> Any:
+    """timm's features before the pooling as (b, rows, columns, d), None where they are none of its three kinds."""
+    if getattr(maps, "ndim", 0) == 4:
+        return maps if getattr(network, "output_fmt", "") == "NHWC" else maps.permute(0, 2, 3, 1)
+    if getattr(maps, "ndim", 0) != 3:
+        return None
+    patches = maps[:, getattr(network, "num_prefix_tokens", 0) :]
+    rows, columns = images.shape[-2:]
+    # Tokens of images that are not square can't be told from their number alone: by the ratio of the sides.
+    high = round((patches.shape[1] * rows / columns) ** 0.5)
+    return patches.unflatten(1, (high, -1)) if high and patches.shape[1] % high == 0 else None
+
+
+def _segments(network: Any) -> tuple[str, ...]:
+    """The blocks that timm's `group_matcher` names; of a network without one the children that have parameters."""
+    children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
+    if not hasattr(network, "group_matcher"):
+        return tuple(children)
+    matcher = network.group_matcher(coarse=False)
+    blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
+    # With a number beside it a pattern is of what lies between the blocks.
+    patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
+    found: list[str] = []
+    for name, module in network.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in found)
+        has_weights = any(True for _ in module.parameters())
+        if has_weights and not inside and any(re.fullmatch(pattern.removeprefix("^"), name) for pattern in patterns):
+            found.append(name)
+    return tuple(found or children)
+
+
+def foreign_spec(name: str) -> ForeignSpec:
+    """The spec of timm's name or of MODULE:CLASS. Raises ValueError with the nearest names for anything else."""
+    if answer := weights_elsewhere(name):
+        raise ValueError(
+            f"{name!r} names weights: give them with --model.init_from, and --model.backbone from_source; {answer}"
+        )
+    if ":" in name:
+        if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
+            raise ValueError(f"{name!r} is not a class of yours as module:Class")
+        return ForeignSpec(name)
+    import timm
+
+    if re.fullmatch(r"\w+", name) and timm.is_model(name):
+        return ForeignSpec(name)
+    base = name.partition(".")[0]
+    if "." in name and re.fullmatch(r"\w+", base) and timm.is_model(base):
+        raise ValueError(f"{name!r} names weights of timm's: give model.backbone {base} and model.init_from {name}")
+    near = ", ".join(nearest(name, timm.list_models(), cutoff=0.0, slack=1.0))
+    raise ValueError(f"{name!r} is neither timm's nor a class of yours as module:Class. The nearest are {near}")

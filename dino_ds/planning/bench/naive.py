@@ -1,0 +1,224 @@
+"""The parts of a training step as one would write them first: the start of the ladder.
+
+They fit into `TrainingStep` in place of ours, so that the step around them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dino_ds.config.crops import EMA, teacher_sizes
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.clipping import parts_of
+from dino_ds.engine.device import device
+from dino_ds.engine.engine import Progress
+from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.build import build_objective
+from dino_ds.method.dino import DINO, HEAD, LOCAL, DinoTerm
+from dino_ds.method.ema import EmaTeacher
+from dino_ds.method.ibot import IBOT, IbotTerm
+from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
+from dino_ds.method.running import RunningMean
+from dino_ds.models.base import CLS, Masks, masked_of
+from dino_ds.models.batch_norm import unsynced_statistics
+from dino_ds.models.network import Network, Output, Query
+from dino_ds.models.prototypes import Prototypes
+
+
+class PlainCenter:
+    """Probabilities after the running mean is taken off, as facebookresearch/dino's `DINOLoss`."""
+
+    def __init__(self, name: str, prototypes: int, momentum: float) -> None:
+        self.center = RunningMean(prototypes, momentum, device())
+        self.statistics = {name: self.center}
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, temperature: float) -> Tensor:
+        probs = F.softmax((logits - self.center.value) / temperature, dim=-1)
+        self.center.gather(logits)
+        return probs
+
+
+class PlainSinkhorn:
+    """Sinkhorn-Knopp of a whole matrix, as facebookresearch/dinov2's `sinkhorn_knopp_teacher` on one process."""
+
+    statistics: Mapping[str, RunningMean] = MappingProxyType({})
+
+    @torch.no_grad()
+    def __call__(self, logits: Tensor, temperature: float) -> Tensor:
+        q = torch.exp(logits.float() / temperature).t()  # (k, n)
+        rows = q.shape[1]
+        q /= q.sum()
+        for _ in range(3):
+            q /= q.sum(dim=1, keepdim=True)
+            q /= len(q)
+            q /= q.sum(dim=0, keepdim=True)
+            q /= rows
+        q *= rows
+        return q.t()
+
+
+PlainCentering = PlainCenter | PlainSinkhorn
+
+
+class PairwiseTerm(Term):
+    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy.
+
+    For a network with `NormalisedPrototypes`.
+    """
+
+    needs = Needs(student=(DINO,), teachers={EMA: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
+    scalars = DinoTerm.scalars
+
+    def __init__(self, student_temp: float, centering: PlainCentering, teacher_crops: int = 2) -> None:
+        self.student_temp, self.teacher_crops, self._centering = student_temp, teacher_crops, centering
+        self.statistics = centering.statistics
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        found = [self._centering(cast(Tensor, teachers[EMA][DINO]), schedule.teacher_temp) for teachers in window]
+        return [probs.view(self.teacher_crops, -1, probs.shape[-1]) for probs in found]
+
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        probs = targets
+        logits = (cast(Tensor, student[DINO]) / self.student_temp).split(probs.shape[1])
+        local = schedule.weights.get(LOCAL, 1.0)
+        losses = [
+            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(probs) else local)
+            for t, target in enumerate(probs)
+            for s, crop in enumerate(logits)
+            if s != t
+        ]
+        return Measured(torch.stack(losses).mean(), {"teacher_entropy": probs.new_zeros(())})
+
+
+class PlainIbotTerm(Term):
+    """A log-softmax of all hidden patches, as facebookresearch/dinov2's `forward_masked`, without the entropy.
+
+    For a network with `NormalisedPrototypes`. head: the name of the head of patches.
+    """
+
+    scalars = IbotTerm.scalars
+
+    def __init__(self, student_temp: float, centering: PlainCentering, head: str, group: str = "global") -> None:
+        self.student_temp, self._centering, self._group = student_temp, centering, group
+        self.needs = Needs((IBOT,), {EMA: (IBOT,)}, {IBOT: Query(head, masked_of(group))})
+        self.statistics = centering.statistics
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
+        found = [self._centering(cast(Tensor, teachers[EMA][IBOT]), schedule.teacher_temp) for teachers in window]
+        return list(zip(found, (of_crops[self._group] for of_crops in masks), strict=True))
+
+    def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
+        probs, masks = targets
+        logits = cast(Tensor, student[IBOT])
+        losses = torch.sum(probs * F.log_softmax(logits / self.student_temp, dim=-1), dim=-1) * masks["weights"]
+        nothing = probs.new_zeros(())
+        return Measured(-losses.sum() / len(masks["mask"]), dict.fromkeys(self.scalars, nothing))
+
+
+def plain_objective(recipe: Recipe) -> Objective:
+    """The recipe's objective in plain terms; KoLeo is plain as it is."""
+    how, crops, ours = recipe.objective, len(teacher_sizes(recipe.groups)), build_objective(recipe, device())
+    terms = dict(ours.terms)
+
+    def centering(name: str, prototypes: int) -> PlainCentering:
+        sinkhorn = how.centering == "sinkhorn"
+        return PlainSinkhorn() if sinkhorn else PlainCenter(name, prototypes, how.center_momentum)
+
+    if DINO in terms:
+        terms[DINO] = PairwiseTerm(how.student_temp, centering("center", recipe.head.prototypes), crops)
+    if IBOT in terms:
+        head = ours.queries[IBOT].head
+        sizes = recipe.head if head == HEAD else recipe.ibot_head
+        terms[IBOT] = PlainIbotTerm(how.student_temp, centering("ibot_center", sizes.prototypes), head)
+    return Objective(terms)
+
+
+class NormalisedPrototypes(Prototypes):
+    """All logits in one matrix; normalises the whole weight in each forward pass and differentiates through that."""
+
+    def forward(self, z: Tensor, comparison: object = None) -> Tensor:  # type: ignore[override]
+        weight = self.weight if self.free else F.normalize(self.weight, dim=-1)
+        return F.linear(F.normalize(z, dim=-1), weight if self.lengths is None else weight * self.lengths)
+
+
+def normalise_prototypes(network: Network) -> None:
+    """Put `NormalisedPrototypes` into the heads of the network, with their weights."""
+    for head in network.heads().values():
+        ours: Any = head
+        k, bottleneck = ours.prototypes.weight.shape
+        plain = NormalisedPrototypes(bottleneck, k, ours.prototypes.lengths is not None, ours.prototypes.free)
+        plain.weight, plain.lengths = ours.prototypes.weight, ours.prototypes.lengths
+        ours.prototypes = plain
+
+
+class LoopTeacher(EmaTeacher):
+    """Moves its parameters one by one: a product, a temporary, a sum; as facebookresearch/dino."""
+
+    def __init__(self, network: Network, masters: Sequence[WholeMasters], *more: Any) -> None:
+        parameters = dict(network.named_parameters())
+        self._pairs = [(parameters[name].data, student) for m in masters for name, student in m.parameters]
+        super().__init__(network, masters, *more)
+
+    @torch.no_grad()
+    def _move_weights(self, momentum: float) -> None:
+        for teacher, student in self._pairs:
+            teacher.mul_(momentum).add_((1 - momentum) * student.detach())
+
+
+class PlainEngine:
+    """The student with torch's optimizer and no engine around it: on one process what a step calls of `Engine`.
+
+    `fused` False takes torch's loop over the parameters; `clipping` of the norm of all or, by the recipe, of each
+    part; 0 = none. FP32.
+    """
+
+    def __init__(self, network: Network, recipe: Recipe, clipping: float, fused: bool, device: torch.device) -> None:
+        self.device = device
+        # What a step asks of it: what is compiled (nothing), and how many micro-batches it has.
+        self.config = SimpleNamespace(performance=PerformanceOptions(), accumulation=1)
+        self._network = network.to(device).train()
+        self._clipping = clipping
+        self._optimizer = build_optimizer(self._network, OptimizerOptions.of(recipe.optimizer), fused)
+
+    def __call__(self, *inputs: Any) -> dict[str, Output]:
+        outputs: dict[str, Output] = self._network(*inputs)
+        return outputs
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> Progress:
+        if self._clipping:
+            for part in parts_of(self._optimizer, self._network):
+                torch.nn.utils.clip_grad_norm_(part, self._clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Progress.STEPPED
+
+    def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
+        apply_settings(self._optimizer.param_groups, settings)
+
+    def freeze_prototypes(self, frozen: bool) -> None:
+        self._network.freeze_prototypes(frozen)
+
+    def freeze_backbone(self, frozen: bool) -> None:
+        self._network.freeze_backbone(frozen)
+
+    def buffers(self, saved: bool = False) -> dict[str, Tensor]:
+        return dict(self._network.named_buffers())
+
+    def unsynced_statistics(self) -> list[Tensor]:
+        return unsynced_statistics(self._network)
+
+    def masters(self) -> list[WholeMasters]:
+        return [WholeMasters(list(self._network.named_parameters()))]

@@ -1,0 +1,131 @@
+"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus what a process needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.planning.speed import Cluster, StepTime, estimate_step
+
+# Assumptions, not measured: what the driver and the libraries' kernels take of a device, NCCL's channels where there
+# are several ranks, and the part of the tensors' size that the allocator can't use between them.
+CONTEXT_BYTES = GIB // 2
+NCCL_BYTES = GIB // 2
+FRAGMENTATION = 0.05
+# What a config that the planner chooses may be predicted to take of a card, its own margins included.
+FILLED = 0.97
+_MOST_IMAGES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A resolved config on GPUs of `limit_gib`; `memory` of one of them by part, margins included."""
+
+    config: DsConfig
+    memory: Memory
+    limit_gib: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.gib <= self.limit_gib
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A recipe and a ds JSON (of `load_ds_config`, read from `path`) on the GPUs of a cluster."""
+
+    recipe: Recipe
+    ds: Mapping[str, Any]
+    path: str
+    cluster: Cluster
+
+    def with_ds(self, ds: Mapping[str, Any]) -> Setup:
+        return dataclasses.replace(self, ds=ds)
+
+    def fit(self, micro_batch: int | None = None) -> Fit:
+        """Resolve the config with its own batch sizes or with this micro-batch. Raises ConfigError."""
+        given = (self.recipe, self.ds, self.path, self.cluster.world_size, self.cluster.gpu.memory_gib)
+        return fit(*given) if micro_batch is None else fit_with(*given, micro_batch)
+
+    def largest_micro_batch(self) -> int:
+        cluster = self.cluster
+        return largest_micro_batch(self.recipe, self.ds, self.path, cluster.world_size, cluster.gpu.memory_gib)
+
+    def time(self) -> StepTime:
+        return estimate_step(self.recipe, self.fit().config, self.cluster)
+
+
+def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:
+    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs.
+
+    Raises ConfigError if the batch sizes do not go together.
+    """
+    return _fit(recipe, ds, ds_path, recipe.data.global_batch, world_size, limit_gib)
+
+
+def fit_with(
+    recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
+) -> Fit:
+    """The fit of this micro-batch, accumulated to the recipe's global batch or just above it."""
+    accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
+    batch = micro_batch * accumulation * world_size
+    return _fit(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size, limit_gib)
+
+
+def _fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int, world_size: int, limit_gib: float) -> Fit:
+    config = resolve_ds_config(dict(ds), ds_path, batch, world_size, parameters=count_parameters(recipe))
+    memory = estimate_memory(recipe, config, world_size, on_gpu=True)
+    return Fit(config, with_margins(memory, world_size), limit_gib)
+
+
+def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
+    """The most images per GPU and micro-batch that fit, whether they divide the global batch or not; 0 for none."""
+    low, high = 0, 1
+    while high <= _MOST_IMAGES and fit_with(recipe, ds, ds_path, world_size, limit_gib, high).fits:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fit_with(recipe, ds, ds_path, world_size, limit_gib, middle).fits:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def micro_batches(global_batch: int, world_size: int) -> list[int]:
+    """Micro-batches of which a whole number makes up the global batch, largest first; [] if there are none."""
+    images, rest = divmod(global_batch, world_size)
+    return [] if rest else [size for size in range(images, 0, -1) if images % size == 0]
+
+
+def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
+    """`ds` with this micro-batch and accumulation."""
+    kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
+    return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
+
+
+def with_margins(memory: Memory, world_size: int) -> Memory:
+    """`memory` plus what no tensor accounts for."""
+    margins = {
+        "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
+        "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
+    }
+    return Memory(memory.moment, memory.parts | margins)
+
+
+def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
+    """`recipe` with this backbone, and crops that its patches divide: 96 pixels become 98 for patches of 14, as in
+    DINOv2. Raises ConfigError."""
+    if backbone is None:
+        return recipe
+    patch = BACKBONES[backbone].stride if backbone in BACKBONES else 1
+    crops = {"global_size": recipe.crops.global_size, "local_size": recipe.crops.local_size}
+    sizes = {f"crops.{name}": str(max(1, round(size / patch)) * patch) for name, size in crops.items()}
+    return change_recipe(recipe, {"model.backbone": backbone, **sizes})

@@ -1,0 +1,61 @@
+"""Describes the machine on which something is measured, and how fast its matrix products are."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_ds.engine.distributed import usable_cores
+from dino_ds.planning.measure.timing import clock_of, now_by, synchronize
+from dino_ds.run.environment import versions
+
+_SIDES = {"cpu": 2048, "cuda": 8192}
+
+
+def describe_host() -> dict[str, Any]:
+    """The host, its processor and GPU, the cores this process may use, threads, load average, date and versions."""
+    cuda = torch.cuda.is_available()
+    return {
+        "host": platform.node(),
+        "cpu": _cpu_model(),
+        "cores": len(usable_cores()),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+    }
+
+
+def host_line(host: dict[str, Any]) -> str:
+    """`describe_host` as one line of text."""
+    where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
+    packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
+    return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> float:
+    """The best rate of a large square matrix product, in TFLOP/s: the ceiling that MFU is a share of."""
+    side = _SIDES.get(device.type, _SIDES["cuda"])
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    now = now_by(clock_of(device))
+    times = []
+    for _ in range(repeats + 2):
+        synchronize(device)
+        begin = now()
+        torch.mm(a, b)
+        synchronize(device)
+        times.append(now() - begin)
+    return 2 * side**3 / min(times[2:]) / 1e12
+
+
+def _cpu_model() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,51 @@
+"""The machine: its GPUs and their memory, memory that trainings may take, and which code runs on it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dino_ds.basics.host_memory import host_memory_gib
+
+_FREE_PART = 0.9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Memory in GiB; `free_gib` is what other processes leave."""
+
+    name: str
+    capability: str
+    memory_gib: float
+    free_gib: float
+
+
+def find_gpus() -> list[Gpu]:
+    """The GPUs that torch sees; none on a machine without."""
+    if not torch.cuda.is_available():
+        return []
+    gpus = []
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        gpus.append(Gpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
+    return gpus
+
+
+def usable_memory_gib() -> float:
+    """Memory that trainings on a CPU may take: 90 % of what is free."""
+    return _FREE_PART * host_memory_gib()[1]
+
+
+def hash_code() -> str:
+    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
+    package = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix in (".py", ".yaml", ".json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]

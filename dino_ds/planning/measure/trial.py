@@ -1,0 +1,132 @@
+"""A real training step of a recipe on crops in memory, to be timed, profiled or measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.basics.ranges import named_range
+from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.memory import count_parameters
+from dino_ds.data.feed import Position
+from dino_ds.data.find_range import with_value_range
+from dino_ds.data.masks import synthetic_masks
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.sources import build_source
+from dino_ds.engine import distributed
+from dino_ds.engine.device import fp16_supported
+from dino_ds.engine.process import init_distributed
+from dino_ds.errors import ConfigError
+from dino_ds.method.build import build_prefetcher, build_step
+from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.models.drop_path import sample_keys
+
+EPOCH_STEPS = 1000
+"""Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
+
+
+@dataclass
+class Trial:
+    """A step and one micro-batch for it, on the device."""
+
+    step: TrainingStep
+    accumulation: int
+    inputs: Inputs
+
+    def run(self) -> Tensor:
+        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
+        self.begin()
+        losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
+        return torch.stack(losses).mean()
+
+    def begin(self) -> None:
+        """Before the micro-batches of a step: what needs all of them."""
+        if self.step.window > 1:
+            self.step.prepare([self.inputs] * self.step.window)
+
+
+def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
+    """Take one optimizer step on real images; the wait for them is the part "data"."""
+    step = trial.step
+    for _ in range(trial.accumulation // step.window):
+        with named_range("data"):
+            batches = [next(prefetcher) for _ in range(step.window)]
+        window = [Inputs(b.crops, sample_keys(seed, b.epoch, b.indices), b.masks) for b in batches]
+        step.prepare(window)
+        for inputs in window:
+            step.micro_batch(inputs, prefetcher.prefetch)
+
+
+def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
+    """The images that `train` would take, from its beginning. Raises DataError."""
+    data, engine = recipe.data, trial.step.engine
+    source = build_source(data.source, data.root, "train", data.download)
+    recipe, _ = with_value_range(recipe, source)
+    return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
+
+
+def join(threads: int | None = None) -> None:
+    """Join the process group; `threads` for the operators of the CPU (None: as `init_distributed` decides)."""
+    init_distributed()
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def resolve(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int) -> tuple[Recipe, DsConfig]:
+    """Resolve recipe and ds config for `batch` images per process and optimizer step. Raises ConfigError."""
+    ranks = distributed.world_size()
+    recipe = change_recipe(recipe, {"data.global_batch": str(batch * ranks)})
+    weights, images = count_parameters(recipe), batch * ranks
+    try:
+        config = resolve_ds_config(dict(ds), ds_path, images, ranks, fp16_supported(), weights)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (the global batch is here --batch {batch} x ranks {ranks})") from None
+    return recipe, config
+
+
+def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
+    """The step that `train` would make, past the frozen prototypes and the warm-up; every rank must call it."""
+    step = build_step(recipe, config, EPOCH_STEPS)
+    begin_training(step)
+    return Trial(step, config.accumulation, synthetic_inputs(recipe, config.micro_batch, step.engine.device))
+
+
+def begin_training(step: TrainingStep) -> None:
+    """Set the clock to where all weights move with the full learning rate, as in nearly all steps of a run."""
+    schedules = step.schedules
+    step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
+
+
+def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
+    """A micro-batch of noise, with masks as the recipe draws them; other ones on each rank."""
+    first = distributed.rank() * images
+    keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
+    return Inputs(_crops(recipe, images, device), keys, synthetic_masks(recipe, images, device))
+
+
+def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
+    """Normal noise as the recipe's crops (images, c, h, w) FP32 by group."""
+    generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
+    channels = recipe.model.in_chans
+    return {
+        group.name: [
+            torch.randn(images, channels, group.size, group.size, device=device, generator=generator)
+            for _ in range(group.count)
+        ]
+        for group in recipe.groups
+    }
+
+
+def free_memory() -> None:
+    """Collect what dropped trials and runs held: DeepSpeed's hooks make cycles that wait for the collector."""
+    for _ in range(2):  # an engine that the first finds lets go of DeepSpeed's
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

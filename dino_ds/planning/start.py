@@ -1,0 +1,239 @@
+"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
+from dino_ds.errors import ConfigError, NotEstimated
+from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
+from dino_ds.planning.gpus import similar_gpu
+from dino_ds.planning.host import needed_bytes
+from dino_ds.planning.recommend import recommend
+from dino_ds.planning.speed import Cluster
+
+_MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
+    `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes of a process before it builds
+    anything."""
+
+    ranks: int
+    ranks_per_node: int
+    host_gib: float
+    card_gib: float | None = None
+    bf16: bool = True
+    fp16: bool = True
+    libraries: int = 0
+
+    def in_common(self, other: Machine) -> Machine:
+        """What both have: every rank trains with the same config."""
+        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
+        return Machine(
+            self.ranks,
+            max(self.ranks_per_node, other.ranks_per_node),
+            min(self.host_gib, other.host_gib),
+            min(cards, default=None),
+            self.bf16 and other.bf16,
+            self.fp16 and other.fp16,
+            max(self.libraries, other.libraries),
+        )
+
+
+def find_machine() -> Machine:
+    """What this rank has."""
+    import torch
+
+    from dino_ds.basics.host_memory import host_memory_gib
+    from dino_ds.engine import distributed
+    from dino_ds.engine.device import device, fp16_supported, memory_gib
+    from dino_ds.planning.measure.machine import usable_memory_gib
+
+    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
+    here, libraries = distributed.local_world_size(), memory_gib()
+    return Machine(
+        distributed.world_size(),
+        here,
+        # On a CPU all is taken from there, of which other programs have their part; the ranks have loaded theirs.
+        host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
+        card.total_memory / 2**30 if card else None,
+        bf16=card is None or card.major >= 8,
+        fp16=fp16_supported(),
+        libraries=round(libraries * 2**30),
+    )
+
+
+@dataclass(frozen=True)
+class Start:
+    """A ds JSON, where it is from, and the sentence that says so; resolved: for the machine's ranks."""
+
+    ds: Mapping[str, Any]
+    path: str
+    why: str
+    config: DsConfig
+
+    def __str__(self) -> str:
+        config = self.config
+        batch = f"micro-batch {config.micro_batch} x accumulation {config.accumulation}"
+        return f"{self.why}: {config.precision}, ZeRO {config.stage}, {batch}"
+
+
+def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
+    """The one that was named, or the default of a machine without GPUs. Raises ConfigError."""
+    return Start(ds, path, path, _resolve(recipe, ds, path, machine))
+
+
+def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
+    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also if nothing fits."""
+    assert machine.card_gib is not None
+    card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
+    cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
+    try:
+        best = recommend(recipe, cluster, FILLED * machine.card_gib)
+    except NotEstimated as error:
+        raise ConfigError(f"{error}, so no ds config can be chosen: name one with --ds_config") from None
+    ds = _changed(best.ds, path, overrides)
+    why = f"by the planner for {machine.ranks} x {machine.card_gib:.1f} GiB (--ds_config FILE takes another)"
+    return Start(ds, path, why, _resolve(recipe, ds, path, machine))
+
+
+def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine) -> Start:
+    """The start of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as
+    far as other ranks or another global batch allow. Raises ConfigError."""
+    ds = copy.deepcopy(saved)
+    images, rest = divmod(recipe.data.global_batch, machine.ranks)
+    # Somebody may have written "auto" into the file since.
+    before, accumulation = (
+        otherwise if saved.get(key, "auto") == "auto" else int(saved[key])
+        for key, otherwise in ((_MICRO, images), (_ACCUMULATION, 1))
+    )
+    size = next((size for size in range(min(before, images), 0, -1) if images % size == 0), images)
+    if not rest:
+        ds = with_batch(ds, size, images // size)
+        zero = ds.get("zero_optimization", {})
+        if saved.get("train_batch_size", 0) != before * accumulation * machine.ranks:
+            _follow_ranks(zero)
+        if accumulation == 1 and images > size and zero.get("stage") == 1:
+            zero["stage"] = 2  # stage 1 would accumulate in low precision
+    ds = _changed(ds, path, overrides)
+    return Start(ds, path, f"as this run was started ({path})", _resolve(recipe, ds, path, machine))
+
+
+def _follow_ranks(zero: dict[str, Any]) -> None:
+    """Reset what was chosen for another number of ranks: buckets, and whether communication overlaps."""
+    if zero.get("stage", 0) > 0:
+        zero["reduce_bucket_size"] = "auto"
+    if zero.get("stage", 0) > 1:
+        zero["overlap_comm"] = True
+
+
+def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """With `overrides`; where one of them is a batch size, the other follows from it."""
+    batches = {_MICRO, _ACCUMULATION} & overrides.keys()
+    kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)
+    kept.pop("train_batch_size", None)
+    return change_ds_config(kept, path, overrides)
+
+
+def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
+    batch = recipe.data.global_batch
+    return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
+
+
+def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
+    """The memory of each rank as it is measured while it trains, without the planner's margins; None if not
+    estimated."""
+    try:
+        return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
+    except NotEstimated:
+        return None
+
+
+def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
+    """Raises ConfigError, with the flags that fit, where more is predicted than a GPU or the host has."""
+    problem = _problem(recipe, start.config, machine)
+    if not problem:
+        return
+    flags, _ = _fitting(recipe, start, machine) or ({}, start)
+    cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
+    cure = cure if flags else _other(recipe, start, machine)
+    raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
+
+
+def fitting(recipe: Recipe, start: Start, machine: Machine) -> Start:
+    """`start`, with smaller micro-batches where it would not fit. Raises ConfigError where these don't help."""
+    _, smaller = _fitting(recipe, start, machine) or ({}, start)
+    if smaller is start:
+        check_fits(recipe, start, machine)
+    return smaller
+
+
+def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, str], Start] | None:
+    """The first overrides with which a start fits that does not, and what they make of it."""
+    if not _problem(recipe, start.config, machine):
+        return None
+    for flags in _smaller(recipe, start, machine):
+        ds = change_ds_config(dict(start.ds), start.path, flags)
+        try:
+            smaller = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
+        except ConfigError:
+            continue
+        if not _problem(recipe, smaller.config, machine):
+            return flags, smaller
+    return None
+
+
+def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
+    """What is too small, in words that follow the config's name; "" where all is large enough."""
+    memory, here = predict(recipe, config, machine), machine.ranks_per_node
+    if memory is None:
+        return ""
+    if machine.card_gib is None:
+        host, ranks = memory.gib * here, f" for {here} ranks" if here > 1 else ""
+    else:
+        gib = with_margins(memory, machine.ranks).gib
+        if gib > machine.card_gib:
+            return f"needs {gib:.1f} GiB by prediction, and the GPU has {machine.card_gib:.1f}"
+        host, ranks = needed_bytes(recipe, config, here, machine.ranks) / GIB, ""
+    if host > machine.host_gib:
+        room = f"{machine.host_gib:.1f}{'' if machine.card_gib else ' to take (90 % of what is free)'}"
+        return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {room}"
+    return ""
+
+
+def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[str, str]]:
+    """Overrides to try: smaller micro-batches, then recomputed blocks too."""
+    config = start.config
+    images = recipe.data.global_batch // machine.ranks
+    stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
+    recompute = {} if config.checkpoint_blocks else {"activation_checkpointing.number_checkpoints": "auto"}
+    copies = config.keeps_teacher_copy(machine.card_gib is not None, count_parameters(recipe))
+    no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
+    both = no_copy | recompute if no_copy and recompute else {}
+    for more in ({}, *filter(None, (no_copy, recompute, both))):
+        for size in micro_batches(recipe.data.global_batch, machine.ranks):
+            if size < config.micro_batch or (more and size == config.micro_batch):
+                accumulated = stage if size < images else {}
+                yield {_MICRO: str(size), _ACCUMULATION: str(images // size), **accumulated, **more}
+
+
+def _other(recipe: Recipe, start: Start, machine: Machine) -> str:
+    """What to do where no batch size helps."""
+    smaller = "take a smaller model, smaller crops or fewer prototypes"
+    if machine.card_gib is None:
+        return smaller
+    try:
+        other = chosen(recipe, {}, machine)
+    except ConfigError as error:
+        return str(error)
+    if _problem(recipe, other.config, machine):
+        return smaller
+    return f"leave --ds_config out, the planner has one that fits ({other.config.precision}, ZeRO {other.config.stage})"

@@ -1,0 +1,233 @@
+"""Which curves of a run are shown and how: one description for the report's page and for the picture `curves.png`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dino_ds.report.pictures.series import Curve, Metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
+"""The same as --c1 to --c8 of report/templates/page.css."""
+KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
+KNN_BASELINES = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
+EVALUATED = "eval/"
+"""Prefix of the keys that evaluations during training write, except those of k-NN."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a chart.
+
+    kind: "line"; "dots" has a dot at each of up to 80 points; "area" is filled down to `base` or to the axis; "faint";
+    "hidden" shows its values only where the reader points. colour: 1 to 8.
+    """
+
+    name: str
+    curve: Curve
+    colour: int
+    kind: str = "line"
+    base: Curve | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """A horizontal line to compare with."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over one x axis. zero: the y axis begins at 0."""
+
+    title: str
+    unit: str
+    lines: Sequence[Line]
+    levels: Sequence[Level] = ()
+    x_unit: str = "steps"
+    zero: bool = False
+    small: bool = False
+    legend: bool = True
+
+
+@dataclass(frozen=True)
+class Series:
+    """How one key of metrics.jsonl is shown; its numbers times `factor` are in `unit`."""
+
+    key: str
+    title: str
+    unit: str = ""
+    zero: bool = False
+    factor: float = 1.0
+
+    def curve(self, metrics: Metrics) -> Curve:
+        found = metrics[self.key]
+        return Curve(found.x, found.y * self.factor)
+
+    def chart(self, metrics: Metrics) -> Chart:
+        colour, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
+        line = Line(self.title, self.curve(metrics), colour, kind)
+        return Chart(self.title, self.unit, [line], zero=self.zero, small=True)
+
+
+LARGE = (
+    Series("loss", "Loss", "nats"),
+    Series(KNN, "k-NN top-1 of the teacher", "%"),
+    Series("images_per_second", "Throughput", "images/s", zero=True),
+    Series("data_wait_fraction", "Waiting for data", "% of the time", zero=True, factor=100),
+)
+SMALL = (
+    Series("teacher_entropy", "Teacher entropy", "nats"),
+    Series("kl", "KL of teacher and student", "nats"),
+    Series("dino_loss", "DINO: loss of the CLS token", "nats"),
+    Series("dino_cross_entropy", "DINO: cross-entropy, pairs by their weight", "nats"),
+    Series("ibot_loss", "iBOT: loss over all global crops", "nats"),
+    Series("ibot_cross_entropy", "iBOT: cross-entropy of masked patches", "nats"),
+    Series("ibot_teacher_entropy", "iBOT: teacher entropy", "nats"),
+    Series("ibot_kl", "iBOT: KL of teacher and student", "nats"),
+    Series("koleo_loss", "KoLeo, sum over the global crops"),
+    Series("gram_loss", "Gram: squared difference of patch similarities", zero=True),
+    Series("grad_norm", "Gradient norm, before clipping"),
+    Series("lr", "Learning rate", zero=True),
+    Series("weight_decay", "Weight decay"),
+    Series("teacher_momentum", "Teacher momentum"),
+    Series("teacher_temp", "Teacher temperature"),
+    Series("loss_scale", "Loss scale"),
+    Series("skipped_steps", "Skipped steps", "in all", zero=True),
+    Series("bad_images", "Unreadable images", "in all", zero=True),
+    Series("constant_images", "Images of one color", "part", zero=True),
+    Series("memory_gib", "Peak memory of a process", "GiB", zero=True),
+    Series("host_memory_gib", "Memory of the run's processes on a machine", "GiB", zero=True),
+    Series("host_free_gib", "Free memory of the machine", "GiB", zero=True),
+    Series("gpu_utilization", "GPU busy", "% of the time", zero=True, factor=100),
+    Series("gpu_memory_gib", "Memory in use on the GPU", "GiB", zero=True),
+    Series("gpu_watts", "Power of the GPU", "W", zero=True),
+    Series("gpu_celsius", "Temperature of the GPU", "°C"),
+    Series("gpu_joules_per_1000_images", "Energy of the GPU", "J per 1,000 images", zero=True),
+    Series("save_seconds", "Duration of a save", "s", zero=True),
+    Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
+)
+_SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
+_NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
+_NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
+_MOST_OTHERS = 60
+
+
+def other_series(runs: Iterable[Metrics]) -> list[Series]:
+    """Keys that the tables do not name: evaluations during training, and what later versions write."""
+    known = {series.key for series in (*LARGE, *SMALL)} | _NOT_SHOWN
+    keys = dict.fromkeys(key for metrics in runs for key in metrics.curves if key not in known)
+    return [Series(key, key.removeprefix(EVALUATED)) for key in list(keys)[:_MOST_OTHERS]]
+
+
+def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes: int | None = None) -> list[Chart]:
+    """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
+    several = any(key.endswith("_loss") for key in metrics.curves)
+    has_ibot = "ibot_teacher_entropy" in metrics.curves
+    charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
+    if "teacher_entropy" in metrics.curves or not (several or has_ibot):
+        loss = next((key for key in ("dino_cross_entropy", "dino_loss") if key in metrics.curves), "loss")
+        charts.append(_loss_chart("Loss" if loss == "loss" else "Loss of DINO", metrics, "", loss, prototypes))
+    if has_ibot:
+        charts.append(_loss_chart("Masked patches (iBOT)", metrics, "ibot_", "ibot_cross_entropy", ibot_prototypes))
+    return charts
+
+
+def _loss_chart(title: str, metrics: Metrics, prefix: str, loss: str, prototypes: int | None) -> Chart:
+    """The KL divergence is drawn on top of the entropy; together they are the loss."""
+    entropy = metrics[f"{prefix}teacher_entropy"]
+    lines = [
+        Line("teacher entropy", entropy, 1, "area"),
+        Line("+ KL", metrics[f"{prefix}kl"], 4, "hidden"),
+        Line(f"= {loss}", metrics[loss], 4, "area", base=entropy),
+    ]
+    levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
+    return Chart(title, "nats", lines, levels, zero=True)
+
+
+def knn_chart(metrics: Metrics) -> Chart:
+    found = summarise_knn(metrics) or {}
+    levels = [Level(name, found[key]) for key, name in KNN_BASELINES.items() if key in found]
+    return Chart("k-NN top-1", "%", [Line("teacher", metrics[KNN], 3, "dots")], levels)
+
+
+def rolling_chart(series: Series, metrics: Metrics) -> Chart:
+    """Each logging window is faint, with the mean of the last five over it."""
+    rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
+    lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
+    lines += [Line("mean of five", rolling, 1)] if len(rolling) else []
+    return Chart(series.title, series.unit, lines, zero=series.zero)
+
+
+def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
+    """The newest and the best accuracy of the teacher, each with its step, beside its baselines, in percent; None
+    without evaluations.
+
+    The untrained network is the teacher at step 0.
+    """
+    curve = metrics[KNN]
+    if not len(curve.finite):
+        return None
+    best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
+    newest = int(curve.x[np.isfinite(curve.y)][-1])
+    found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
+    if curve.x[0] == 0:
+        found["untrained"] = float(curve.y[0])
+    found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
+    return {key: value for key, value in found.items() if math.isfinite(value)}
+
+
+def draw_curves(metrics: Metrics) -> Figure:
+    """Loss, k-NN accuracy where it was evaluated, schedules and throughput, as a matplotlib Figure.
+
+    A value that is missing or NaN leaves a gap.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
+    large = [*loss_charts(metrics)[-2:], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
+    small = [series.chart(metrics) for series in SMALL if series.key in _SCHEDULES] + [LARGE[2].chart(metrics)]
+    for part, charts in zip(parts, (large, small), strict=True):
+        for axes, chart in zip(part.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
+            _plot(axes, chart)
+    return figure
+
+
+def _plot(axes: Any, chart: Chart) -> None:
+    values = [0.0]
+    for line in chart.lines:
+        curve, colour = line.curve.thinned(), COLOURS[line.colour - 1]
+        values += [*curve.finite]
+        if line.kind == "area":
+            floor = np.zeros(len(curve)) if line.base is None else line.base.at(curve.x)
+            axes.fill_between(curve.x, floor, curve.y, color=colour, alpha=0.28)
+        points = ([], []) if line.kind == "hidden" else (curve.x, curve.y)
+        dotted = line.kind == "dots" or len(curve.finite) == 1  # a line through one point can't be seen
+        axes.plot(*points, "o-" if dotted else "-", color=colour, markersize=4, label=line.name)
+    for level in chart.levels:
+        values.append(level.value)
+        axes.axhline(level.value, ls="--", color=COLOURS[-1], lw=1)
+        place = (chart.lines[0].curve.x[-1], level.value)
+        axes.annotate(f"{level.name} {level.value:.1f}", place, fontsize=7, ha="right", va="bottom", color=COLOURS[-1])
+    if chart.zero or chart.levels:
+        axes.set_ylim(0, 1.15 * max(values) or 1.0)
+    last = f": {chart.lines[0].curve.last:.1f} at the end" if chart.lines[0].kind == "dots" else ""
+    axes.set_title(f"{chart.title}{f', {chart.unit}' if chart.unit else ''}{last}", fontsize=8 if chart.small else 9)
+    if len(chart.lines) > 1:
+        axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False, handlelength=1.2, columnspacing=1.0)
+    axes.set_xlabel("step", fontsize=7)
+    axes.tick_params(labelsize=7)
+    if chart.small:
+        axes.locator_params(axis="x", nbins=4)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.spines[["top", "right"]].set_visible(False)

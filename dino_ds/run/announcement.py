@@ -1,0 +1,131 @@
+"""The first lines of a run's log: its images, length, engine and memory, and what is not as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from dino_ds.config.crops import EMA, describe_crops
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.flat import flat_values, lengths_without_unit
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
+from dino_ds.costs.flops import tokens_of
+from dino_ds.costs.memory import Memory
+from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
+from dino_ds.engine import distributed
+from dino_ds.engine.device import DTYPES
+from dino_ds.models.attention import chosen_kernel
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.run.run import Run
+
+
+def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: bool) -> None:
+    """Write them; `notes` are what was found while the run was built."""
+    recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
+    data, device = recipe.data, run.step.engine.device
+    given = config.micro_batch, config.accumulation, distributed.world_size()
+    balanced, alone = accumulation_notes(recipe, *given)
+    compiled = ", compiled blocks" if config.performance.compile != "off" else ""
+    stopping = f", stopping after step {run.last_step}" if run.last_step < steps else ""
+    run.log.info(
+        f"images   {run.images} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
+        f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
+        f"{run.epoch_steps} steps an epoch",
+        f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
+        *_objective_lines(recipe),
+        f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
+        f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
+        f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
+        *_changed_values(recipe),
+        *(f"note     {text}" for text in balanced),
+        *(f"warning  {text}" for text in alone),
+        *(
+            f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
+            for name in lengths_without_unit(recipe)
+        ),
+        *(f"note     {text}" for text in notes),
+    )
+    if resumed:
+        position, done = run.state.position, run.step.applied_steps
+        where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
+        run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _objective_lines(recipe: Recipe) -> list[str]:
+    """What is compared: crops and their masks, heads, and the terms with their weights."""
+    crops, how, objective = recipe.crops, recipe.objective, ObjectiveCosts.of(recipe)
+    masks = ""
+    if crops.mask != "none":
+        low, high = crops.mask_ratio
+        masks = f"; {crops.mask} masks of {crops.mask_share:.0%} of the global ones hide {low:.0%} to {high:.0%} each"
+    heads = [
+        f"{name} {head.prototypes} prototypes ({head.layers} layers of {head.hidden}, bottleneck {head.bottleneck})"
+        for name, head in objective.heads.items()
+    ]
+    weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
+    weights |= {"gram": recipe.gram.weight}
+    terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
+    targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
+    return [
+        f"crops    {_sizes_in_words(recipe)}{masks}",
+        *([f"heads    {', '.join(heads)}"] if heads else []),
+        f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
+        *_gram_lines(recipe),
+    ]
+
+
+def _sizes_in_words(recipe: Recipe) -> str:
+    """ "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
+    several = [(describe_crops(recipe.groups_of(one)), one.share) for one in recipe.resolutions]
+    if len(several) == 1:
+        return several[0][0]
+    return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
+
+
+def _gram_lines(recipe: Recipe) -> list[str]:
+    """Whose similarities of patches are kept, from when on, and on what crops."""
+    gram, start = recipe.gram, recipe.gram.start
+    if not gram.weight:
+        return []
+    if gram.teacher == EMA:
+        who = "the EMA teacher as it is"
+    else:
+        when = f"{start}" if start.value or not start.begin else f"step {start.begin}"
+        who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
+        if gram.refresh_every.value:
+            who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
+    pixels = ", ".join(str(size) for size in dict.fromkeys(one.gram_size for one in recipe.resolutions))
+    crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
+    begin = f" from {start} on" if start.value else ""
+    return [f"gram     weight {gram.weight}{begin}; teacher {who}; it sees {crops}"]
+
+
+def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
+    """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+    performance, arch = config.performance, recipe.model.spec()
+    if not isinstance(arch, ViTSpec):
+        name, own = recipe.model.backbone, "its" if ":" in recipe.model.backbone else "timm's"
+        return f"{name} runs by {own} own code, crops of each size in a pass of their own"
+    if performance.attention != "sdpa":
+        return performance.attention
+    kernels: dict[str, list[str]] = {}
+    sizes = {group.size: None for one in recipe.resolutions for group in recipe.groups_of(one)}
+    for tokens in [tokens_of(arch, size) for size in sizes]:
+        kernel = performance.attention_backend
+        if kernel == "auto":
+            kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)
+        kernels.setdefault(kernel, []).append(str(tokens))
+    return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
+
+
+def _changed_values(recipe: Recipe) -> list[str]:
+    """The recipe's values that are not the defaults, a line a section."""
+    changed: dict[str, list[str]] = {}
+    defaults = flat_values(Recipe())
+    for name, value in flat_values(recipe).items():
+        if value != defaults[name]:
+            section, _, key = name.rpartition(".")
+            changed.setdefault(section or "recipe", []).append(f"{key} {value}")
+    return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]

@@ -1,0 +1,195 @@
+"""What a start begins with: a checkpoint of its own run, that of the run before (a stage of training), or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
+from dino_ds.config.begun_with import Origin, read_run_id
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
+from dino_ds.config.stages import Given, split_origin
+from dino_ds.data.feed import Position
+from dino_ds.data.image_set import ImageSet
+from dino_ds.engine import distributed
+from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.method.build import build_schedules
+from dino_ds.method.dino import HEAD
+from dino_ds.method.ibot import IBOT_HEAD
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.run.other_images import OtherImages
+from dino_ds.run.run_folder import RunFolder
+from dino_ds.run.saver import Saver
+from dino_ds.weights.about import recipe_of
+from dino_ds.weights.find import teacher_weights
+from dino_ds.weights.tensors import Weights
+
+_CONTINUE = "continue"
+_SAYS_HOW = ("stage_start", "model.init_from")
+"""Keys that say how a run began, and not what it learns."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
+    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
+
+    own: SavedCheckpoint | None = None
+    before: SavedCheckpoint | None = None
+    continues: bool = False
+    other_images: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> tuple[str, Weights] | None:
+        """The weights that the network is built with, and their name; None unless a stage takes over these alone."""
+        if self.before is None or self.continues:
+            return None
+        return str(self.before.folder), teacher_weights(self.before)
+
+    def check_ahead(self, last_step: int, run: str, ends: str) -> None:
+        """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
+        done = self.own.manifest.step if self.own is not None else 0
+        if done > last_step:
+            raise ConfigError(
+                f"{ends} lies behind: {run} has done {done} steps, and would end at {last_step}; give more, or leave "
+                "it out"
+            )
+
+    def load(self, saver: Saver) -> list[str]:
+        """Put it into the parts of the run, once they are built; lines for people."""
+        if self.own is not None:
+            saver.load(self.own)
+        if self.before is None:
+            return []
+        if not self.continues:
+            return saver.restart_from(self.before)
+        notes = saver.continue_from(self.before)
+        if self.other_images:  # an order of other images has no use for the place in it
+            saver.state.position = Position(saver.state.position.epoch + 1)
+        return notes
+
+
+def choose_beginning(
+    folder: RunFolder, checkpoints: Checkpoints, images: OtherImages, place: str | None, given: Given | None
+) -> Beginning:
+    """The beginning of a start in `folder`, on every rank. `place`: the run that a stage begins with, or a checkpoint.
+
+    Of a new stage, `folder` knows on return where it comes from, and its recipe counts from there. Raises ConfigError
+    or CheckpointError where there is nothing to begin with, or it is of another network than the stage's.
+    """
+    if folder.resume:
+
+        def accept(manifest: Manifest) -> None:
+            folder.check_settings(manifest)
+            images.check(manifest)
+
+        choice = checkpoints.choose(folder.wanted_step, folder.run_id, accept)
+        if choice.saved is not None:
+            return Beginning(choice.saved, notes=choice.notes)
+        folder.check_nothing_saved()
+        if not folder.may_start_anew:
+            raise CheckpointError(
+                f"no checkpoint in {folder.path} and --resume was given; --resume auto starts from the beginning then"
+            )
+    if folder.recipe.stage_start is None:
+        return Beginning()
+    if place is None or given is None:
+        raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
+    return _of_stage(folder, images, place, given)
+
+
+def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) -> Beginning:
+    (run, step), recipe = split_origin(place), folder.recipe
+    run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
+
+    def accept(manifest: Manifest) -> None:
+        with naming(run_name):
+            theirs = recipe_of(manifest)
+        _check_fits(run_name, recipe, theirs, continues)
+
+    choice = Checkpoints(run, keep=1).choose(step, distributed.gather_objects(read_run_id(run))[0], accept)
+    if choice.saved is None:
+        raise CheckpointError(f"{run_name}: it has no checkpoint yet; they are written to {run / 'checkpoints'}")
+    saved = choice.saved.manifest
+    folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
+    folder.recipe = given.begun(recipe, folder.origin.first_step)
+    what = "all of its training state" if continues else "its teacher's weights"
+    notes = [*choice.notes, f"begins with {run}, step {saved.step}{_unfinished(saved)}: {what}"]
+    changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
+    if changed:
+        notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
+    changes = images.notes(saved)
+    return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
+
+
+def _unfinished(saved: Manifest) -> str:
+    """In words, whether a run was to train for longer."""
+    images, recipe = ImageSet.from_json(saved.images), Recipe.model_validate(saved.recipe)
+    if images is None:
+        return ""
+    steps = build_schedules(recipe, max(1, images.count // recipe.data.global_batch)).steps
+    return f" of {steps} (it has not finished)" if saved.step < steps else ""
+
+
+def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None:
+    """Raises CheckpointError, with what differs, where a stage can't begin with a run of the recipe `theirs`."""
+    backbones = [recipe.model.spec() for recipe in (theirs, ours)]
+    kinds = [type(spec) for spec in backbones]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{run} is of another backbone: {theirs.model.backbone} there, {ours.model.backbone} here"
+        )
+    if differ := _differences(*(vars(spec) for spec in backbones)):
+        other = backbones[0].in_chans != backbones[1].in_chans
+        advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
+        raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
+    heads = [_heads(recipe) for recipe in (theirs, ours)]
+    for name, head in heads[1].items():
+        if name not in heads[0]:
+            raise CheckpointError(
+                f"{run} has no {name}: a stage can't begin with a head that was not trained; see "
+                "objective.ibot_weight, objective.ibot_head and objective.dino_weight"
+            )
+        if differ := _differences(vars(heads[0][name]), vars(head)):
+            raise CheckpointError(f"{run} has another {name}: {differ}")
+    if continues:
+        _check_state_fits(run, ours, theirs, heads[0].keys() - heads[1].keys())
+
+
+def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]) -> None:
+    """As above, where the optimizer's moments are taken over too."""
+    advice = "take --stage_start restart, which begins with the weights alone"
+    if theirs.optimizer.kind != ours.optimizer.kind:
+        kinds = f"optimizer.kind {theirs.optimizer.kind} there, {ours.optimizer.kind} here"
+        raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
+    if left_out:
+        raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
+    if theirs.hides_patches != ours.hides_patches:
+        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (theirs, ours)]
+        raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
+    spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (theirs, ours)]
+    if isinstance(spec, ViTSpec) and spec.rope is None and sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
+            f"crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}"
+        )
+
+
+def _heads(recipe: Recipe) -> dict[str, HeadSection]:
+    """Those that a recipe trains, by name."""
+    how, found = recipe.objective, dict[str, HeadSection]()
+    if recipe.regresses_features:
+        return found
+    if how.dino_weight or (how.ibot_weight and how.ibot_head == "shared"):
+        found[HEAD] = recipe.head
+    if how.ibot_weight and how.ibot_head == "own":
+        found[IBOT_HEAD] = recipe.ibot_head
+    return found
+
+
+def _differences(theirs: dict[str, object], ours: dict[str, object]) -> str:
+    """ "depth 12 there, 2 here"."""
+    names = [name for name in theirs if theirs[name] != ours.get(name)]
+    return ", ".join(f"{name} {theirs[name]} there, {ours.get(name)} here" for name in names)

@@ -1,0 +1,85 @@
+"""Where a run is computed: versions, machine, and the command line of each of its starts, for environment.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_ds import __version__
+from dino_ds.config.own_recipe import STARTED_IN
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine import distributed
+from dino_ds.health.files import now
+
+_PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+_MOST_STARTS = 200
+_LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
+"""Launchers, and a variable that each of them alone sets in the environment of a rank."""
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    found = {"python": platform.python_version(), "dino_ds": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def own_code(recipe: Recipe) -> dict[str, str]:
+    """A digest of the file of each module of the user's that a recipe names, not of what these import."""
+    names = [recipe.data.transform, recipe.data.source, recipe.model.backbone]
+    found = {}
+    for module in [name.partition(":")[0] for name in names if name and ":" in name]:
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file and os.path.isfile(file):
+            found[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return found
+
+
+def describe_environment(run_dir: Path) -> dict[str, Any]:
+    """What environment.json says, but for the run's id; this start is the last of its "starts"."""
+    cuda = torch.cuda.is_available()
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "ranks": distributed.world_size(),
+        "devices": torch.cuda.get_device_name() if cuda else "cpu",
+        "cuda": torch.version.cuda if cuda else None,
+        "starts": [*read_starts(run_dir), describe_start()],
+    }
+
+
+def describe_start() -> dict[str, Any]:
+    """This start of a run; `launcher` is "" for none or an unknown one."""
+    return {
+        "time": now(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "launcher": next((name for name, variable in _LAUNCHERS.items() if variable in os.environ), ""),
+        "ranks": distributed.world_size(),
+        STARTED_IN: os.getcwd(),
+    }
+
+
+def read_starts(run_dir: Path) -> list[dict[str, Any]]:
+    """The newest earlier starts of the run in this folder; of a run of an older version the last one."""
+    try:
+        found = json.loads((run_dir / "environment.json").read_text())
+        starts = found.get("starts") or ([found] if "command" in found else [])
+        return [
+            {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", STARTED_IN)}
+            for start in starts[-_MOST_STARTS:]
+            if isinstance(start, dict)
+        ]
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+        return []

@@ -1,0 +1,157 @@
+"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases and Comet (by DeepSpeed's monitors), MLflow,
+Trackio.
+
+DeepSpeed itself does not see these sections: its engine would wait for the device in every step to write its own loss.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dino_ds.engine import distributed
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.run.metrics import Logger
+
+_PACKAGES = {
+    "wandb": ("wandb", "wandb"),
+    "comet": ("comet_ml", "comet_ml"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+}
+"""The package that each section needs: its name in Python and for pip."""
+
+
+def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:
+    """The loggers that a ds config turns on, by name; none on ranks but 0. A resumed run continues under its `run_id`.
+
+    Raises ConfigError for a package that is not installed, or a service that does not start.
+    """
+    opened: dict[str, Logger] = {}
+    if distributed.rank() != 0:
+        return opened
+    for name, given in sections.items():
+        package, pip = _PACKAGES[name]
+        if not given["enabled"]:
+            continue
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"the ds JSON's section {name} needs a package: pip install {pip}, or set --ds.{name}.enabled false"
+            )
+        section = {key: value for key, value in given.items() if key != "enabled"}
+        try:
+            opened[name] = _OPENERS[name](section, run_dir, run_id)
+        except Exception as error:  # of any package, network or account
+            raise ConfigError(
+                f"{name} does not start: {_reason(error)}; set it up, or set --ds.{name}.enabled false"
+            ) from None
+    return opened
+
+
+def _reason(error: BaseException) -> str:
+    """One line of why a service failed: the network's own error if that is the cause, which libraries wrap in pages."""
+    innermost = error
+    while below := innermost.__cause__ or innermost.__context__:
+        innermost = below
+    return one_line(innermost if isinstance(innermost, OSError) else error, most=800)
+
+
+def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    """A run of W&B. Its own variables, such as WANDB_MODE=offline, set what the section does not."""
+    import wandb
+    from deepspeed.monitor.config import WandbConfig
+    from deepspeed.monitor.wandb import WandbMonitor
+
+    own = {"WANDB_DIR": str(run_dir), "WANDB_RUN_ID": run_id, "WANDB_NAME": run_dir.name, "WANDB_RESUME": "allow"}
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
+    return _of_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
+
+
+def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    from deepspeed.monitor.comet import CometMonitor
+    from deepspeed.monitor.config import CometConfig
+
+    named = {"experiment_key": run_id.ljust(32, "0")[:50], "experiment_name": run_dir.name, "project": "dino_ds"}
+    monitor = CometMonitor(CometConfig(enabled=True, samples_log_interval=0, **{**named, **section}))
+    return _of_monitor(monitor, monitor.experiment.end)
+
+
+def _of_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
+    """Wrap one of DeepSpeed's monitors."""
+    return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
+
+
+def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    import mlflow
+
+    if "tracking_uri" in section:
+        mlflow.set_tracking_uri(section["tracking_uri"])
+    with _soon_refused():
+        place = mlflow.get_tracking_uri()
+        print(f"mlflow   connecting to {place.rpartition('@')[2]}", file=sys.stderr, flush=True)  # without a password
+        experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
+        ours = f"tags.run_id = '{run_id}'"
+        found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
+        known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
+        mlflow.start_run(**known, log_system_metrics=False)
+    return Logger(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
+
+
+@contextmanager
+def _soon_refused() -> Iterator[None]:
+    """Let MLflow give up a server that is not there after seconds instead of minutes: at a start all ranks wait."""
+    limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+    ours = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+def _open_trackio(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
+    """A run in Trackio's folder on this machine, unless its own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
+
+    Trackio continues a run by its name alone, so the name has a part of `run_id`: folders of one name stay apart.
+    """
+    with redirect_stdout(sys.stderr), _without_hub():
+        import trackio
+
+        run = trackio.init(
+            section.get("project", "dino_ds"),
+            name=f"{run_dir.name}-{run_id[:8]}",
+            group=section.get("group"),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,  # metrics.jsonl has both
+            auto_log_cpu=False,
+        )
+
+    def close() -> None:
+        with redirect_stdout(sys.stderr):
+            trackio.finish()  # not run.finish: at exit it would be finished once more, with a line on standard output
+
+    return Logger(lambda values, step: run.log(dict(values), step=step), close)
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    """Keep Trackio from asking huggingface.co whose token this is, where the run stays on this machine."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow, "trackio": _open_trackio}

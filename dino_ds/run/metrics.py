@@ -1,0 +1,244 @@
+"""Writes the metrics and the log of a run: metrics.jsonl, TensorBoard, log.txt and the console.
+
+Only rank 0 writes; every rank may call everything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.basics.durable import append_whole, replace_file
+from dino_ds.basics.text_file import read_lines
+from dino_ds.engine import distributed
+from dino_ds.errors import one_line
+from dino_ds.health.files import stamped
+
+
+class Meter:
+    """Averages device scalars over micro-batches and ranks; only `read` makes the host wait for the device."""
+
+    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
+        self._names = names
+        self._sums = torch.zeros(len(names) + 1, device=device)
+
+    def add(self, *values: Tensor) -> None:
+        """Add a micro-batch's scalars (), one for each name."""
+        self._sums += torch.stack([*values, torch.ones_like(values[0])])
+
+    def read(self) -> dict[str, float]:
+        """The means by name since the last reading; every rank must call it."""
+        *sums, count = distributed.sum_across_ranks(self._sums).tolist()
+        self._sums = torch.zeros_like(self._sums)
+        return {name: total / count for name, total in zip(self._names, sums, strict=True)}
+
+
+class Clock:
+    """Measures throughput and the share of time spent waiting for data between two readings; pauses do not count."""
+
+    def __init__(self, global_batch: int) -> None:
+        self._batch = global_batch
+        self._reset()
+
+    def _reset(self) -> None:
+        self._begin, self._waited, self._paused, self._steps = time.perf_counter(), 0.0, 0.0, 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context around the wait for the next batch."""
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context around work that is not training, such as an evaluation."""
+        begin = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - begin
+
+    def step(self) -> None:
+        """Count an applied optimizer step."""
+        self._steps += 1
+
+    def read(self) -> dict[str, float]:
+        """`images_per_second` and `data_wait_fraction` (0 to 1) since the last reading."""
+        seconds = time.perf_counter() - self._begin - self._paused
+        values = {
+            "images_per_second": self._steps * self._batch / seconds,
+            "data_wait_fraction": self._waited / seconds,
+        }
+        self._reset()
+        return values
+
+
+class Logger(NamedTuple):
+    """A service that takes metrics. `write` gets values by name and their step. Both functions may raise any error."""
+
+    write: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
+
+
+class RunLog:
+    """The files of a run folder that grow, and the progress bar.
+
+    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` are services by
+    name that get the numbers too; one that fails is left out from then on. `tell` gets every line of metrics.jsonl.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        step: int,
+        total_steps: int,
+        loggers: Mapping[str, Logger] = MappingProxyType({}),
+        tell: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._loggers, self._tell = dict(loggers), tell
+        self._file, self._text, self._board, self._bar = None, None, None, None
+        self._lost: set[str] = set()
+        self._excepthook = threading.excepthook
+        if distributed.rank() != 0:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = run_dir / "metrics.jsonl"
+        _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
+        self._file = path.open("ab", buffering=0)
+        self._text = (run_dir / "log.txt").open("ab", buffering=0)
+        self._excepthook = _silence_tensorboards_thread()
+        self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
+        self._bar = tqdm(
+            total=total_steps,
+            initial=step,
+            unit="step",
+            dynamic_ncols=True,
+            bar_format="{percentage:3.0f} %|{bar:20}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
+            disable=not sys.stderr.isatty(),
+        )
+
+    def info(self, *lines: str) -> None:
+        """Write human-readable lines to the console and, with the time, to log.txt."""
+        for line in lines:
+            if self._text is not None:
+                with suppress(OSError):  # a terminal or a pipe that was closed
+                    tqdm.write(line, file=sys.stderr)
+                self._append(self._text, stamped(line))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
+        if self._file is None:
+            return
+        rounded = {name: _rounded(value) for name, value in record.items()}
+        self._append(self._file, json.dumps(rounded))
+        for name, value in record.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._show("add_scalar", name, value, record["step"])
+        numbers = {name: v for name, v in rounded.items() if name != "step" and isinstance(v, (int, float))}
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.write(numbers, record["step"])
+            except Exception as error:  # of any package or network: training goes on
+                del self._loggers[name]
+                self.info(f"warning  {name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
+        if self._tell is not None:
+            self._tell(rounded)
+
+    def picture(self, name: str, image: Tensor, step: int) -> None:
+        """Write an RGB image (3, h, w), in [0, 1] or uint8, to TensorBoard."""
+        self._show("add_image", name, image, step)
+
+    def _append(self, file: FileIO, line: str) -> None:
+        """Append a line; on a full disk the line is lost with a warning, and the run continues."""
+        try:
+            append_whole(file.fileno(), f"{line}\n".encode())
+            self._lost.discard(file.name)
+        except OSError as error:
+            if file.name not in self._lost:
+                self._warn(file.name, error)
+            self._lost.add(file.name)
+
+    def _show(self, method: str, *values: Any) -> None:
+        """Show on TensorBoard, as long as its files can be written."""
+        if self._board is None:
+            return
+        try:
+            getattr(self._board, method)(*values)
+        except OSError as error:
+            self._board = None
+            self._warn("TensorBoard's files", error)
+
+    def _warn(self, what: str, error: OSError) -> None:
+        line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training continues"
+        tqdm.write(line, file=sys.stderr)
+
+    def progress(self, step: int, note: str | None = None) -> None:
+        """Move the progress bar, which is shown on a terminal only, to `step`."""
+        if self._bar is None or self._bar.disable:
+            return
+        self._bar.update(step - self._bar.n)
+        if note is not None:
+            self._bar.set_postfix_str(note, refresh=False)
+
+    @property
+    def shows_bar(self) -> bool:
+        return self._bar is not None and not self._bar.disable
+
+    def close(self) -> None:
+        for logger in self._loggers.values():
+            with suppress(Exception):
+                logger.close()
+        for thing in (self._bar, self._file, self._text, self._board):
+            if thing is not None:
+                with suppress(OSError):
+                    thing.close()
+        threading.excepthook = self._excepthook
+
+
+def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
+    """Hide the traceback of a file that TensorBoard can't write to, since its next call raises the same error.
+
+    Returns the hook that was replaced.
+    """
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not (isinstance(args.exc_value, OSError) and type(args.thread).__module__.startswith("tensorboard.")):
+            before(args)
+
+    threading.excepthook = hook
+    return before
+
+
+def _rounded(value: Any) -> Any:
+    """A value as metrics.jsonl has it: floats with nine digits, as FP32 values need; NaN and infinity as text."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if value - value == 0 else str(value)
+
+
+def _keep_lines_until(path: Path, step: int) -> None:
+    """Remove the lines of later steps, and lines that are broken."""
+    if not path.exists():
+        return
+    kept = []
+    for raw in read_lines(path):
+        line = raw.decode(errors="replace").rstrip("\n")
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # most often the line that was being written when the process ended
+    replace_file(path, "".join(line + "\n" for line in kept))

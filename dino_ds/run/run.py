@@ -1,0 +1,115 @@
+"""One run as its loop sees it: the parts that `dino_ds.train` has built, and where the run stands.
+
+The loop knows evaluations and pictures by `AtStep` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.feed import Position
+from dino_ds.engine import distributed
+from dino_ds.method.step import TrainingStep
+from dino_ds.method.teacher import Teacher
+from dino_ds.run.metrics import RunLog
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands between two steps: `images` its teacher has seen so far.
+
+    `stop_requested` is to be asked every few seconds by what takes long; it also tells the watchdog of progress.
+    """
+
+    teacher: Teacher
+    device: torch.device
+    step: int
+    images: int
+    run_dir: Path
+    log: RunLog
+    stop_requested: Callable[[], bool]
+
+
+class AtStep(Protocol):
+    """One thing to do after some of the steps, 0 and the last among them. Every rank calls every method."""
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to run after `step`, 0 for the untrained network."""
+        ...
+
+    def run(self, moment: Moment) -> bool:
+        """Do it and write down what it gives; False where a stop was requested before the end."""
+        ...
+
+    def short(self) -> str:
+        """The newest result in a few words for the progress line, or ""."""
+        return ""
+
+    def summary(self, cut: bool = False) -> list[str]:
+        """Lines for the end of the run, which `--max_steps` may have `cut`."""
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` of an earlier start gave."""
+
+
+@dataclass
+class RunState:
+    """Where a run stands, apart from its tensors and its step; a checkpoint keeps it."""
+
+    position: Position = field(default_factory=Position)
+    skipped_steps: int = 0
+    bad_images: set[str] = field(default_factory=set)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "position": asdict(self.position),
+            "skipped_steps": self.skipped_steps,
+            "bad_images": sorted(self.bad_images),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises LookupError, TypeError or ValueError for what `state_dict` has not made."""
+        self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
+        self.skipped_steps = int(state["skipped_steps"])
+        self.bad_images = {str(name) for name in state["bad_images"]}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run; `images` and `epoch_steps` are the number of images and the optimizer steps of one pass."""
+
+    recipe: Recipe
+    config: DsConfig
+    path: Path
+    images: int
+    epoch_steps: int
+    last_step: int
+    predicted_gib: float | None
+    step: TrainingStep
+    state: RunState
+    evaluations: AtStep | None
+    pictures: AtStep
+    log: RunLog
+
+    def advance(self) -> None:
+        """One micro-batch of every rank has been used."""
+        consumed = self.config.micro_batch * distributed.world_size()
+        per_epoch = self.epoch_steps * self.recipe.data.global_batch
+        self.state.position = self.state.position.advance(consumed, per_epoch)
+
+    @property
+    def images_drawn(self) -> int:
+        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        return self.images if self.state.position.epoch else self.state.position.samples

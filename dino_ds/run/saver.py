@@ -1,0 +1,138 @@
+"""What a checkpoint of a run holds: taken out of the run's parts for a save, and put back on a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dino_ds.basics.durable import is_gone
+from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.saving import Saving
+from dino_ds.config.crops import GRAM
+from dino_ds.engine import distributed
+from dino_ds.errors import CheckpointError, StorageError
+from dino_ds.method.step import TrainingStep
+from dino_ds.run.run import AtStep, RunState
+
+
+@dataclass
+class Saver:
+    """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
+
+    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: puts the tensors
+    of the teacher's backbone after so many steps into the run folder. `saving` commits saves. Methods that return lines
+    return them for people.
+    """
+
+    checkpoints: Checkpoints
+    step: TrainingStep
+    state: RunState
+    evaluations: AtStep | None
+    description: Mapping[str, Any]
+    write_teacher: Callable[[dict[str, Tensor], int], None]
+    background: bool
+
+    def __post_init__(self) -> None:
+        self._run_dir = self.checkpoints.folder.parent
+        self.saved_step = 0
+        """That of this run's newest checkpoint, as far as this start knows: one that was loaded or saved."""
+        self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
+
+    def check_space(self) -> None:
+        """Raises StorageError where there is no room for one checkpoint."""
+        teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
+        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
+
+    def tidy(self) -> list[str]:
+        """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
+        with distributed.raise_on_all_ranks():
+            try:
+                return self.checkpoints.tidy(self.saved_step)
+            except OSError as error:
+                raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
+
+    def check_folder(self) -> None:
+        """Raises CheckpointError, on all ranks, where the run folder was removed or renamed during the run."""
+        with distributed.raise_on_all_ranks():
+            if distributed.rank() == 0 and is_gone(self._run_dir / "config.yaml"):
+                raise CheckpointError(
+                    f"{self._run_dir} is gone, removed or renamed while the run was at work: training ends, and "
+                    "nothing more is saved. If it was renamed, give --run_dir its new path, and --resume"
+                )
+
+    def save(self, wait: bool) -> list[str]:
+        """A checkpoint, and the teacher as one file that timm reads.
+
+        It is written while training continues, and counts when `poll` has found it complete; with `wait` it is
+        complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
+        """
+        step, part = self.step, self.step.engine.state()
+        state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
+        manifest = {**self.description, "step": step.applied_steps, "state": state}
+        self.saved_step = step.applied_steps
+        return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+
+    def metrics(self) -> dict[str, float]:
+        """What the last checkpoint of this process took, for metrics.jsonl."""
+        cost = self.saving.cost
+        if cost is None:
+            return {}
+        return {
+            "save_seconds": cost.seconds,
+            "save_stall_seconds": cost.stall_seconds,
+            "checkpoint_gib": cost.bytes / 2**30,
+        }
+
+    def load(self, saved: SavedCheckpoint) -> None:
+        """Puts a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
+        self._load(saved, saved.whole())
+        self.saved_step = saved.manifest.step
+
+    def continue_from(self, saved: SavedCheckpoint) -> list[str]:
+        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
+
+        So does the teacher of a Gram anchoring that begins now or later, whatever teacher the run before had.
+        """
+        own = self.step.state()
+        begins = self.step.schedules.gram.start >= saved.manifest.step
+        theirs = {key: t for key, t in saved.whole().items() if not (begins and key.startswith(f"teachers.{GRAM}."))}
+        self._load(saved, {**own, **theirs})
+        return lacking(saved, own)
+
+    def restart_from(self, saved: SavedCheckpoint) -> list[str]:
+        """Of the run before the objective's running statistics: the network has begun with its teacher's weights."""
+        objective = self.step.objective
+        own = objective.state()
+        objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
+        return lacking(saved, own)
+
+    def _load(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
+        state = saved.manifest.state
+        try:
+            self.step.engine.load_state(saved)
+            self.step.restore(whole, saved.manifest.step)
+            self.state.load_state_dict(state)
+            if self.evaluations and state["knn"]:
+                self.evaluations.load_state_dict(state["knn"])
+        except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
+            raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
+
+    def _write_teacher(self, folder: Path) -> None:
+        """RUN/teacher.safetensors and RUN/teacher.json, from a checkpoint."""
+        saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
+        backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
+        for name in self.step.teachers.exported.backbone.training_only:
+            backbone.pop(name, None)
+        self.write_teacher(backbone, saved.manifest.step)
+
+
+def lacking(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
+    """A line about those of a new run's tensors that a checkpoint has not, by their first names."""
+    missing = own.keys() - saved.whole().keys()
+    names = sorted({".".join(name.split(".")[:2]) for name in missing})
+    return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []

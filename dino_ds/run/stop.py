@@ -1,0 +1,136 @@
+"""Requests to stop a run at its next step: signals, and what the monitor process sees (RUN/stop, a launcher's end)."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from dino_ds.engine.distributed import set_store_flag, store_flag_is_set
+from dino_ds.errors import STOP_SIGNALS, STOPPED
+from dino_ds.health.beat import Beat
+
+FORWARDED_SECONDS = 2.0
+"""A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
+
+
+class StopRequests:
+    """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
+
+    Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
+    `at_once` (exit code, message) are called before such ends. A thread does this, woken by Python's handler in C: it
+    works while the main thread waits in a collective.
+    """
+
+    def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
+        self._beat, self._nothing_to_save, self._at_once = beat, nothing_to_save, at_once
+        self._signal = ""
+        self._first_at = 0.0
+        self._ask: Callable[[], None] | None = None
+        self._over = False
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._name = f"dino_ds stop {next(_numbers)}"
+
+    def __enter__(self) -> StopRequests:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._handlers = {number: signal.signal(number, _nothing) for number in signals_to_handle()}
+        self._thread = threading.Thread(target=self._listen, name="dino_ds signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def install(self, ask: Callable[[], None]) -> None:
+        """From now on there is something to save: the first request calls `ask`, from any thread."""
+        self._ask = ask
+
+    def request(self, why: str) -> None:
+        """Stop at the next step, as at a first signal; `install` was called before."""
+        assert self._ask is not None
+        _let_go_of_a_closed_terminal()
+        self._signal, self._first_at = why, time.monotonic()
+        self._ask()
+
+    def finish(self) -> None:
+        """Everything is saved: ignore later signals, such as a launcher's SIGTERM to rank after rank."""
+        self._over = True
+
+    @property
+    def why(self) -> str:
+        """Why this rank is to stop: "SIGTERM", "the stop file", "the end of the launcher", or "" if it is not."""
+        return self._signal or self._beat.stop_reason
+
+    def requested_anywhere(self) -> bool:
+        """Whether any rank was asked, for work between steps; it asks rank 0's store, 0.1 ms."""
+        if self.why:
+            set_store_flag(self._name)
+        return bool(self.why) or store_flag_is_set(self._name)
+
+    def _listen(self) -> None:
+        while data := os.read(self._read, 64):
+            for number in data:
+                if number in self._handlers and not self._over:
+                    self._hear(signal.Signals(number).name, number)
+
+    def _hear(self, name: str, number: int) -> None:
+        if not self._signal:
+            if self._ask is None:
+                self._signal = name
+                self._nothing_to_save(name)
+                _leave(STOPPED)
+            self.request(name)
+            # For ranks that wait for data: this one's main thread may wait for them and never set its flag.
+            with suppress(RuntimeError):
+                set_store_flag(self._name)
+        elif self._again():
+            self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
+            _leave(128 + number)
+
+    def _again(self) -> bool:
+        """Whether a signal that comes now is a second one."""
+        return time.monotonic() - self._first_at > FORWARDED_SECONDS
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """Those that make a run stop; under nohup a terminal's end is not one of them."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return [number for number in STOP_SIGNALS if number not in ignored]
+
+
+def _let_go_of_a_closed_terminal() -> None:
+    """What is printed to it would be an error before all is saved."""
+    for output in (1, 2):
+        poll = select.poll()
+        poll.register(output, 0)
+        if any(events & (select.POLLHUP | select.POLLERR) for _, events in poll.poll(0)):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, output)
+            os.close(nowhere)
+
+
+_numbers = iter(range(sys.maxsize))
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """Python's part of a handler: the thread does the work."""
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,1 +1,0 @@
-"""Who gives the student its targets."""

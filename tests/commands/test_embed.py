@@ -1,0 +1,309 @@
+"""`dino-ds embed`: every form holds what `dino_ds.load` computes, on one rank and two, after an interruption, and bad
+input."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import dino_ds
+from dino_ds.commands import embed, embedding_parts
+from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError, StorageError
+from dino_ds.options.model import EmbedOptions
+from dino_ds.report.model_options import range_for
+from dino_ds.weights.export import FORMATS
+from dino_ds.weights.sidecar import read_sidecar
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder
+from tests.weights.test_weights import _backbone
+
+# FP32 sums of another batch, in another order: a few roundings of numbers near 1.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+IMAGES, BAD = 150, 70
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    path = tmp_path_factory.mktemp("embed")
+    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    image_folder(path / "images", IMAGES, 2)
+    name = build_source("folder", str(path / "images"), "train", False).name(BAD)
+    (path / "images" / name).write_bytes(b"broken")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(place):
+    """What a loop over the images with `dino_ds.load` gives: features, means of patches, maps; NaN for the bad one."""
+    model, source = (
+        dino_ds.load(place / "teacher.safetensors"),
+        build_source("folder", str(place / "images"), "train", False),
+    )
+    rows = []
+    for index in range(len(source)):
+        if index == BAD:
+            rows.append((torch.full((model.width,), torch.nan), torch.full_like(rows[0][1], torch.nan)))
+        else:
+            image = model.preprocess(source.load(index))[None]
+            rows.append((model.features(image)[0], model.patch_tokens(image)[0]))
+    features, maps = (torch.stack(found) for found in zip(*rows, strict=True))
+    return {"cls": features, "mean": maps.mean(dim=(1, 2)), "patches": maps}
+
+
+def _options(place, out, **changes):
+    options = EmbedOptions(
+        model=str(place / "teacher.safetensors"), root=str(place / "images"), out=str(out), workers=0
+    )
+    return dataclasses.replace(options, **changes)
+
+
+def _check(found, wanted):
+    torch.testing.assert_close(torch.as_tensor(found), wanted, **CLOSE, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
+    source = build_source("folder", str(place / "images"), "train", False)
+    names = [source.name(i) for i in range(len(source))]
+    for form in ("npy", "csv", "pt", "parquet"):
+        embed.run(_options(place, tmp_path / form / f"x.{form}", batch=37))
+    assert "1 images can't be read, their rows are NaN: " + names[BAD] in capsys.readouterr().err
+    _check(np.load(tmp_path / "npy/x.npy"), expected["cls"])
+    saved = torch.load(tmp_path / "pt/x.pt", weights_only=True)
+    _check(saved["features"], expected["cls"])
+    assert saved["names"] == names and saved["labels"].tolist() == list(source.labels)
+    with (tmp_path / "csv/x.csv").open() as file:
+        head, *lines = csv.reader(file)
+    assert head[:4] == ["name", "label", "class", "f0"] and [line[0] for line in lines] == names
+    assert [line[2] for line in lines] == [source.classes[label] for label in source.labels]
+    _check(np.array([[float(x) for x in line[3:]] for line in lines], np.float32), expected["cls"])
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "parquet/x.parquet")
+    assert parquet["name"].to_pylist() == names and parquet["class"].to_pylist() == [line[2] for line in lines]
+    _check(np.array(parquet["features"].to_pylist(), np.float32), expected["cls"])
+    assert not list(tmp_path.glob("*/*.parts"))
+
+
+def test_means_maps_and_16_bits(place, expected, tmp_path):
+    embed.run(_options(place, tmp_path / "mean.npy", what="mean"))
+    _check(np.load(tmp_path / "mean.npy"), expected["mean"])
+    embed.run(_options(place, tmp_path / "maps.npy", what="patches", half=True))
+    maps = np.load(tmp_path / "maps.npy")
+    assert maps.dtype == np.float16 and maps.shape == expected["patches"].shape
+    torch.testing.assert_close(torch.tensor(maps), expected["patches"].half(), rtol=2e-3, atol=1e-3, equal_nan=True)
+
+
+def test_two_ranks_write_the_same_and_share_the_work(place, expected, tmp_path):
+    run_on_ranks(embed.run, _options(place, tmp_path / "x.npy"))
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+def test_an_interrupted_embedding_goes_on(place, expected, tmp_path, monkeypatch):
+    options, computed = _options(place, tmp_path / "x.npy"), []
+    plain = embed._features
+
+    def counted(model, what, stop=False):
+        def describe(images):
+            computed.append(len(images))
+            if stop and len(computed) == 2:
+                raise KeyboardInterrupt
+            return plain(model, what)(images)
+
+        return describe
+
+    monkeypatch.setattr(embed, "_features", lambda model, what: counted(model, what, stop=True))
+    with pytest.raises(KeyboardInterrupt):
+        embed.run(options)
+    assert not (tmp_path / "x.npy").exists()
+    with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
+        embed.run(dataclasses.replace(options, what="mean"))
+    computed.clear()
+    monkeypatch.setattr(embed, "_features", counted)
+    with monkeypatch.context() as full:
+        full.setattr(embedding_parts, "_fill", lambda *_: Path("/dev/full/x").touch())
+        with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
+            embed.run(options)
+    embed.run(options)
+    assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+@pytest.fixture
+def interrupted(place, tmp_path, monkeypatch):
+    """Options of an embedding of 150 images of which one part of 64 is there; images and weights are own copies."""
+    shutil.copytree(place, tmp_path / "place")
+    options, plain, done = _options(tmp_path / "place", tmp_path / "x.npy"), embed._features, list[int]()
+
+    def stopping(model, what):
+        def describe(images):
+            done.append(len(images))
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            return plain(model, what)(images)
+
+        return describe
+
+    with monkeypatch.context() as patched:
+        patched.setattr(embed, "_features", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            embed.run(options)
+    assert sorted(path.name for path in (tmp_path / "x.npy.parts").iterdir()) == [
+        "00000000.json",
+        "00000000.npy",
+        "about.json",
+    ]
+    return options
+
+
+def _other_images(place, parts):
+    """Other contents of the same sizes and times."""
+    for path in (place / "images").rglob("*.png"):
+        time, content = path.stat().st_mtime_ns, path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        os.utime(path, ns=(time, time))
+
+
+def _touched(place, parts):
+    os.utime(next((place / "images").rglob("*.png")), (1, 1))
+
+
+def _described(place, **values):
+    (place / "teacher.json").write_text(json.dumps(read_sidecar(place / "teacher.safetensors") | values))
+
+
+CONTINUED_WITH_OTHERS = {
+    "images": (_other_images, "0 of another size, 64 of 64 that were read of other content"),
+    "times": (_touched, "150 images of the same names, whose files have other sizes or times"),
+    "one more": (lambda place, _: image_folder(place / "images/more", 1), "150 -> 151 images: "),
+    "normalisation": (lambda place, _: _described(place, mean=[0, 0, 0], std=[1, 1, 1]), r"normalisation.mean \[0.485"),
+    "range": (lambda place, _: _described(place, value_range=[0, 4095]), r"value_range .* -> \[0.0, 4095.0\]"),
+    "old": (lambda _, parts: (parts / "about.json").write_text("{}"), "about.json does not say of which"),
+    "cut": (lambda _, parts: os.truncate(parts / "about.json", 40), "about.json does not say of which"),
+    "list": (lambda _, parts: (parts / "about.json").write_text("[1]"), "about.json does not say of which"),
+    "gone": (lambda _, parts: (parts / "about.json").unlink(), "about.json does not say of which"),
+}
+
+
+@pytest.mark.parametrize("what", CONTINUED_WITH_OTHERS)
+def test_an_embedding_is_not_continued_with_others(interrupted, tmp_path, what):
+    """What the rows depend on is compared with what was begun with, and refused with what differs."""
+    change, said = CONTINUED_WITH_OTHERS[what]
+    change(tmp_path / "place", tmp_path / "x.npy.parts")
+    with pytest.raises(ConfigError, match=rf"holds parts of another embedding \(.*{said}.*\): remove it, or name"):
+        embed.run(interrupted)
+    assert not (tmp_path / "x.npy").exists()
+
+
+def _swapped(part):
+    """A part and its seal as of another number."""
+    for ending in ("npy", "json"):
+        shutil.copy(part.with_suffix(f".{ending}"), part.with_name(f"00000001.{ending}"))
+
+
+DAMAGES = {
+    "flipped": lambda part: part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1])),
+    "cut": lambda part: os.truncate(part, 200),
+    "empty": lambda part: os.truncate(part, 0),
+    "a pipe": lambda part: (part.unlink(), os.mkfifo(part)),
+    "seal cut": lambda part: os.truncate(part.with_suffix(".json"), 5),
+    "seal odd": lambda part: part.with_suffix(".json").write_text("[]"),
+    "seal gone": lambda part: part.with_suffix(".json").unlink(),
+    "swapped": _swapped,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, capsys, damage):
+    DAMAGES[damage](tmp_path / "x.npy.parts/00000000.npy")
+    embed.run(interrupted)
+    assert "was incomplete or damaged: computed again" in capsys.readouterr().err
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
+
+
+def test_the_page_s_search_and_classifier_run(place, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("faiss")
+    embed.run(_options(place, tmp_path / "test.npy"))
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/embeddings.md").read_text()
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(code, names)
+    *found, classified = capsys.readouterr().out.splitlines()
+    assert len(found) == 3 and all(" -> [" in line for line in found) and "are right" in classified
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": "x.txt"}, r"--out x\.txt must end in \.parquet, \.npy, \.csv, \.pt"),
+        ({"out": "x.csv", "what": "patches"}, r"no \.csv holds: write \.npy, \.pt or \.parquet"),
+        ({"out": "/dev/null/x.npy"}, "/dev/null/x.npy can.t be written"),
+        ({"size": 33}, r"--size 33 is not a multiple of the patch size 8: use 32"),
+        ({"root": None}, "name images: --root DIR"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(place, tmp_path, changes, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=message):
+        embed.run(_options(place, **{"out": "x.npy", **changes}))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_is_there_is_not_overwritten(place, tmp_path):
+    (tmp_path / "x.csv").write_text("mine")
+    with pytest.raises(ConfigError, match=r"x\.csv is there already"):
+        embed.check(_options(place, tmp_path / "x.npy"))  # x.csv has the names of its rows
+
+
+def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_path):
+    for number in range(3):
+        np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((20, 30), np.float32))
+    source = build_source("folder", str(tmp_path), "train", False)
+    for value_range, warned in (((0.0, 4095.0), True), ((-1.0, 2.0), False)):
+        backbone: Any = SimpleNamespace(value_range=value_range, normalisation=IMAGENET)
+        found, notes = range_for(backbone, [source])
+        assert found == value_range and len(notes) == warned
+        assert all(note.startswith("WARNING: 3 of 3 images") and "as the training images" in note for note in notes)
+    np.save(tmp_path / "bright.npy", 255 * np.random.default_rng(3).random((20, 30), np.float32))
+    source = build_source("folder", str(tmp_path), "train", False)
+    of_8_bits: Any = SimpleNamespace(value_range=None, normalisation=IMAGENET)
+    found, (chosen, warning) = range_for(of_8_bits, [source])
+    assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
+
+
+def test_a_model_of_other_channels_than_the_images_is_refused_before_they_are_read(place, tmp_path):
+    (tmp_path / "bands").mkdir()
+    np.save(tmp_path / "bands" / "a.npy", np.zeros((40, 40, 6), np.uint8))
+    (tmp_path / "bands" / "c.heic").touch()
+    given = _options(place, tmp_path / "x.npy", root=str(tmp_path / "bands"))
+    told = r"takes images of 3 channels, and those looked at have 6, such as .*a\.npy: give images of 3 channels, or a"
+    with pytest.raises(ConfigError, match=told):
+        embed.run(given)
+    assert not list(tmp_path.glob("x.npy*"))
+    Image.new("RGB", (40, 40)).save(tmp_path / "bands" / "b.jpg")  # one that fits, of those not opened here
+    assert embed.write(given)["notes"][0].startswith("1 files that can't be read are left out")
+    assert np.isfinite(np.load(tmp_path / "x.npy")).all(axis=1).tolist() == [False, True]
+
+
+def test_images_of_which_none_can_be_read(place, tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match="none of 1 images can be read"):
+        embed.run(_options(place, tmp_path / "x.npy", root=str(tmp_path / "images")))
+    assert not list(tmp_path.glob("x.npy*"))
+    embed.run(_options(place, tmp_path / "y.npy", json=True))
+    assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]

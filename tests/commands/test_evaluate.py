@@ -1,0 +1,354 @@
+"""`dino-ds eval` on small folders: numbers, files, ranks, and input that can't be evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.cli.main import main
+from dino_ds.commands import evaluate
+from dino_ds.commands.evaluate import run
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals import suite
+from dino_ds.evals.context import Labelled, Settings
+from dino_ds.evals.results import read_results
+from dino_ds.evals.shared_images import note_on_shared
+from dino_ds.evals.suite import EVALUATIONS, draw_balanced
+from dino_ds.options.model import EvalOptions
+from dino_ds.weights.export import FORMATS
+from tests.evals.protocols.tiny import segments
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder
+from tests.weights.test_weights import _backbone
+
+DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
+
+
+LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    path = tmp_path_factory.mktemp("evaluate")
+    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    _tinted(path / "train", 24, seed=0)
+    _tinted(path / "test", 9, seed=1)
+    image_folder(path / "other", 8, 4)
+    image_folder(path / "plain", 6)
+    return path
+
+
+@pytest.fixture
+def place(made, tmp_path):
+    """A teacher, 24 training and 9 test images in three classes; `other` has four, `plain` none."""
+    for name in ("teacher.safetensors", "teacher.json"):
+        shutil.copy(made / name, tmp_path)
+    for name in ("train", "test", "other", "plain"):
+        (tmp_path / name).symlink_to(made / name)
+    return tmp_path
+
+
+def _tinted(root, images, seed):
+    """Noise with more or less of one colour in each class: far enough apart that rounding decides nothing."""
+    generator = np.random.default_rng(seed)
+    for i in range(images):
+        pixels = generator.integers(0, 256, (40, 48, 3)) * np.roll([1, 0.6, 0.3], i % 3) * generator.uniform(0.2, 1)
+        (root / f"class{i % 3}").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(root / f"class{i % 3}" / f"{i}.png")
+
+
+def _run(place, evals="knn", **changes):
+    """What concerns one evaluation alone is given with it."""
+    names = evals.split(",")
+    given = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test"), "workers": 0}
+    given |= {"k": (1, 5) if "knn" in names else None}
+    given |= dict(zip(("epochs", "batch"), (2, 8) if "linear-sgd" in names else (None, None), strict=True))
+    run(EvalOptions(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes}))
+
+
+def _results(place):
+    return {name: kept["results"] for name, kept in read_results(place / "results.json").items()}
+
+
+@pytest.fixture(scope="module")
+def labelled(made):
+    """What one process prints of LABELLED; what it writes is in `made`."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        _run(made, ",".join(LABELLED))
+    return json.loads(said.getvalue())["results"]
+
+
+@pytest.mark.slow
+def test_every_evaluation_gives_numbers(made, labelled):
+    """One that has its own data is tested with it."""
+    results = _results(made)
+    names = {"knn_1", "knn_5", "linear", "ridge", "few_shot_1%", "few_shot_10%", "retrieval_map", "rankme"}
+    assert results.keys() == set(LABELLED)
+    assert names <= {name for values in results.values() for name in values}
+    written = read_results(made / "results.json")
+    assert labelled == written
+    assert {written["knn"][key] for key in ("step", "images", "train_images", "test_images")} == {3, 24, 9}
+    _run(made, "knn")
+    assert _results(made) == results  # what was not asked for again stays
+
+
+def test_flags_become_settings(place, monkeypatch):
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: seen.append(subject.settings) or {})
+    flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
+    _run(place, "knn,linear-sgd", k=(3, 4), **flags)
+    assert seen == 2 * [Settings(ks=(3, 4), **flags)]
+
+
+def test_test_images_that_are_training_images_are_said(place, capsys):
+    """By content, whatever the folders are called; k-NN with k 1 is 100 % there without any learning."""
+    _run(place, root=str(place / "test"), k=(1,))
+    output, told = capsys.readouterr()
+    assert json.loads(output)["results"]["knn"]["results"]["knn_1"] == 100
+    assert "9 of 9 test images looked at are training images too, such as " in told
+    assert "a score on them says nothing about new images; name others with --test_root" in told
+    _run(place, k=(1,))
+    assert "training images too" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (lambda folder: None, 24),
+        (lambda folder: shutil.rmtree(folder / "class1"), 16),
+        (lambda folder: [path.rename(folder / path.name) for path in folder.glob("*/*")], 24),
+        (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
+    ],
+)
+@pytest.mark.parametrize("form", ["folder", "tar"])
+def test_shared_images_are_found_by_name_and_content(made, tmp_path, form, change, shared):
+    root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
+    change(root)
+    if form == "tar":
+        with tarfile.open(tmp_path / "copy.tar", "w") as archive:
+            archive.add(root, "")
+        root = tmp_path / "copy.tar"
+    train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
+    (note,) = note_on_shared(["knn"], train, test, "--test_root")
+    assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
+    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
+    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
+
+
+def test_statistics_need_no_labels(place):
+    _run(place, "statistics", root=str(place / "plain"), test_root=None)
+    found = _results(place)["statistics"]
+    assert found.keys() == {"feature_std", "rankme", "uniformity", "alignment"} and found["alignment"] > 0
+    assert read_results(place / "results.json")["statistics"]["test_images"] == 6
+
+
+def test_statistics_need_no_training_images_of_each_class(place):
+    """Of labelled images, whatever they are called, they tell the purity too."""
+    for images in ({"images": 2}, {"test_root": None}):
+        _run(place, "statistics", **images)
+        found = read_results(place / "results.json")["statistics"]
+        assert any(name.startswith("purity_") for name in found["results"]) and found["train_images"] is None
+
+
+def test_retrieval_needs_one_set_of_images(place):
+    """Their own classes, which no other images must have."""
+    _run(place, "retrieval", test_root=None)
+    assert 0 < _results(place)["retrieval"]["retrieval_map"] < 100
+
+
+def test_two_ranks_give_what_one_gives(place, labelled):
+    """Features differ in their last bits with the images of a batch: 1e-4 of a percent."""
+    run_on_ranks(_run, place, ",".join(LABELLED))
+    two = _results(place)
+    assert two.keys() == labelled.keys()
+    for name, kept in labelled.items():
+        assert two[name] == pytest.approx(kept["results"], rel=1e-3, abs=1e-4)
+
+
+def test_rank_0_prints_alone(place):
+    """Of evaluations that take no features of the training images none are computed for the table: that would wait for
+    ranks that are done."""
+    run_on_ranks(_run, place, "statistics", json=False)
+    assert _results(place).keys() == {"statistics"}
+
+
+def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
+    """Not hours later: labels, classes, neighbours, the files of a benchmark."""
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: pytest.fail("too late"))
+    for evals, changes, error, words in (
+        ("knn,voc", {}, ConfigError, r"Pascal VOC 2012 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
+        ("knn,voc", {"benchmark_root": str(place)}, DataError, "no Pascal VOC 2012 in"),
+        ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbours"),
+        ("statistics,ridge", {"test_root": str(place / "other")}, DataError, "not in training: class3"),
+    ):
+        with pytest.raises(error, match=words):
+            _run(place, evals, **changes)
+
+
+def test_labelled_images_and_benchmarks_in_one_command(place):
+    segments(place / "data/VOCdevkit/VOC2012", train=2, val=1)
+    _run(place, "knn,voc", benchmark_root=str(place / "data"), size=32)
+    assert _results(place).keys() == {"knn", "voc"}
+    found = read_results(place / "results.json")  # a benchmark is not of the images that others have used
+    assert (found["knn"]["data"], found["knn"]["test_images"]) == (f"{place.name}/test", 9)
+    assert (found["voc"]["data"], found["voc"]["test_images"]) == ("voc", None)
+
+
+@pytest.mark.parametrize(
+    ("evals", "changes", "words"),
+    [
+        ("knn", {"epochs": 3}, "--epochs changes nothing of knn: it is for linear-sgd; add one to --evals, or leave"),
+        ("linear,ridge", {"k": (3,)}, "--k changes nothing of linear, ridge"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis, voc"),
+        ("voc", {"benchmark_root": "data"}, "--root changes nothing of voc: it is for knn, linear"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
+    segments(place / "data", train=1, val=1)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=words):
+        _run(place, evals, **changes)
+
+
+def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
+    """They may have taken hours, and a file of weights has no folder that keeps them."""
+    judge = evaluate.evaluate
+
+    def fail(name, subject):
+        if name == "ridge":
+            raise DataError("the disk is gone")
+        return judge(name, subject)
+
+    monkeypatch.setattr(evaluate, "evaluate", fail)
+    with pytest.raises(DataError, match="the disk is gone"):
+        _run(place, "knn,ridge")
+    assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
+
+
+def test_what_is_no_number_is_null(place, capsys):
+    """One image of each class finds no other."""
+    _tinted(place / "single", 3, seed=2)
+    _run(place, "retrieval", test_root=str(place / "single"))
+    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert said["results"]["retrieval"]["results"] == _results(place)["retrieval"] == {"retrieval_map": None}
+    _run(place, "retrieval", test_root=str(place / "single"), json=False)
+    assert "nan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "it is a folder"), ("{", "can't be written"), ("[]", "not a JSON object")]
+)
+def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
+    """Not after the evaluation, which may take hours."""
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
+    out = place / "train"
+    if content is not None:
+        out = place / "mine.json"
+        out.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        _run(place, out=str(out))
+    with pytest.raises(ConfigError, match="is not a writable folder"):
+        _run(place, out=str(place / "nowhere/results.json"))
+
+
+def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
+    """--out does not spare its own file."""
+    (place / "config.yaml").write_text("")
+    (place / "evaluations.json").mkdir()
+    with pytest.raises(
+        ConfigError, match=r"evaluations.json can't be written.*evaluate its teacher\.safetensors, with"
+    ):
+        _run(place)
+
+
+def test_fewer_images_than_neighbours():
+    """What has no k neighbours is left out and said; where nothing is left, it is an error."""
+    rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
+    notes: list[str] = []
+    settings = Settings(ks=(6, 10, 20))
+    subject = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
+    assert list(EVALUATIONS["knn"](subject)) == ["knn_6"]
+    assert notes == ["k = 10, 20 left out: there are 6 training images"]
+    subject.settings = Settings(ks=(10, 20))
+    with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
+        EVALUATIONS["knn"](subject)
+
+
+def test_few_shot_images_are_drawn_by_class():
+    labels = torch.tensor([0] * 50 + [1] * 16 + [2])
+    drawn, others = (draw_balanced(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.bincount(labels[drawn]).tolist() == [5, 2, 1]
+    assert len(drawn.unique()) == len(drawn) and not torch.equal(drawn, others)
+
+
+def test_few_shot_is_the_mean_of_its_draws(monkeypatch):
+    accuracies = iter([10.0, 20.0, 60.0, 1.0, 1.0, 4.0])
+    monkeypatch.setattr(suite, "fit_linear", lambda *_, **how: SimpleNamespace(accuracy=lambda *_: next(accuracies)))
+    rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
+    found = EVALUATIONS["few-shot"](SimpleNamespace(train=rows, test=rows, settings=Settings(), give_up=None))
+    assert found == {"few_shot_1%": 30, "few_shot_10%": 2}
+
+
+def test_the_temperature_of_votes_and_who_is_judged():
+    """One image is the query itself, two of the other class are near: a low temperature hears the nearest alone."""
+    labels = torch.tensor([0, 1, 1])
+    train = Labelled(torch.tensor([[1.0, 0.0], [0.9, 0.44], [0.9, -0.44]]), labels, 2)
+    test = Labelled(train.features[:1], labels[:1], 2)
+    accuracies = []
+    for temperature in (0.01, 10):
+        settings = Settings(ks=(3,), temperature=temperature)
+        subject = SimpleNamespace(train_indices=range(3), train=train, test=test, settings=settings)
+        accuracies.append(EVALUATIONS["knn"](subject)["knn_3"])
+    assert accuracies == [100, 0]
+    features = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).repeat(5, 1)
+    train = Labelled(features, (features[:, 0] > 0).long(), 2)
+    test = Labelled(features, 1 - train.labels, 2)
+    subject = SimpleNamespace(train=train, test=test, settings=Settings(), give_up=lambda: False)
+    found = EVALUATIONS["linear"](subject)
+    assert (found["linear"], found["linear_train"]) == (0, 100)
+
+
+def test_retrieval_asks_a_sample_of_many(monkeypatch):
+    """Drawn: the first ones, of folders of classes, would all be of one class."""
+    monkeypatch.setattr(suite, "_RETRIEVAL_IMAGES", 10)
+    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    subject = SimpleNamespace(any_labelled=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
+    assert 0 < EVALUATIONS["retrieval"](subject)["retrieval_map"] < 100
+
+
+def test_bad_input_at_the_command_line(place, capsys):
+    """One line that says what to do, exit code 2 or 3, nothing written."""
+    (place / "empty").mkdir()
+    (place / "notes.txt").write_text("no weights")
+    (place / "broken.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
+    sets = ("--root", place / "train", "--test_root", place / "test", "--workers", 0)
+    for code, words, given in (
+        (3, "does not exist", (place / "nothing", *sets)),
+        (3, "notes.txt", (place / "notes.txt", *sets)),
+        (3, "broken.safetensors", (place / "broken.safetensors", *sets)),
+        (2, "the training images have no classes", (place, "--root", place / "plain", *sets[2:])),
+        (2, "the images have no classes", (place, *sets[:3], place / "plain", "--evals", "retrieval")),
+        (2, "there are no test images: name labelled ones with --test_root", (place, *sets[:2])),
+        (2, "needs a folder", (place, *sets[2:])),
+        (2, "empty", (place, *sets[:3], place / "empty")),
+        (2, "multiples of the patch size", (place, *sets, "--size", 30)),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["eval", *map(str, given)])
+        assert stopped.value.code == code, words
+        said = capsys.readouterr().err.strip().splitlines()
+        assert words in said[-1] and "error:" in said[-1], (words, said)
+        assert not any("Traceback" in line for line in said)
+    assert not (place / "evaluations.json").exists()

@@ -1,0 +1,340 @@
+"""`look-data`: the sheet shows the crops of a run, the statistics are those of the files, mistakes are named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_ds.commands import look_data
+from dino_ds.commands.sheet import _font, describe, draw_sheet
+from dino_ds.config.crops import all_crops, dino_groups
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import LookDataOptions
+from dino_ds.planning.data_report import report
+from dino_ds.planning.data_statistics import Facts, look_at, summarise
+from tests.data.files import tiff
+
+SMALL = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "3"}
+
+
+def recipe_for(root, **more):
+    return load_recipe(None, {"data.root": str(root), **SMALL, **more})
+
+
+def noise(seed: int, width: int, height: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two classes, three formats and modes, a copy, an image on its side, and two files that are no images."""
+    root = tmp_path_factory.mktemp("images")
+    cats, dogs = root / "cats", root / "dogs"
+    cats.mkdir()
+    dogs.mkdir()
+    noise(0, 40, 30).save(cats / "a.png")
+    noise(0, 40, 30).save(cats / "copy_of_a.png")
+    noise(1, 100, 50).convert("L").save(cats / "grey.jpg")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise(2, 90, 60).save(dogs / "turned.jpg", exif=exif)
+    noise(3, 64, 64).convert("P").save(dogs / "palette.gif")
+    (dogs / "empty.jpg").touch()
+    (dogs / "words<b>.png").write_text("not an image")
+    return root
+
+
+def look(folder, out, images=3, sample=0, as_json=True, **more):
+    """What the command prints; the sheet is `out`/look.png."""
+    options = LookDataOptions(images=images, sample=sample, out=str(out / "look.png"), json=as_json)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        look_data.run(options, recipe=recipe_for(folder, **more))
+    return json.loads(said.getvalue()) if as_json else said.getvalue()
+
+
+@pytest.fixture(scope="module")
+def looked(folder, tmp_path_factory):
+    """(what was found, the folder of sheet and page)"""
+    out = tmp_path_factory.mktemp("looked")
+    return look(folder, out), out
+
+
+def test_statistics_are_those_of_the_files(folder, looked):
+    found, _ = looked
+    assert (found["images"], found["looked_at"]) == (7, 7)
+    assert found["unreadable"]["count"] == 2
+    assert {file["name"] for file in found["unreadable"]["files"]} == {
+        str(folder / "dogs/empty.jpg"),
+        str(folder / "dogs/words<b>.png"),
+    }
+    assert found["unreadable"]["reasons"] == {"empty file": 1, "not an image": 1}
+    assert found["modes"] == {"RGB": 3, "L": 1, "P": 1}
+    assert found["formats"] == {"PNG": 2, "JPEG": 2, "GIF": 1}
+    # Upright: 90 x 60 on its side is 60 x 90.
+    assert found["width"] == {"min": 40, "median": 60, "max": 100}
+    assert found["height"] == {"min": 30, "median": 50, "max": 90}
+    bins = [(b["from"], b["below"], b["images"]) for b in found["shorter_side"]["histogram"]]
+    assert bins == [(0, 32, 2), (32, 64, 2), (64, 96, 1)]
+    assert found["aspect_ratio"]["max"] == 2 and found["aspect_ratio"]["min"] == 0.6667
+    sizes = [(folder / name).stat().st_size for name in ("cats/a.png", "cats/grey.jpg", "dogs/turned.jpg")]
+    assert found["file_bytes"]["min"] <= min(sizes) and found["file_bytes"]["max"] >= max(sizes)
+    assert found["classes"]["counts"] == {"cats": 3, "dogs": 4}
+    near = found["near_duplicates"]
+    assert (near["groups"], near["images"], near["surplus"]) == (1, 2, 1)
+    assert near["largest"][0]["names"] == [str(folder / "cats/a.png"), str(folder / "cats/copy_of_a.png")]
+    text = report(found)
+    for words in ("empty.jpg (empty file)", "words<b>.png (not an image)", "cats 3", "1 group of images", "32 to 64"):
+        assert words in text, words
+
+
+def test_the_folder_whose_folders_are_classes_is_named(folder, tmp_path):
+    (tmp_path / "all").symlink_to(folder)
+    words = look(tmp_path, tmp_path, as_json=False)
+    assert f"all lie in one folder, whose folders are classes with --data.root {tmp_path}/all\n" in words
+    noise(0, 40, 30).save(tmp_path / "beside.png")
+    assert look(tmp_path, tmp_path)["class_folder"] is None
+
+
+@pytest.mark.slow
+def test_workers_find_the_same(folder, looked, tmp_path):
+    found = look(folder, tmp_path, **{"data.workers": "1"})
+    assert found | {"sheet": 0, "page": 0} == looked[0] | {"sheet": 0, "page": 0}
+
+
+@pytest.mark.slow
+def test_a_sample_and_a_sheet_of_fewer_images_and_no_local_crops(folder, tmp_path, capsys):
+    text = look(folder, tmp_path, images=50, sample=5, as_json=False, **{"crops.num_local": "0"})
+    assert "5 of them, drawn at random" in text and "(among those looked at)" in text and "look.png" in text
+    assert "global crops" in text and "local crops" not in text
+    assert "5 images on the sheet, 50 were asked for" in capsys.readouterr().err
+
+
+def test_enlarged_crops_are_those_with_fewer_pixels():
+    """Images of 40 x 40 and crops of 0.4 to 1 of them: none has 41 x 41 pixels, all have 25 x 25, and half 33 x 33."""
+    facts = [Facts(number, 40, 40) for number in range(300)]
+    for size, low, high in ((41, 1, 1), (25, 0, 0), (33, 0.3, 0.7)):
+        recipe = recipe_for("x", **{"model.patch_size": "1", "crops.num_local": "0", "crops.global_size": str(size)})
+        assert low <= look_data._enlarged(facts, recipe)["global"]["fraction"] <= high
+
+
+@pytest.mark.parametrize("augment", ["device", "worker"])
+def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
+    """Images, order and pixels of the first batch of a loader; unreadable images are left out."""
+    recipe = recipe_for(folder, **{"data.augment": augment})
+    source = build_source("folder", str(folder), "train", False)
+    rows = list(look_data._seen(source, recipe))
+    crops = MultiCrop(recipe.groups, recipe.crops.augment)
+    prefetcher = DevicePrefetcher(
+        Loader(source, crops, LoaderOptions(global_batch=7, micro_batch=7, augment=augment), Position()),
+        torch.device("cpu"),
+    )
+    batch = next(prefetcher)
+    prefetcher.close()
+    replaced = {text.partition(" (")[0] for text in batch.bad}
+    order = [source.name(index) for index in batch.indices.tolist()]
+    assert [row.name for row in rows] == [name for name in order if name not in replaced]
+    for row in rows:
+        place = order.index(row.name)
+        assert len(row.crops) == len(row.sampled) == 5
+        for shown, crop in zip(row.crops, all_crops(batch.crops), strict=True):
+            # A batch of 7 may be summed in another order than one of 1.
+            levels = (IMAGENET.undone(crop[place]) * 255).round().clamp(0, 255).permute(1, 2, 0)
+            assert (levels - torch.from_numpy(np.array(shown)).float()).abs().max() <= 1
+
+
+def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked):
+    sheet = Image.open(looked[1] / "look.png")
+    source = build_source("folder", str(folder), "train", False)
+    one = draw_sheet(list(itertools.islice(look_data._seen(source, recipe_for(folder)), 1)), "title")
+    assert sheet.width == one.width and one.height < sheet.height < 3 * one.height
+    colours = {colour for _, colour in sheet.getcolors(1 << 24)}
+    assert sheet.mode == "RGB" and {(232, 89, 12), (28, 126, 214)} <= colours
+
+
+def test_names_beyond_ascii_can_be_read():
+    font = _font(11)
+    missing = bytes(font.getmask("\uffff"))
+    assert all(bytes(font.getmask(letter)) != missing for letter in "äéøčЖλ")
+
+
+def test_the_page_is_one_file_with_all_in_it(looked):
+    page = (looked[1] / "look.html").read_text()
+    tags: list[str] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attributes: tags.append(tag)
+    parser.feed(page)
+    assert tags.count("section") == 3 and tags.count("rect") == 15 and tags.count("img") == 3 + 15
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    # Crops of 32 and 16 pixels are shown at 128, as they are.
+    assert page.count('width="128" height="128"') == 15 and "image-rendering: pixelated" in page
+    assert "words<b>" not in page and "words&lt;b&gt;.png (not an image)" in page
+
+
+def test_embedded_photos_have_neither_files_nor_formats():
+    recipe = load_recipe("quickstart", {})
+    source = build_source("photos", None, "train", False)
+    found = summarise(look_at(source, 40, 0, 0, recipe.data.max_pixels), source)
+    assert found["file_bytes"] is None and found["formats"] == {"none": 40} and found["looked_at"] == 40
+    assert found["classes"]["count"] == 18
+
+
+class Volume:
+    """Images with two channels, which only a source of one's own has."""
+
+    labels = None
+    classes = None
+
+    def __len__(self):
+        return 3
+
+    def load(self, index):
+        return np.random.default_rng(index).integers(0, 255, (20, 30, 2), dtype=np.uint8)
+
+    def name(self, index):
+        return f"volume/{index}"
+
+
+def test_images_of_other_channels_are_described():
+    facts = look_at(Volume(), 0, 0, 0, 10_000)
+    described = [(fact.index, fact.width, fact.height, fact.mode, fact.problem) for fact in facts]
+    assert described == [(index, 30, 20, "2 channels", None) for index in range(3)]
+    assert facts[0].hash != facts[1].hash
+
+
+def test_images_beyond_the_limit_of_pixels_are_unreadable(folder):
+    source = build_source("folder", str(folder), "train", False)
+    found = summarise(look_at(source, 0, 0, 0, 4000), source)
+    assert found["unreadable"]["count"] == 5
+    assert found["width"]["max"] <= 64
+
+
+@pytest.mark.parametrize(
+    ("images", "out", "words"),
+    [
+        (0, "a.png", "--images 0: a sheet has 1 to 200"),
+        (1000, "a.png", "--images 1000: a sheet has 1 to 200"),
+        (1, "sheet.jpg", "must end in .png"),
+        (1, "nowhere/sheet.png", "nowhere is not a writable folder"),
+    ],
+)
+def test_impossible_numbers_and_places(folder, tmp_path, images, out, words):
+    options = LookDataOptions(images=images, sample=0, out=str(tmp_path / out), json=False)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        look_data.run(options, recipe=recipe_for(folder))
+
+
+def test_nothing_to_look_at(tmp_path):
+    empty, broken = tmp_path / "empty", tmp_path / "broken"
+    empty.mkdir()
+    broken.mkdir()
+    (broken / "a.jpg").touch()
+    for root, words in ((empty, "no images under"), (broken, r"none of the 1 images .*a\.jpg \(empty file\)")):
+        with pytest.raises(DataError, match=words):
+            look(root, tmp_path)
+    assert list(tmp_path.glob("*look*")) == []
+
+
+def test_descriptions_of_crops_name_every_operation():
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3), "dino")
+    text = " ".join(describe(view) for seed in range(50) for view in crops.sample(90, 60, seed))
+    for word in ("mirrored", "brightness x", "contrast x", "saturation x", "hue ", "grey", "blur", "solarized"):
+        assert word in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("uint16", "data.value_range 0,4095"), ("int16", "give --data.value_range 0,")]
+)
+def test_deep_images_are_shown_with_their_values(tmp_path, kind, text):
+    """Also where training wants to be told the range."""
+    values = (np.arange(2000).reshape(40, 50) * 2).astype(kind)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/deep.tif").write_bytes(tiff(values))
+    noise(0, 50, 40).save(tmp_path / "images/shallow.png")
+    found = look(tmp_path / "images", tmp_path, images=2)
+    name, said = "uint16" if kind == "uint16" else "int32", report(found)
+    assert f"values        {name} in 1: 0 to 3998\n" in said and text in said
+    assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
+
+
+def test_the_longest_of_images_have_boxes(tmp_path):
+    """Of less than a pixel on the sheet."""
+    (tmp_path / "images").mkdir()
+    noise(0, 4000, 2).save(tmp_path / "images/wide.png")
+    noise(1, 1, 3000).save(tmp_path / "images/high.png")
+    assert look(tmp_path / "images", tmp_path, images=2)["unreadable"]["count"] == 0
+
+
+def test_files_beyond_the_range_are_counted_as_those_that_training_skips(tmp_path):
+    """Of the images looked at, which may be more than those that the range was sought in."""
+    (tmp_path / "images").mkdir()
+    for number, top in enumerate((4000, 60000, 3000, 20)):
+        values = np.linspace(0, top, 2000).astype(np.uint16).reshape(40, 50)
+        (tmp_path / f"images/{number}.tif").write_bytes(tiff(values))
+    found = look(tmp_path / "images", tmp_path, images=2, **{"data.value_range": "0,4095"})
+    (entry,) = found["unreadable"]["files"]
+    reason = "uint16 values, 0 to 60000: beyond data.value_range 0,4095"
+    assert entry == {"name": str(tmp_path / "images/1.tif"), "reason": reason}
+    assert found["values"] == {"uint16": {"images": 3, "min": 0, "max": 4000}}
+    said = report(found)
+    assert "\n              1 of 4 images looked at that are deeper than 8 bits are skipped" in said
+    assert f"/1.tif ({reason}): store all images alike" in said
+    assert "1 of 4 images looked at that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in said
+
+
+def test_files_of_other_channels_are_those_that_training_skips(tmp_path):
+    (tmp_path / "images").mkdir()
+    noise(0, 40, 30).save(tmp_path / "images/a.png")
+    np.save(tmp_path / "images/six.npy", np.zeros((20, 30, 6), np.uint8))
+    found = look(tmp_path / "images", tmp_path, images=1)
+    (entry,) = found["unreadable"]["files"]
+    assert entry == {"name": str(tmp_path / "images/six.npy"), "reason": "6 channels, 3 are wanted"}
+    assert found["modes"] == {"RGB": 1}
+
+
+def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
+    """As the flags that a run takes; a slow reference over all pixels, to the 4 digits that are shown."""
+    (tmp_path / "images").mkdir()
+    shades = (np.random.default_rng(0).random((3, 40, 50, 3)) * (250, 120, 60)).astype(np.uint8)
+    for i, shade in enumerate(shades):
+        Image.fromarray(shade).save(tmp_path / f"images/{i}.png")
+    deep = np.linspace(0, 4095, 2000).astype(np.uint16).reshape(40, 50)
+    (tmp_path / "images/deep.tif").write_bytes(tiff(deep))
+    found = look(tmp_path / "images", tmp_path, images=2)
+    said, found = report(found), found["channels"]
+    unit = np.concatenate([shades / 255, np.repeat(deep[None, :, :, None], 3, axis=3) / 4095])
+    np.testing.assert_allclose(found["mean"], unit.mean((0, 1, 2)), atol=6e-5)
+    np.testing.assert_allclose(found["std"], unit.std((0, 1, 2)), atol=6e-5)
+    (flags,) = re.findall(r"channels +(--data.mean \S+ --data.std \S+)\n", said)
+    words = flags.split()
+    recipe = load_recipe(None, {words[0][2:]: words[1], words[2][2:]: words[3]})
+    assert list(recipe.data.mean) == found["mean"] and list(recipe.data.std) == found["std"]
+
+
+def test_hidden_patches_are_grey(folder):
+    """Those of the same crops without masks, in the mean colour."""
+    masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
+    recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
+    source = build_source("folder", str(folder), "train", False)
+    for plain, hidden in zip(*(look_data._seen(source, recipe) for recipe in recipes), strict=True):
+        for number, (a, b) in enumerate(zip(plain.crops, hidden.crops, strict=True)):
+            changed = np.any(np.array(a) != np.array(b), axis=2)
+            assert changed.any() == (number < 2)
+            assert (np.array(b)[changed] == [124, 116, 104]).all()
+    assert look_data._title(recipes[1]).endswith("masks dinov2") and "masks" not in look_data._title(recipes[0])

@@ -1,0 +1,363 @@
+"""Shards are the images of a folder and come back byte for byte, also after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from dino_ds.commands import shard, shard_writer, unshard
+from dino_ds.commands.shard_writer import Shrink
+from dino_ds.config.crops import dino_groups
+from dino_ds.data import tar_index
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.data import ShardOptions, UnshardOptions
+from tests.data.files import png, png16
+from tests.data.test_shards import pack
+
+pytestmark = pytest.mark.slow
+
+
+def noise(width: int, height: int, form: str = "JPEG", seed: int = 0, **options) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Image.fromarray(pixels).resize((width, height)).save(stream, form, **options)
+    return stream.getvalue()
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    """Names of every awkward kind, and their files."""
+    files = {f"cat/{i:02d}.png": png(i) for i in range(9)}
+    files |= {"dog/a.b.jpg": noise(20, 10), "dog/a.c.jpg": noise(10, 20), "dog/a.png": png(3), "dog/ü ö.PNG": png(4)}
+    files |= {f"eel/{'deep' * 20}/{'long' * 20}.webp": noise(8, 8, "WEBP"), "eel/not really.jpg": b"<html>"}
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return files
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def make(root: Path | None, out: Path, **options) -> None:
+    shard.run(ShardOptions(root=str(root) if root else None, out=str(out), workers=2, **options))
+
+
+def read(root: Path):
+    return build_source("folder", str(root), "train", False)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(a folder with images/ and their shards/, the files of images/, what was printed)"""
+    place = tmp_path_factory.mktemp("shards")
+    files = tree(place / "images")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        make(place / "images", place / "shards", shard_size="4", json=True)
+    return place, files, json.loads(said.getvalue())
+
+
+def test_round_trip_is_byte_identical(made, tmp_path, capsys, monkeypatch):
+    place, files, said = made
+    assert said["images"] == len(files) == 15 and said["shards"] == 4 and said["unreadable"] == 0
+    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("the index beside the shards is used"))
+    folder, shards = read(place / "images"), read(place / "shards")
+    assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
+    assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
+    unshard.run(UnshardOptions(root=str(place / "shards"), out=str(tmp_path / "again"), json=True))
+    assert json.loads(capsys.readouterr().out)["images"] == 15
+    assert files_below(tmp_path / "again") == files
+
+
+def test_checksums_are_sha256sums_and_other_readers_see_webdataset(made):
+    place, files, _ = made
+    subprocess.run(["sha256sum", "--quiet", "-c", "checksums.sha256"], cwd=place / "shards", check=True)
+    found = {}
+    for path in sorted((place / "shards").glob("*.tar")):
+        with tarfile.open(path) as archive:
+            found |= {member.name: archive.extractfile(member).read() for member in archive}
+    assert {name: data for name, data in found.items() if not name.endswith(".cls")} == files
+    assert found["cat/00.cls"] == b"0" and found["dog/ü ö.cls"] == b"1"
+
+
+def test_shards_may_be_copied_with_their_index(made, tmp_path, monkeypatch):
+    copy = shutil.copytree(made[0] / "shards", tmp_path / "copy")
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    find = tar_index._Members
+    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("indexed again"))
+    assert len(read(copy)) == 15
+    monkeypatch.setattr(tar_index, "_Members", find)
+    pack(copy / "000001.tar", {"new.png": png(1)})
+    changed = read(copy)
+    assert len(changed) == 12 and "indexed anew" in changed.notes[0]
+
+
+def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_path, capsys):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = {
+        "wide.png": noise(200, 100, "PNG"),
+        "tall.jpg": noise(64, 320),
+        "turned.jpg": noise(200, 100, exif=turned),
+        "small.png": noise(40, 32, "PNG"),
+        "deep.png": png16(np.full((100, 200), 999, np.uint16)),
+        "broken.jpg": noise(200, 100)[:300],
+        "words.jpg": b"not an image",
+    }
+    for name, data in files.items():
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / name).write_bytes(data)
+    make(tmp_path / "images", tmp_path / "shards", shrink=32, quality=80)
+    said = capsys.readouterr().out
+    assert "5 images in 1 shard," in said and "2 images could not be read and are left out, such as" in said
+    unreadable = (tmp_path / "shards/unreadable.txt").read_text()
+    assert "broken.jpg" in unreadable and "words.jpg (not an image)\n" in unreadable
+    source = read(tmp_path / "shards")
+    names = [source.member(i) for i in range(5)]
+    sizes = {name: source.load(i).size for i, name in enumerate(names) if name != "deep.png"}
+    assert sizes == {"wide.jpg": (64, 32), "tall.jpg": (32, 160), "turned.jpg": (32, 64), "small.png": (40, 32)}
+    for same in ("small.png", "deep.png"):
+        assert source.read(names.index(same)) == files[same]
+
+
+def test_quality_and_size_change_what_is_written(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.jpg").write_bytes(noise(160, 160, seed=i))
+    source = read(tmp_path)
+    sizes = {quality: len(shard_writer.repack(source, 0, Shrink(64, quality))[1]) for quality in (30, 95)}
+    assert sizes[30] < 0.6 * sizes[95]
+    mean = sum(1024 + path.stat().st_size for path in tmp_path.iterdir()) / 4
+    counts = [shard._images_per_shard(text, source, Shrink(None, 90)) for text in ("7", "7 images", "1MB")]
+    assert counts == [7, 7, int(1e6 / mean)]
+
+
+def test_sources_without_files_are_written_as_png(tmp_path):
+    make(None, tmp_path / "shards", source="photos", split="test", shard_size="500")
+    photos, shards = build_source("photos", None, "test", False), read(tmp_path / "shards")
+    assert len(shards) == len(photos) and shards.classes == photos.classes and shards.labels == photos.labels
+    for index in (0, 444, len(photos) - 1):
+        assert shards.load(index).tobytes() == photos.load(index).tobytes()
+
+
+def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
+    """Killed with its workers in the middle; no process stays, and no shard is there in part."""
+    (tmp_path / "images").mkdir()
+    for i in range(60):
+        (tmp_path / f"images/{i:02d}.png").write_bytes(noise(300, 300, "PNG", seed=i))
+    make(tmp_path / "images", tmp_path / "whole", shard_size="3", shrink=150)
+    held = {tmp_path / f"images/{i}.png": (tmp_path / f"images/{i}.png").read_bytes() for i in (30, 33)}
+    for path in held:  # one for each worker, which never gets further
+        path.unlink()
+        os.mkfifo(path)
+    code = f"""
+        from dino_ds.options.data import ShardOptions
+        from dino_ds.commands import shard
+        root, out = {str(tmp_path / "images")!r}, {str(tmp_path / "out")!r}
+        shard.run(ShardOptions(root=root, out=out, shard_size="3", shrink=150, workers=2))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    job = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, stderr=subprocess.DEVNULL)
+    records = tmp_path / "out/shards.jsonl"
+    while not (records.is_file() and records.read_text().count("\n") >= 2):
+        assert job.poll() is None
+        time.sleep(0.01)
+    family = psutil.Process(job.pid).children(recursive=True)
+    job.kill()
+    job.wait()
+    assert psutil.wait_procs(family, timeout=60)[1] == []
+    for path, data in held.items():
+        path.unlink()
+        path.write_bytes(data)
+    about = json.loads((tmp_path / "out/shards.json").read_text())
+    del about["begun_with"]  # the pipes were other files; earlier versions did not say it either
+    (tmp_path / "out/shards.json").write_text(json.dumps(about))
+    done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert 2 <= len(done) < 20 and not (tmp_path / "out/index.safetensors").exists()
+    with records.open("a") as file:
+        file.write('{"name": "00')  # the line that was being written
+    capsys.readouterr()
+    make(tmp_path / "images", tmp_path / "out", shard_size="3", shrink=150)
+    kept = sum(path.stat().st_mtime_ns == done.get(path.name) for path in (tmp_path / "out").glob("*.tar"))
+    assert kept >= 2
+    for path in (tmp_path / "whole").iterdir():
+        if path.suffix in (".tar", ".sha256"):
+            assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+    assert len(read(tmp_path / "out")) == 60
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_folders_of_something_else_are_left_alone(made, tmp_path):
+    images, shards = made[0] / "images", made[0] / "shards"
+    with pytest.raises(ConfigError, match=r"holds other shards \(shard_size was 4, is 5\)"):
+        make(images, shards, shard_size="5")
+    more = shutil.copytree(images, tmp_path / "more")
+    (more / "cat/new.png").write_bytes(png(1))
+    with pytest.raises(ConfigError, match="images was 15, is 16"):
+        make(more, shards, shard_size="4")
+    with pytest.raises(ConfigError, match="is not empty"):
+        make(images, more)
+    with pytest.raises(ConfigError, match="is not empty"):
+        unshard.run(UnshardOptions(root=str(shards), out=str(more)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_size": "big"}, "write 10000"),
+        ({"shard_size": "0"}, "write 10000"),
+        ({"shard_size": "5 furlongs"}, "write 10000"),
+        ({"quality": 0}, "1 to 100"),
+    ],
+)
+def test_options_that_can_not_be(made, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make(made[0] / "images", tmp_path / "shards", **options)
+
+
+def test_images_that_are_all_unreadable_are_an_error(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/a.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"none of 1 images .* can be read"):
+        make(tmp_path / "images", tmp_path / "shards")
+
+
+def test_an_out_that_can_not_be_written(made, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="shards can't be written to"):
+        make(made[0] / "images", tmp_path / "file/shards")
+    with pytest.raises(DataError, match="images can't be written to"):
+        unshard.run(UnshardOptions(root=str(made[0] / "images"), out=str(tmp_path / "file/images")))
+
+
+# unshard
+
+
+def test_hostile_names_stay_inside(tmp_path):
+    evil = {"/abs.png": png(1), "../../up.png": png(2), "a/../../b.png": png(3), "ok/./c.png": png(4)}
+    pack(tmp_path / "s/evil.tar", evil)
+    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out/deep")))
+    assert set(files_below(tmp_path / "out")) == {f"deep/{n}.png" for n in ("abs", "up", "a/b", "ok/c")}
+    assert {path.name for path in tmp_path.iterdir()} == {"s", "out"}
+
+
+def test_equal_names_of_two_shards_do_not_overwrite_each_other(tmp_path):
+    for name in ("x", "y"):
+        pack(tmp_path / f"s/{name}.tar", {"0.png": png(ord(name))})
+    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out")))
+    assert files_below(tmp_path / "out") == {"x/0.png": png(ord("x")), "y/0.png": png(ord("y"))}
+
+
+def test_a_list_that_names_an_image_twice_keeps_both(made, tmp_path):
+    (tmp_path / "list.txt").write_text(f"{made[0]}/images/cat/01.png\n" * 2)
+    make(tmp_path / "list.txt", tmp_path / "shards")
+    source = read(tmp_path / "shards")
+    assert [Path(source.member(i)).name for i in range(2)] == ["01.png", "01~2.png"]
+
+
+def test_a_damaged_shard_is_named_before_anything_is_written(made, tmp_path):
+    path = shutil.copytree(made[0] / "shards", tmp_path / "shards") / "000002.tar"
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"1 shards are not what was written, such as .*000002\.tar"):
+        unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+    unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out"), skip_checksums=True))
+
+
+def test_an_interrupted_unshard_goes_on(made, tmp_path, monkeypatch):
+    options = UnshardOptions(root=str(made[0] / "shards"), out=str(tmp_path / "out"))
+    write, written = unshard._write_one, []
+
+    def stop_after_five(folder, name, data):
+        if len(written) == 5:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(folder, name, data)
+
+    monkeypatch.setattr(unshard, "_write_one", stop_after_five)
+    with pytest.raises(KeyboardInterrupt):
+        unshard.run(options)
+    monkeypatch.setattr(unshard, "_write_one", write)
+    unshard.run(options)
+    assert files_below(tmp_path / "out") == made[1]
+
+
+def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):
+    """By size, time and content; a damaged description of what was begun with is refused too."""
+    images, out = tmp_path / "images", tmp_path / "out"
+    images.mkdir()
+    for i in range(4):
+        (images / f"{i}.png").write_bytes(png(i))
+    make(images, out, shard_size="2")
+    (out / "000001.tar").unlink()
+    make(images, out, shard_size="2")
+    (images / "1.png").write_bytes(bytes(reversed(png(1))))
+    with pytest.raises(
+        ConfigError, match=r"holds other shards \(images changed: 4 images as before: .* 1 of 4 that were"
+    ):
+        make(images, out, shard_size="2")
+    os.truncate(out / "shards.json", 50)
+    with pytest.raises(ConfigError, match=r"shards\.json is damaged: give another --out, or remove"):
+        make(images, out, shard_size="2")
+
+
+def test_an_image_of_other_shards_is_written_anew(tmp_path, monkeypatch):
+    """After an interruption, where images of the same names and sizes are others."""
+    for name, turned in (("a", False), ("b", True)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            (tmp_path / name / f"{i}.png").write_bytes(png(i)[:: -1 if turned else 1])
+        pack(tmp_path / f"{name}.tar", {f"{i}.png": (tmp_path / name / f"{i}.png").read_bytes() for i in range(3)})
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # the mark of unfinished work stays
+    for name in ("a", "b"):
+        unshard.run(UnshardOptions(root=str(tmp_path / f"{name}.tar"), out=str(tmp_path / "out")))
+        found = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
+        assert found == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+
+
+def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path):
+    """So a run may be resumed on shards that was begun on the folder."""
+    (tmp_path / "images").mkdir()
+    for i in range(24):
+        (tmp_path / f"images/{i:02d}.jpg").write_bytes(noise(40, 30 + i, seed=i))
+    lines = "".join(f"{path.name}\n" for path in sorted((tmp_path / "images").iterdir()))
+    (tmp_path / "images/list.txt").write_text(lines)
+    make(tmp_path / "images", tmp_path / "shards", shard_size="7")
+    crops = MultiCrop(dino_groups(16, (0.4, 1.0), 8, (0.1, 0.4), 2), "low_res")
+    seen = []
+    for root in ("images", "images/list.txt", "shards"):
+        loader = Loader(
+            read(tmp_path / root),
+            crops,
+            LoaderOptions(seed=3, global_batch=8, micro_batch=8, workers=1),
+            Position(1, 8),
+        )
+        batches = list(itertools.islice(loader, 4))
+        loader.close()
+        seen.append(
+            [(b.epoch, b.indices.tolist(), [crop.numpy().tobytes() for crop in b.crops.values()]) for b in batches]
+        )
+    assert seen[0] == seen[1] == seen[2]

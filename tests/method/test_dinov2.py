@@ -1,0 +1,282 @@
+"""Centering, DINO, iBOT and KoLeo against the recorded numbers of facebookresearch/dinov2 and dinov3.
+
+FP32 on both sides, sums in another order: probabilities and losses to 1e-6 of the largest, gradients to 2e-6.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dino_ds.engine import distributed
+from dino_ds.method.centering import RunningCenter, SinkhornKnopp
+from dino_ds.method.dino import DINO, DinoTerm
+from dino_ds.method.ibot import IBOT, IbotTerm
+from dino_ds.method.koleo import KoLeoTerm, koleo
+from dino_ds.models import logits as factored
+from dino_ds.models.logits import Comparison, Logits
+from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.vit import VisionTransformer
+from tests.ranks import run_on_ranks
+from tests.reference import as_logits, compare
+from tests.reference_v2 import golden_v2, golden_v2_meta
+
+pytestmark = pytest.mark.numerical
+
+
+def _close(ours, theirs, part=4e-6):
+    theirs = theirs.detach().view_as(ours)
+    torch.testing.assert_close(ours.detach(), theirs, rtol=0, atol=part * float(theirs.abs().max()) + 1e-9)
+
+
+def _targets(logits, temperature, iterations=3):
+    """What a comparison takes the targets to be."""
+    shift = SinkhornKnopp(iterations).shift([as_logits(part) for part in logits], temperature)
+    return (torch.cat(logits) / temperature + shift).softmax(dim=-1)
+
+
+class TestSinkhorn:
+    @pytest.mark.parametrize(
+        ("rows", "name", "temperature", "iterations"),
+        [
+            ("cls", "cls.targets.temp0.04", 0.04, 3),
+            ("cls", "cls.targets.temp0.07", 0.07, 3),
+            ("cls", "cls.targets.temp0.07.iterations1", 0.07, 1),
+            ("cls", "cls.targets.temp0.07.iterations10", 0.07, 10),
+            ("patch", "patch.targets.temp0.07", 0.07, 3),
+        ],
+    )
+    @pytest.mark.parametrize("parts", [(), (1, 5)])
+    def test_equals_the_reference_s(self, monkeypatch, rows, name, temperature, iterations, parts):
+        """Also of a window of unequal micro-batches, and in tiles of five rows."""
+        monkeypatch.setitem(factored._TILE, "cpu", 5 * 96 * 4)
+        recorded = golden_v2("sinkhorn")
+        logits = list(recorded[f"{rows}.logits"].tensor_split(parts))
+        _close(_targets(logits, temperature, iterations), recorded[name])
+
+    def test_one_row_is_uniform(self):
+        recorded = golden_v2("sinkhorn")
+        _close(_targets([recorded["cls.logits"][:1]], 0.07), recorded["one_row.targets"])
+
+    def test_large_logits_do_not_overflow(self):
+        """Logits over the temperature up to 500, where the reference's exp is infinite; in double precision as they
+        stand. They are rounded by 3e-5 in FP32."""
+        torch.manual_seed(0)
+        logits = 20 * torch.rand(12, 96)
+        q = (logits.double() / 0.04).exp()
+        for _ in range(3):
+            q = q / q.sum(dim=0)
+            q = q / q.sum(dim=1, keepdim=True)
+        torch.testing.assert_close(_targets([logits], 0.04).double(), q, rtol=0, atol=2e-4)
+
+    def test_free_prototypes_of_any_length(self):
+        """Logits over the temperature to 400: targets, the loss and its gradients are those in double precision.
+
+        In FP32 such a logit is rounded by 2e-5, and so is the logarithm of a probability.
+        """
+        torch.manual_seed(0)
+        ours, theirs = (Prototypes(8, 33, free=True) for _ in range(2))
+        for head in (ours, theirs):
+            torch.nn.init.normal_(head.weight, std=6)
+        z, seen = torch.randn(12, 8, requires_grad=True), theirs(torch.randn(6, 8))
+        seen = seen._replace(**{name: getattr(seen, name).detach() for name in ("rows", "weight", "scale")})
+        assert (seen.rows @ seen.weight.t()).max() / 0.04 > 400
+        how = Comparison(seen, SinkhornKnopp().shift([seen], 0.04), 0.04, 0.1, crops=2, exclude_own=True)
+        compared = ours(z, how)
+        compared.loss.backward()
+        found = [z.grad, ours.weight.grad]
+        z.grad, ours.weight.grad = None, None
+        q = (seen.rows.double() @ seen.weight.double().t() / 0.04).exp()
+        for _ in range(3):
+            q = q / q.sum(dim=0)
+            q = q / q.sum(dim=1, keepdim=True)
+        student = (F.normalize(z.double(), dim=-1) @ ours.weight.double().t() / 0.1).log_softmax(-1).view(4, 3, 33)
+        pairs = [(t, s) for t in range(2) for s in range(4) if s != t]
+        expected = -sum((q.view(2, 3, 33)[t] * student[s]).sum() for t, s in pairs) / (3 * len(pairs))
+        expected.backward()
+        _close(compared.loss, expected.float(), part=1e-4)
+        for mine, reference in zip(found, [z.grad, ours.weight.grad], strict=True):
+            _close(mine, reference, part=1e-4)
+
+    def test_on_two_ranks_equals_the_joint_batch(self):
+        assert run_on_ranks(_sinkhorn_of_a_rank) == [True, True]
+
+
+def _sinkhorn_of_a_rank():
+    recorded, rank = golden_v2("two_ranks"), distributed.rank()
+    for rows in ("cls", "patch"):
+        _close(_targets([recorded[f"rank{rank}.{rows}.logits"]], 0.07), recorded[f"rank{rank}.{rows}.targets"])
+    for all_ranks, group in ((True, "all"), (False, "4")):
+        features = recorded[f"rank{rank}.koleo.features"].clone().requires_grad_()
+        loss = KoLeoTerm(crops=1, all_ranks=all_ranks).loss({"cls/global": features}, None, None).loss
+        loss.backward()
+        _close(loss.view(1), recorded[f"rank{rank}.koleo.topk1.group{group}.loss"])
+        _close(features.grad, recorded[f"rank{rank}.koleo.topk1.group{group}.grad"])
+    empty = [recorded["rank0.patch.logits"][:0]] if rank else [recorded["rank0.patch.logits"]]
+    alone = recorded["rank0.patch.logits"]
+    expected = alone / 0.07
+    for _ in range(3):  # a rank without masked patches takes part
+        expected = expected - expected.logsumexp(0)
+        expected = expected - expected.logsumexp(1, keepdim=True)
+    _close(_targets(empty, 0.07), expected.exp()[: len(empty[0])]) if not rank else _targets(empty, 0.07)
+    return True
+
+
+@pytest.mark.parametrize("rows", ["cls", "patch"])
+def test_the_running_center_equals_the_reference_s(rows):
+    recorded, center = golden_v2("sinkhorn"), RunningCenter("center", 96, 0.9)
+    for step in range(3):
+        logits = recorded[f"centre.{rows}.step{step}.logits"].view(-1, 96)
+        shift = center.shift([as_logits(logits)], 0.05)
+        _close((logits / 0.05 + shift).softmax(-1), recorded[f"centre.{rows}.step{step}.targets"].view(-1, 96))
+        center.center.commit(center.center.pending())
+    _close(center.center.value, recorded[f"centre.{rows}.after"].flatten())
+
+
+@pytest.mark.parametrize("weight", [None, 1.0, 0.5, 0.0])
+@pytest.mark.parametrize("way", ["softmax", "sinkhorn"])
+def test_dino_equals_the_reference_s(way, weight):
+    """Loss = local and global terms as they enter its total; weight: of the local one, as in dinov3's Gram stage."""
+    recorded, meta = golden_v2("dino_loss"), golden_v2_meta()["dino_loss"]
+    centering = RunningCenter("center", 96, 0.9) if way == "softmax" else SinkhornKnopp()
+    if way == "softmax":
+        centering.center.load(recorded["centre"].flatten())
+    term = DinoTerm(96, meta["student_temp"], centering, weighs_local=weight is not None)
+    schedule = SimpleNamespace(teacher_temp=meta["teacher_temp"], weights={"dino_local": weight})
+    (targets,) = term.targets([{"ema": {DINO: as_logits(recorded["teacher"])}}], [{}], schedule)
+    student = torch.cat((recorded["student_global"], recorded["student_local"])).requires_grad_()
+    loss, scalars = term.loss({DINO: compare(student, targets)}, targets, schedule)
+    loss.backward()
+    w = 1.0 if weight is None else weight
+    _close(loss, w * recorded[f"{way}.local"] + recorded[f"{way}.global"])
+    _close(student.grad, torch.cat((recorded[f"{way}.global.grad"], w * recorded[f"{way}.local.grad"])))
+    assert scalars.keys() == set(term.scalars)
+    if weight is not None:  # of the 8 pairs 6 are local
+        _close(scalars["dino_cross_entropy"], loss * 8 / (2 + 6 * w))
+    if w == 1:
+        assert torch.equal(loss, compare(student, targets._replace(others=1.0)).loss)
+
+
+def test_ibot_equals_the_reference_s():
+    recorded, meta = golden_v2("ibot_loss"), golden_v2_meta()["ibot_loss"]
+    masks, temperature = recorded["masks"], 0.07
+    term = IbotTerm(96, meta["student_temp"], RunningCenter("ibot_center", 96, 0.9))
+    teacher = temperature * recorded["targets"].flatten(0, 1)[masks.flatten()].clamp_min(1e-30).log()
+    given = {"global": {"mask": masks, "weights": recorded["masks_weight"]}}
+    schedule = SimpleNamespace(teacher_temp=temperature)
+    (targets,) = term.targets([{"ema": {IBOT: as_logits(teacher)}}], [given], schedule)
+    student = recorded["student"].flatten(0, 1)[masks.flatten()].requires_grad_()
+    loss, scalars = term.loss({IBOT: compare(student, targets)}, targets, schedule)
+    loss.backward()
+    _close(loss, recorded["dinov2.masked"])
+    _close(student.grad, recorded["dinov2.masked.grad"])
+    entropy = (teacher / temperature).exp()
+    weights = recorded["masks_weight"]
+    _close(scalars["ibot_teacher_entropy"], (torch.special.entr(entropy).sum(-1) * weights).sum() / weights.sum())
+    _close(scalars["ibot_cross_entropy"], loss.detach() * 6 / weights.sum())
+
+
+def test_ibot_without_a_masked_patch_is_zero():
+    term = IbotTerm(96, 0.1, SinkhornKnopp())
+    given = {"global": {"mask": torch.zeros(6, 9, dtype=torch.bool), "weights": torch.zeros(0)}}
+    teacher = {"ema": {IBOT: as_logits(torch.zeros(0, 96))}}
+    (targets,) = term.targets([teacher], [given], SimpleNamespace(teacher_temp=1))
+    student = torch.zeros(0, 96, requires_grad=True)
+    loss, scalars = term.loss({IBOT: compare(student, targets)}, targets, None)
+    loss.backward()
+    assert loss == 0 and all(value == 0 for value in scalars.values())
+
+
+@pytest.mark.parametrize(("layer_scale", "apart", "most"), [(1.0, 0.1, 1e-5), (1e-5, 0.0, 2e-2)])
+def test_rounding_moves_koleo_only_where_features_are_nearly_equal(layer_scale, apart, most):
+    """FP32 against FP64, of a new network: with LayerScale 1e-5 distances are so short that FP32 rounds them."""
+    torch.manual_seed(0)
+    network = VisionTransformer(ViTSpec(14, 96, 4, 3, layer_scale=layer_scale), 56)
+    images = torch.randn(16, 3, 56, 56)
+    with torch.no_grad():
+        rows = [
+            n({"global": [x]})["cls"] for n, x in ((network, images), (deepcopy(network).double(), images.double()))
+        ]
+        units = [F.normalize(row.float(), dim=-1) for row in rows]
+        low, high = (koleo(unit, unit) for unit in units)
+    farthest = float(torch.cdist(units[1], units[1]).max())
+    assert apart <= farthest and (apart > 0 or farthest < 1e-2)
+    assert float(abs(low / high - 1)) <= most
+
+
+def test_koleo_equals_the_reference_s():
+    recorded = golden_v2("koleo")
+    features = recorded["features"].flatten(0, 1).requires_grad_()
+    loss = KoLeoTerm(crops=2).loss({"cls/global": features}, None, None).loss
+    loss.backward()
+    _close(0.1 * loss, recorded["total"])
+    # Two features are all but equal: their distance, 1e-4, carries the rounding of features of size 1.
+    _close(features.grad, torch.cat((recorded["crop0.grad"], recorded["crop1.grad"])), part=1e-4)
+
+
+class TestTiles:
+    """The loss of a head against the plain form that holds all logits."""
+
+    def _head(self, lengths):
+        torch.manual_seed(0)
+        learned = lengths is True
+        head = Prototypes(8, 33, learned, free=lengths == "free")
+        if learned:
+            torch.nn.init.uniform_(head.lengths, 0.5, 2.0)
+        return head
+
+    @pytest.mark.parametrize("tile", [1, 11, 1000])
+    @pytest.mark.parametrize(
+        ("crops", "seen", "own", "weighted", "learned"),
+        [
+            (4, 2, True, False, False),
+            (2, 2, True, False, True),
+            (3, 2, False, True, False),
+            (1, 1, False, True, True),
+            (4, 2, True, True, "free"),
+        ],
+    )
+    def test_loss_and_gradients(self, monkeypatch, tile, crops, seen, own, weighted, learned):
+        monkeypatch.setitem(factored._TILE, "cpu", tile * 33 * 4)
+        head, images = self._head(learned), 7
+        z = torch.randn(crops * images, 8, requires_grad=True)
+        teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))
+        weights = torch.rand(images) if weighted else None
+        how = Comparison(Logits(*(t.detach() for t in teacher[:3])), torch.randn(33), 0.07, 0.1, seen, own, weights)
+        compared = head(z, how)
+        (3 * compared.loss).backward()
+        ours = [z.grad, *(p.grad for p in head.parameters())]
+        z.grad = None
+        head.zero_grad()
+        expected, entropy = _plain(z, head, how)
+        (3 * expected).backward()
+        _close(compared.loss, expected)
+        _close(compared.entropy, entropy)
+        for mine, theirs in zip(ours, [z.grad, *(p.grad for p in head.parameters())], strict=True):
+            _close(mine, theirs)
+
+    def test_frozen_prototypes_have_a_gradient_of_zero(self):
+        head, z = self._head(True), torch.randn(6, 8, requires_grad=True)
+        head.frozen = True
+        teacher = Prototypes(8, 33)(torch.randn(6, 8))
+        head(z, Comparison(Logits(*(t.detach() for t in teacher[:3])), torch.zeros(33), 0.07, 0.1)).loss.backward()
+        assert z.grad.any() and not head.weight.grad.any() and not head.lengths.grad.any()
+
+
+def _plain(z, head, how):
+    directions = head.weight if head.free else F.normalize(head.weight, dim=-1)
+    directions = directions if head.lengths is None else directions * head.lengths
+    student = (F.normalize(z, dim=-1) @ directions.t() / how.student_temp).log_softmax(-1)
+    teacher = how.teacher.rows @ how.teacher.weight.t() * how.teacher.scale
+    targets = (teacher / how.temperature + how.shift).softmax(-1).view(how.crops, -1, len(head.weight))
+    student = student.view(-1, *targets.shape[1:])
+    weights = torch.ones(targets.shape[1]) if how.weights is None else how.weights
+    pairs = [(t, s) for t in range(how.crops) for s in range(len(student)) if not (how.exclude_own and s == t)]
+    total = sum((-(targets[t] * student[s]).sum(-1) * weights).sum() for t, s in pairs)
+    entropy = (torch.special.entr(targets).sum(-1) * weights).sum() / (weights.sum() * how.crops)
+    return total / (len(pairs) * targets.shape[1]), entropy

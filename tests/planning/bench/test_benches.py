@@ -1,0 +1,332 @@
+"""Each bench as its command calls it, at a tiny size: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import shlex
+import subprocess
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dino_ds.basics.ranges import PARTS
+from dino_ds.config.ds_config import CHECKOUT
+from dino_ds.costs.flops import recipe_step_flops
+from dino_ds.errors import ConfigError
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.options.bench import BenchInferenceOptions, BenchLadderOptions, BenchScalingOptions, BenchStepOptions
+from dino_ds.options.commands import find_command
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
+from dino_ds.planning.bench import inference, ladder, scaling, step
+from dino_ds.planning.bench.ladder_steps import all_steps, memory_steps
+from dino_ds.planning.measure.memory import ChildResult
+from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.load import Backbone
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+from tests.ranks import run_on_ranks
+from tests.weights.test_weights import _backbone
+
+pytestmark = pytest.mark.slow
+
+COMMON = {"batch": 2, "steps": 2, "warmup": 1, "threads": 1}
+
+
+@pytest.fixture
+def no_children(monkeypatch):
+    """Memory without a process of its own (test_trial.py has one): what it would do, once and here."""
+    calls = []
+
+    def here(function, threads, **arguments):
+        module, _, name = function.partition(":")
+        if not calls:
+            getattr(importlib.import_module(module), name)(**json.loads(json.dumps(arguments)))
+        calls.append(function)
+        return ChildResult(None, 100.0, 60.0)
+
+    for module in (step, ladder):
+        monkeypatch.setattr(module, "run_in_child", here)
+    monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)  # a second's work
+
+
+def _result(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def _bench_step(**changes):
+    files = {"recipe": tiny_recipe(), "ds": tiny_ds(0), "ds_path": "t.json"}
+    files |= {name: changes.pop(name) for name in files.keys() & changes.keys()}
+    step.run(BenchStepOptions(**{"json": True, **COMMON, **changes}), **files)
+
+
+def test_step(capsys, no_children):
+    _bench_step()
+    result = _result(capsys)
+    (setting,) = result["settings"]
+    assert setting["images_per_second"] == pytest.approx(2 / setting["step_seconds"])
+    assert set(setting["parts"]) == {*PARTS, "other"}
+    assert sum(setting["parts"].values()) == pytest.approx(1)
+    assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
+    recipe = tiny_recipe()
+    flops = sum(recipe_step_flops(recipe, cls_only_last_block=False).values())
+    assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
+    assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
+    assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
+    assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
+    assert result["host"]["versions"]["torch"] and "ratio" not in result
+
+
+@pytest.mark.parametrize(
+    "compare", ["ds.dino_ds.packed=false,true", "crops.num_local=2,1", "ds.zero_optimization.stage=0,3"]
+)
+def test_step_compares_two_settings(capsys, no_children, compare):
+    _bench_step(compare=compare)
+    result = _result(capsys)
+    first, second = result["settings"]
+    key, _, values = compare.partition("=")
+    assert [first["name"], second["name"]] == [f"{key}={value}" for value in values.split(",")]
+    assert result["ratio"] == pytest.approx(second["images_per_second"] / first["images_per_second"])
+    if "stage" in key:
+        assert (first["stage"], second["stage"]) == (0, 3)
+    page = step._page(result)
+    assert "| images/s " in page and "part: backward" in page and "ratio of images/s" in page
+    assert "torch" in page and "augmentation" not in page
+
+
+def test_step_with_real_data_waits_for_it(capsys, no_children):
+    _bench_step(recipe=tiny_recipe(data__source="photos", data__workers="0"), data=True)
+    (setting,) = _result(capsys)["settings"]
+    assert setting["parts"]["data"] > setting["augmentation_share"] > 0
+    assert setting["clock"] == "wall", "waiting takes no CPU time"
+
+
+def test_step_on_a_gpu_holds_one_setting_at_a_time(capsys, monkeypatch):
+    _as_with_a_gpu(monkeypatch, step)
+    monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)
+    there, build_trial = [], step.build_trial
+
+    def build(*given):
+        assert all(trial() is None for trial in there), "the setting before it is gone"
+        trial = build_trial(*given)
+        there.append(weakref.ref(trial))
+        return trial
+
+    monkeypatch.setattr(step, "build_trial", build)
+    _bench_step(compare="ds.dino_ds.packed=false,true")
+    result = _result(capsys)
+    assert [setting["peak_memory_mib"] for setting in result["settings"]] == [7.0, 7.0] and result["ratio"] > 0
+    assert len(there) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"compare": "seed"}, "is not a key and two values"),
+        ({"compare": "seed=1"}, "is not a key and two values"),
+        ({"compare": "seed=1,1"}, "is not a key and two values"),
+        ({"compare": "seed=1,2,3"}, "is not a key and two values"),
+        ({"compare": "sed=1,2"}, "--sed: not a recipe key"),
+        ({"compare": "ds.dino_ds.pakced=true,false"}, "--ds.dino_ds.pakced"),
+        ({"compare": "data.global_batch=1,2"}, "--batch"),
+        ({"compare": "seed=1,2", "data": True}, "--compare with --data"),
+        ({"data": True}, "--data needs images"),
+        ({"ds": tiny_ds(0, train_micro_batch_size_per_gpu=3)}, "--data.global_batch"),
+    ],
+)
+def test_step_refuses(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        _bench_step(**changes)
+
+
+def test_ladder(capsys, no_children, tmp_path):
+    ladder.run(BenchLadderOptions(out=str(tmp_path / "out"), json=True, **COMMON), recipe=tiny_recipe())
+    result = _result(capsys)
+    assert set(result) >= {"ladder_steps", "exact_total_speedup", "exact_total_memory_ratio"}
+    keys = {"name", "images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "exact", "skipped"}
+    assert all(keys <= set(row) for row in result["ladder_steps"])
+    ran = [row for row in result["ladder_steps"] if not row["skipped"]]
+    for before, row in itertools.pairwise(ran):
+        assert row["speedup_step"] == pytest.approx(row["images_per_second"] / before["images_per_second"])
+        assert row["speedup_total"] == pytest.approx(row["images_per_second"] / ran[0]["images_per_second"])
+    last = [row for row in ran if row["exact"]][-1]
+    assert (result["exact_total_speedup"], last["name"]) == (last["speedup_total"], "DeepSpeed engine")
+    assert result["exact_total_memory_ratio"] == 1.0
+    skipped = [row["name"] for row in result["ladder_steps"] if row["skipped"]]
+    assert skipped[-1] == "DeepSpeed engine, DINO alone"
+    assert json.loads((tmp_path / "out/ladder.json").read_text()) == result
+    assert "| plain step " in (tmp_path / "out/ladder.md").read_text()
+    assert (tmp_path / "out/ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _as_with_a_gpu(monkeypatch, module):
+    """`module` measures as beside a GPU, whose allocator is played: no process of its own for memory."""
+    monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setattr(module, "GpuPeak", lambda: SimpleNamespace(mib=lambda: 7.0))
+
+
+def test_ladder_on_a_gpu(capsys, monkeypatch):
+    """The steps that memory is measured in are part of those whose losses are compared; a difference is no error."""
+    _as_with_a_gpu(monkeypatch, ladder)
+    build = ladder.build_ladder_step
+    other = tiny_recipe(optimizer__lr="1")
+    monkeypatch.setattr(
+        ladder,
+        "build_ladder_step",
+        lambda step, recipe, batch: build(step, other if step.name == "SDPA" else recipe, batch),
+    )
+    steps = [step for step in all_steps() if step.exact]
+    monkeypatch.setitem(ladder.SELECTIONS, "all", lambda: [*steps[:2], steps[-1]])
+    ladder.run(BenchLadderOptions(out=None, json=True, **COMMON), recipe=tiny_recipe())
+    result = _result(capsys)
+    plain, sdpa, engine_s = result["ladder_steps"]
+    assert [len(row["first_losses"]) for row in result["ladder_steps"]] == [3] * 3
+    assert [row["peak_memory_mib"] for row in result["ladder_steps"]] == [7.0] * 3
+    assert plain["loss_difference"] == 0 and engine_s["loss_difference"] < 1e-3 < sdpa["loss_difference"]
+    assert result["exact_loss_difference"] == sdpa["loss_difference"]
+
+
+def test_memory_steps(capsys, no_children):
+    ladder.run(BenchLadderOptions(only="memory", json=True, **COMMON), recipe=tiny_recipe())
+    rows = _result(capsys)["ladder_steps"]
+    names = ["fp32, checkpointing off", "fp32, checkpointing on", "bf16, checkpointing off", "bf16, checkpointing on"]
+    assert [row["name"] for row in rows] == names
+    assert all(row["step_seconds"] > 0 and row["peak_memory_mib"] == 100 for row in rows)
+    assert [(step.precision, step.checkpointing) for step in memory_steps()][1:3] == [("fp32", True), ("bf16", False)]
+
+
+def test_engine_steps(capsys, no_children):
+    ladder.run(BenchLadderOptions(only="engine", json=True, **COMMON), recipe=tiny_recipe())
+    result = _result(capsys)
+    for name in ("plain torch AdamW", "ZeRO 0 ", "ZeRO 1, run as 0", "ZeRO 3 "):
+        assert f"| {name}" in ladder._page(result)
+    rows = result["ladder_steps"]
+    assert [row["stage"] for row in rows] == [None, 0, 0, 3]
+    for row in rows:
+        assert row["speedup_total"] == pytest.approx(rows[0]["step_seconds"] / row["step_seconds"])
+        assert row["parts_seconds"]["ema"] > 0 and sum(row["parts_seconds"].values()) < 2 * row["step_seconds"]
+
+
+def test_scaling(capsys, monkeypatch):
+    def on_pool(function, ranks, threads, **arguments):
+        assert function == "dino_ds.planning.bench.scaling:take_steps"
+        if ranks == 1:
+            return [ChildResult(scaling.take_steps(**arguments), 0, 0)]
+        return [ChildResult(v, 0, 0) for v in run_on_ranks(scaling.take_steps, world=ranks, **arguments)]
+
+    monkeypatch.delattr(scaling.os, "sched_setaffinity", raising=False)  # this process keeps its cores
+    monkeypatch.setattr(scaling, "run_in_children", on_pool)
+    monkeypatch.setattr(scaling, "STAGES", (0, 3))
+    scaling.run(BenchScalingOptions(ranks=2, batch=2, steps=1, warmup=0, json=True), recipe=tiny_recipe())
+    result = _result(capsys)
+    assert [row["stage"] for row in result["stages"]] == [0, 3]
+    for row in result["stages"]:
+        assert row["speedup"] == pytest.approx(row["images_per_second"] / row["images_per_second_1"])
+        assert row["communication_share"] > 0
+
+
+def test_scaling_refuses_more_ranks_than_places():
+    with pytest.raises(ConfigError, match="--ranks 1000"):
+        scaling.run(BenchScalingOptions(ranks=1000, json=True, **COMMON), recipe=tiny_recipe())
+
+
+def _ladder_on_ranks():
+    with pytest.raises(ConfigError, match="measures in one process"):
+        ladder.run(BenchLadderOptions(out=None, json=True, **COMMON), recipe=tiny_recipe())
+
+
+def test_one_process_benches_refuse_several():
+    run_on_ranks(_ladder_on_ranks)
+
+
+def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
+    """Without a virtual environment nothing is installed either."""
+    words = ["make", "-n", "bench-gpu", "VENV=", f"PYTHON={sys.executable}"]
+    printed = subprocess.run(words, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout
+    assert ".ci/setup" not in printed
+    parts = [shlex.split(line) for line in printed.splitlines() if line.startswith("timeout")]
+    assert len({part[-1] for part in parts}) == len(parts) == 7, "each writes a file of its own"
+    for _, seconds, python, _, module, *rest, _, _ in parts:
+        assert float(seconds) < 360 and python == sys.executable
+        if module == "dino_ds":
+            command, flags = find_command(rest)
+            assert read(command, parse_flags(command, flags))[0].json
+        else:
+            assert importlib.import_module(module).main
+
+
+@pytest.fixture
+def infer(capsys, tmp_path):
+    """Runs the bench on a tiny teacher or MODEL, with these options; its result, of json=False its page."""
+    export_safetensors(_backbone(), tmp_path / "teacher.safetensors")
+    options = {"batches": (1,), "rounds": 5, "seconds": 0.1, "warmup": 0, "threads": 1, "json": True}
+
+    def measured(model=str(tmp_path), **changes):
+        given = options | changes
+        inference.run(BenchInferenceOptions(model=model, **given))
+        return _result(capsys) if given["json"] else capsys.readouterr().out
+
+    return measured
+
+
+def test_inference(infer, monkeypatch):
+    """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
+    compile_segments = VisionTransformer.compile_segments  # without the minute that inductor takes
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compile_segments(vit, backend="eager"))
+    result = infer(batches=(1, 3), size=40, warmup=1)
+    rows = {(row["batch"], row["way"]): row for row in result["inference"]}
+    ways = {way for _, way in rows}
+    assert ways | result["skipped"].keys() >= {"fp32", "bf16", "fp32 compiled", "bf16 compiled", "onnxruntime"}
+    assert {batch for batch, _ in rows} == {1, 3} and len(rows) == 2 * len(ways)
+    for (batch, way), row in rows.items():
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] and row["rounds"] == 5
+        assert row["images_per_second"] == pytest.approx(1000 * batch / row["p50_ms"])
+        assert row["ratio"] == pytest.approx(rows[batch, "fp32"]["p50_ms"] / row["p50_ms"])
+        assert row["deviation"] < (0.05 if "bf16" in way else 1e-5)
+
+
+def test_inference_says_what_it_skips(infer, monkeypatch):
+    def no_compiler(*_):
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", no_compiler)
+    result = infer()
+    assert "no bf16 arithmetic" in result["skipped"]["bf16"] and "pip install" in result["skipped"]["onnxruntime"]
+    assert "no C++ compiler" in result["skipped"]["fp32 compiled"] and len(result["inference"]) == 1
+    with pytest.raises(ConfigError, match="multiples of the patch size 8"):
+        infer(size=33)
+    tiny = "vit_tiny_patch16_224"
+    monkeypatch.setattr(inference, "_ways", lambda backbone, *_: ({"fp32": backbone.features}, {"bf16": "it is so"}))
+    page = infer(tiny, json=False, random=True)
+    assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
+    assert "| 1, fp32 " in page and "bf16 skipped: it is so" in page
+    with pytest.raises(ConfigError, match=f"The nearest are {tiny}"):
+        infer("vit_tiny_patch16_242", random=True)
+    with pytest.raises(ConfigError, match="--heads 3 is of a file"):
+        infer(tiny, random=True, heads=3)
+
+
+def test_inference_goes_on_where_a_batch_is_too_large(infer, monkeypatch):
+    """Nothing is left to compare with; where none fits, that is said."""
+    features = Backbone.features
+
+    def small(backbone, images):
+        if len(images) == 2:
+            raise torch.OutOfMemoryError
+        if len(images) == 3:
+            raise RuntimeError("[enforce fail at x.cpp:1] DefaultCPUAllocator: can't allocate memory")
+        return features(backbone, images)
+
+    monkeypatch.setattr(Backbone, "features", small)
+    monkeypatch.setattr(inference, "_ways", lambda backbone, *_: ({"fp32": backbone.features}, {}))
+    result = infer(batches=(1, 2))
+    assert [row["batch"] for row in result["inference"]] == [1]
+    assert result["skipped"] == {"batch 2": "not enough memory"}
+    with pytest.raises(ConfigError, match="--batches 2,3: not enough memory: lower them"):
+        infer(batches=(2, 3))

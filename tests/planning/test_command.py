@@ -1,0 +1,121 @@
+"""`dino-ds plan` as people and programs meet it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dino_ds.cli.main import main
+from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+
+
+def _plan(capsys, *words: str):
+    main(["plan", *words, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_planning_and_reports_load_no_torch():
+    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--backbone", "vit_giant_patch14_dinov2"]
+    code = f"import sys, dino_ds.report.command; from dino_ds.cli.main import main; main({words!r})"
+    code += "; assert 'torch' not in sys.modules"
+    page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert "recommended: ZeRO" in page and "fragmentation margin" in page and "all-reduce" in page
+
+
+def test_one_json_object_with_all_that_was_asked(capsys):
+    found = _plan(capsys, "--config", "vitl16", "--gpu", "a100-80g", "--gpus", "8", "--nodes", "2")
+    assert found["fits"] and found["max_micro_batch"] >= found["micro_batch"]
+    assert sum(found["bytes_per_gpu"].values()) <= found["limit_bytes"]
+    assert {"student", "teacher", "activations", "masters and moments"} <= found["bytes_per_gpu"].keys()
+    assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
+    assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
+    assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "center and votes"}
+
+
+@pytest.mark.parametrize("card", ["a10-24g", "a100-80g"])
+@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
+def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
+    found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
+    page = (CHECKOUT / "docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
+    first = 2 if card == "a10-24g" else 4
+    cells = [int(cell) for cell in row.split("|")[first : first + 2]]
+    assert cells == [found["max_micro_batch"], round(found["images_per_second"])]
+
+
+@pytest.mark.parametrize(
+    ("word", "cards"), [("rtx3080", ("rtx3080-10g", "rtx3080-12g")), ("rtx5070", ("rtx5070-12g",))]
+)
+def test_a_card_named_without_its_memory_is_answered_with_its_names(word, cards, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--gpu", word])
+    assert f"Did you mean {' or '.join(cards)}?" in capsys.readouterr().err
+
+
+def test_the_written_config_is_the_planned_one(capsys, tmp_path):
+    path = tmp_path / "mine.json"
+    found = _plan(capsys, "--config", "vitl16", "--gpu", "a100-40g", "--gpus", "8", "--write", str(path))
+    ds = load_ds_config(str(path), {})
+    assert ds == found["ds_config"]
+    config = resolve_ds_config(ds, str(path), load_recipe("vitl16", {}).data.global_batch, 8)
+    assert (config.micro_batch, config.accumulation) == (found["micro_batch"], found["accumulation"])
+    again = _plan(capsys, "--config", "vitl16", "--gpu", "a100-40g", "--gpus", "8", "--ds_config", str(path))
+    assert again["bytes_per_gpu"] == found["bytes_per_gpu"] and again["verdict"].startswith("fits: ")
+
+
+def test_a_config_that_does_not_fit_says_what_would(capsys):
+    common = ("--config", "vitl16", "--gpu", "rtx3090-24g", "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json")
+    found = _plan(capsys, *common)
+    assert not found["fits"] and found["verdict"].startswith("fits with micro-batch 32, accumulation 4")
+    giant = ("--gpu", "rtx3060-12g", "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json")
+    giant += ("--ds.dino_ds.teacher_copy", "false")
+    found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", *giant)
+    assert not found["fits"] and found["verdict"].startswith("fits with activation checkpointing")
+    found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", "--memory_gib", "5", *giant[2:])
+    assert not found["fits"] and found["verdict"].startswith("does not fit")
+
+
+def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
+    found = _plan(capsys, "--gpu", "v100-32g", "--gpus", "8", "--nodes", "3")
+    assert found["global_batch"] == 504
+    assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
+
+
+@pytest.mark.slow
+def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
+    alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g")
+    assert "stage" in alone["warnings"][0] and "vit_small" in alone["warnings"][0]
+    for words in (("dinov3_vitl16,dinov3_gram",), ("dinov3_gram", "--backbone", "vit_base_patch16_224")):
+        assert not any("stage" in line for line in _plan(capsys, "--config", *words, "--gpu", "h100-80g")["warnings"])
+
+
+def test_crops_follow_the_patches_of_a_named_backbone(capsys):
+    found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2")
+    assert found["crops"] == "2x224 + 8x98"
+    assert "speed is estimated as of a100-80g" in found["warnings"][0] or "h100-80g" in found["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no GPU is given: --gpu NAME"),
+        (["--gpu", "a100"], "Did you mean a100-40g"),
+        (["--gpu", "4090"], "Did you mean rtx4090-24g?"),
+        (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "is neither timm's nor a class of yours"),
+        (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
+        (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml exists"),
+        (["--gpu", "t4-16g", "--write", "nowhere/x.json"], "folder is missing"),
+        (["--gpu", "t4-16g", "--write", "x", "--ds_config", "ds_configs/zero1_fp16.json"], "leave --ds_config out"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *words])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said and len(said.splitlines()) == 1

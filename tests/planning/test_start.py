@@ -1,0 +1,210 @@
+"""What a run starts with on an invented card, and that what does not fit is said before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.costs.memory import count_parameters
+from dino_ds.engine import distributed
+from dino_ds.errors import ConfigError
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
+from dino_ds.planning.fit import FILLED, fit
+from dino_ds.planning.host import checkpoint_bytes
+from dino_ds.planning.measure import machine
+from dino_ds.planning.measure.trial import build_trial, resolve
+from dino_ds.planning.start import Machine, check_fits, chosen, find_machine, given, kept, predict
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+from tests.ranks import run_on_ranks
+from tests.run.harness import REPOSITORY, image_folder, log_of, train_tiny
+
+train = importlib.import_module("dino_ds.train")  # by its name in the package there is the function
+RTX3090 = Machine(1, 1, 64.0, 23.6)
+T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
+
+
+def _given(name, machine=RTX3090, recipe="vits16", **changes):
+    recipe, path = load_recipe(recipe, changes), f"ds_configs/{name}.json"
+    return recipe, given(recipe, load_ds_config(path, {}), path, machine)
+
+
+def _readme_command() -> list[str]:
+    """What the README gives for one process."""
+    found = re.search(r"(dino-ds train --data\.root /images)\b", (REPOSITORY / "README.md").read_text())
+    return shlex.split(found[1])[1:]
+
+
+def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
+    """As `train` decides it, and by the same prediction that `plan` gives."""
+    monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
+    words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
+    options, files = read(TRAIN, parse_flags(TRAIN, words))
+    recipe = files.pop("recipe")
+    start, machine = train._choose_ds_config(recipe, train._Request(options, **files))
+    memory = predict(recipe, start.config, machine)
+    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
+    again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
+    assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
+    assert memory.gib < again.memory.gib  # without the margins
+
+
+@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
+@pytest.mark.parametrize("machine", [RTX3090, T4, Machine(8, 8, 500.0, 79.1)], ids=["3090", "4 x T4", "8 x A100"])
+def test_what_is_chosen_fits(recipe, machine):
+    recipe = load_recipe(recipe, {})
+    start = chosen(recipe, {}, machine)
+    check_fits(recipe, start, machine)
+    assert start.config.precision == ("bf16" if machine.bf16 else "fp16")
+    assert start.config.micro_batch * start.config.accumulation * machine.ranks == recipe.data.global_batch
+
+
+@pytest.mark.parametrize("name", ["zero0_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16_offload"])
+def test_what_is_too_large_is_refused_with_flags_that_fit(name):
+    recipe, start = _given(name)
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB by prediction, and the GPU has 23.6: add --ds.") as caught:
+        check_fits(recipe, start, RTX3090)
+    words = str(caught.value).partition(": add ")[2].partition(";")[0].split()
+    flags = {key.removeprefix("--ds."): value for key, value in zip(words[::2], words[1::2], strict=True)}
+    ds = change_ds_config(dict(start.ds), start.path, flags)
+    assert fit(recipe, ds, start.path, 1, 23.6).fits
+    # Nothing is accumulated in low precision.
+    config = resolve_ds_config(ds, start.path, recipe.data.global_batch, 1, parameters=count_parameters(recipe))
+    assert config.precision == "fp32" or config.raw["data_types"]["grad_accum_dtype"] == "fp32"
+
+
+@pytest.mark.slow
+def test_where_no_batch_helps_the_planner_s_choice_or_a_smaller_model_is_named():
+    recipe, start = _given("zero2_bf16", recipe="vitg14")
+    with pytest.raises(ConfigError, match=r"leave --ds_config out, the planner has one that fits \(bf16, ZeRO"):
+        check_fits(recipe, start, RTX3090)
+    recipe, start = _given("zero2_bf16", recipe="vit7b16")
+    with pytest.raises(ConfigError, match="nothing fits"):
+        check_fits(recipe, start, RTX3090)
+
+
+def test_the_host_s_memory_counts_too():
+    """What is offloaded lies there; on a CPU all of it, once a rank."""
+    recipe, start = _given("zero3_bf16_offload", recipe="vitl16", **{"data.global_batch": "8"})
+    check_fits(recipe, start, RTX3090)
+    with pytest.raises(ConfigError, match="of host memory by prediction"):
+        check_fits(recipe, start, dataclasses.replace(RTX3090, host_gib=8.0))
+    cpu = Machine(2, 2, 24.0)
+    recipe, start = _given("zero0_fp32", cpu)
+    with pytest.raises(ConfigError, match=r"of host memory by prediction for 2 ranks, .* 24.0 to take .*: add --ds"):
+        check_fits(recipe, start, cpu)
+    with pytest.raises(ConfigError, match="smaller model, smaller crops or fewer prototypes"):
+        check_fits(*_given("zero0_fp32", cpu, **{"head.prototypes": "16777216"}), cpu)
+
+
+def test_a_cpu_gives_what_is_free_and_what_the_ranks_have_taken_already(monkeypatch):
+    """What other programs have is not theirs; offloading on GPUs is held against all of it."""
+    monkeypatch.setattr(machine, "host_memory_gib", lambda: (24.0, 15.0))
+    found = find_machine()
+    assert found.card_gib is None and found.host_gib == pytest.approx(0.9 * 15 + found.libraries / 2**30, abs=1e-6)
+
+
+def test_the_smallest_card_decides():
+    both = RTX3090.in_common(Machine(1, 2, 32.0, 11.6, bf16=False, libraries=5))
+    assert both == Machine(1, 2, 32.0, 11.6, bf16=False, libraries=5)
+
+
+@pytest.mark.parametrize("path", sorted(Path("ds_configs").glob("*.json")), ids=lambda path: path.stem)
+def test_a_resumed_run_keeps_its_config_to_the_letter(path):
+    """What a run writes into its folder is a ds config, and resolves to itself."""
+    machine, recipe = Machine(4, 4, 64.0, 79.1), load_recipe("vits16", {})
+    first = given(recipe, load_ds_config(str(path), {}), str(path), machine).config
+    again = kept(recipe, json.loads(json.dumps(first.raw)), "RUN/ds_config.json", {}, machine)
+    assert again.config.raw == first.raw
+
+
+def test_a_resumed_run_keeps_its_precision_on_other_ranks():
+    recipe, start = _given("zero1_bf16", Machine(8, 8, 500.0, 23.6))
+    saved = start.config
+    assert (saved.stage, saved.accumulation) == (1, 1)
+    alone = kept(recipe, saved.raw, "x", {}, RTX3090).config
+    assert (alone.precision, alone.micro_batch, alone.accumulation) == ("bf16", saved.micro_batch, 8)
+    assert alone.raw["data_types"]["grad_accum_dtype"] == "fp32"  # not in low precision, as stage 1 would
+    zero = kept(recipe, alone.raw, "x", {}, Machine(8, 8, 500.0, 23.6)).config.raw["zero_optimization"]
+    assert not alone.raw["zero_optimization"]["overlap_comm"] and zero["overlap_comm"]
+    assert zero["reduce_bucket_size"] < alone.raw["zero_optimization"]["reduce_bucket_size"]
+    changed = kept(recipe, saved.raw, "x", {"gradient_accumulation_steps": "32"}, RTX3090)
+    assert (changed.config.micro_batch, changed.config.accumulation) == (16, 32)
+
+
+def test_a_saved_config_may_be_set_to_auto_by_hand():
+    recipe, start = _given("zero2_bf16", RTX3090)
+    opened = {**start.config.raw, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    assert kept(recipe, opened, "x", {}, RTX3090).config.micro_batch == recipe.data.global_batch
+
+
+def _train(images, run, card_gib, **options):
+    """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
+    mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
+    with mock.patch.object(train, "find_machine", return_value=mine):
+        return train_tiny(images, run, ds_overrides={}, **options)
+
+
+def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
+    images, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(_train, images, run, 2.0, max_steps=2) == [None, None]
+    first = json.loads((run / "ds_config.json").read_text())
+    assert first["bf16"]["enabled"]
+    assert "chosen   by the planner for 2 x 2.0 GiB" in log_of(run)
+    too_small = run_on_ranks(_train, images, run, 0.5, resume=True)
+    assert all("and the GPU has 0.5" in message for message in too_small)
+    assert run_on_ranks(_train, images, run, 0.5, max_steps=3, resume=True, allow_oversize=True) == [None, None]
+    assert json.loads((run / "ds_config.json").read_text()) == first
+    assert "chosen   as this run was started" in log_of(run)
+
+
+def test_what_is_too_large_leaves_no_folder(tmp_path):
+    """Prototypes for which no machine has the memory."""
+    images = image_folder(tmp_path / "images")
+    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "head.bottleneck": "65536"})
+    assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
+
+
+def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path):
+    """With the command that has settings for few of them: a remedy for memory would have been in vain."""
+    large = {"head.prototypes": "16777216", "head.bottleneck": "65536"}
+    images = image_folder(tmp_path / "my images", 20)
+    message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"})
+    assert "20 images < one global batch of 32" in message and "memory" not in message
+    assert message.rstrip().endswith(f"dino-ds advise --root '{images}'")
+    message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"})
+    assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()
+
+
+def test_a_prediction_is_that_of_the_device():
+    recipe, start = _given("zero2_bf16_offload")
+    on_gpu, on_cpu = (predict(recipe, start.config, machine).parts for machine in (RTX3090, Machine(1, 1, 64.0)))
+    assert "masters and moments" in on_cpu and "masters and moments" not in on_gpu
+
+
+def _saved_bytes(stage: int) -> int:
+    """What this rank has for a checkpoint: its part of the engine's state, and half of what both ranks hold."""
+    trial = build_trial(*resolve(tiny_recipe(), tiny_ds(stage), "test.json", 2))
+    trial.run()
+    step = trial.step
+    shared = sum(tensor.nbytes for tensor in step.state().values())
+    return sum(tensor.nbytes for tensor in step.engine.state().tensors.values()) + shared // 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_all_ranks_tensors_make_up_the_checkpoint(stage):
+    """Within 0.5 %: shards are padded."""
+    recipe = tiny_recipe()
+    saved = sum(run_on_ranks(_saved_bytes, stage))
+    assert saved == pytest.approx(checkpoint_bytes(recipe), rel=0.005)
+    assert count_parameters(recipe) * 16 < saved

@@ -1,0 +1,278 @@
+"""Figures as far as what lies in them goes, and as files and tensors."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import colormaps
+from PIL import Image
+
+from dino_ds.errors import ConfigError
+from dino_ds.report.pictures.canvas import Sheet, figure_pixels, figure_png, figure_tensor
+from dino_ds.report.pictures.charts import draw_curves
+from dino_ds.report.pictures.draw import (
+    MASS,
+    coat,
+    draw_attention,
+    draw_neighbours,
+    draw_patches,
+    draw_pca,
+    draw_similarity,
+    head_colours,
+    heat,
+    overlay,
+    picture_of,
+)
+from dino_ds.report.pictures.embedding import _NEEDS, METHODS, draw_map, find_method, place
+from dino_ds.report.pictures.maps import mass_mask, patch_similarity
+from dino_ds.report.pictures.series import read_metrics
+
+
+@pytest.fixture
+def pictures():
+    return picture_of(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), (0.5,) * 3, (0.25,) * 3)
+
+
+def _shown(figure):
+    """Pictures in a figure and its words."""
+    axes = figure.axes[0]
+    return [image.get_array() for image in axes.images], [text.get_text() for text in axes.texts if text.get_text()]
+
+
+def test_figures_show_everything(pictures):
+    assert pictures.min() >= 0 and pictures.max() <= 1 and pictures.shape == (2, 32, 32, 3)
+    tokens, attention = torch.randn(2, 4, 4, 8), torch.rand(2, 3, 4, 4)
+    shown, words = _shown(draw_attention(pictures, attention))
+    assert len(shown) == 2 * 2 * (1 + 3) and words == ["image, all heads", "head 0", "head 1", "head 2"]
+    assert "12 of 14 heads" in _shown(draw_attention(pictures, torch.rand(2, 14, 4, 4)))[1][0]
+    assert len(_shown(draw_pca(pictures, tokens))[0]) == 4
+    figure = draw_similarity(pictures, tokens, [(0, 1, 1)])
+    assert len(_shown(figure)[0]) == 2 + 1 + 2
+    cross = figure.axes[0].lines[-1]
+    assert cross.get_color() == "red"
+    shown = pictures.numpy()
+    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]], [[None, None]])
+    assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"] and not figure.axes[0].patches
+
+
+def test_the_frame_of_a_neighbour_says_whether_it_is_of_the_class(pictures):
+    picture = pictures[0].numpy()
+    figure = draw_neighbours([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
+    colours = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
+    assert len(colours) == 2 and colours[0][2] > colours[0][0] and colours[1][0] > colours[1][2]
+    assert _shown(figure)[1][0] == "query (blue: its class)"
+
+
+def test_each_picture_is_what_its_title_says(pictures):
+    """Attention of each head and what it keeps; the cosine of the chosen patch, with a cross on it."""
+    attention, tokens = torch.rand(1, 2, 4, 4), torch.randn(2, 4, 4, 8)
+    shown, _ = _shown(draw_attention(pictures[:1], attention))
+    kept, colours = mass_mask(attention[0], MASS), head_colours(2)
+    expected = [pictures[0].numpy(), overlay(pictures[0], attention[0] * kept, colours)]
+    for head in range(2):
+        one = slice(head, head + 1)
+        expected += [heat(pictures[0], attention[0, head]), overlay(pictures[0], kept[one].float(), colours[one])]
+    for found, wanted in zip(shown, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    figure = draw_similarity(pictures, tokens, [(1, 0, 2)])
+    shown, _ = _shown(figure)
+    np.testing.assert_array_equal(shown[2], pictures[1].numpy())
+    wanted = patch_similarity(tokens, 1, 0, 2).clamp(0, 1).numpy()
+    np.testing.assert_allclose(shown[4], colormaps["magma"](wanted[1])[..., :3])
+    (x,), (y,) = figure.axes[0].lines[-1].get_data()
+    left, right, bottom, top = figure.axes[0].images[2].get_extent()
+    assert ((x - left) / (right - left), (y - top) / (bottom - top)) == pytest.approx((2.5 / 4, 0.5 / 4))
+    assert heat(torch.zeros(16, 32, 3), torch.rand(2, 2)).shape == (16, 32, 3)
+
+
+def test_rows_that_belong_together_lie_together():
+    sheet = Sheet(4, 1, rows_of=2)
+    assert sheet._y(2) - sheet._y(1) > sheet._y(1) - sheet._y(0) == pytest.approx(sheet._y(3) - sheet._y(2))
+
+
+@pytest.mark.slow
+def test_channels_that_are_no_colours():
+    """Two channels: the first in grey; four: the first three as colours; 2 to 98 % of their values."""
+    images = torch.rand(2, 4, 8, 8) - 0.5
+    two, four = (picture_of(images[:, :c], [0.5] * c, [1.0] * c) for c in (2, 4))
+    assert two.shape == four.shape == (2, 8, 8, 3)
+    low, high = torch.quantile(images.flatten(2), torch.tensor([0.02, 0.98]), dim=2)[..., None, None]
+    stretched = ((images - low) / (high - low)).clamp(0, 1)
+    for channel in range(3):
+        torch.testing.assert_close(two[..., channel], stretched[:, 0])
+        torch.testing.assert_close(four[..., channel], stretched[:, channel])
+
+
+def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
+    tokens = torch.randn(2, 4, 4, 8, generator=torch.Generator().manual_seed(1))
+    tokens[:, :2] += 9
+    attention = torch.rand(2, 3, 4, 4)
+    attention[:, :, :2] += 5
+    plain, cut = (_shown(draw_pca(pictures, tokens, *given))[0] for given in ((), (attention,)))
+    assert (cut[1][2:] == 0).all() and (cut[1][:2] > 0).all()
+    assert (plain[1] > 0).all() and not np.allclose(plain[1][:2], cut[1][:2])
+
+
+def test_a_patch_has_the_colour_of_the_head_that_looks_at_it(pictures):
+    """Two heads, each at a patch of its own and one at which both look; elsewhere the picture is dark."""
+    weights = torch.zeros(2, 2, 2)
+    weights[0, 0, 0] = weights[1, 1, 1] = weights[0, 0, 1] = 1
+    weights[1, 0, 1] = 3
+    colours = head_colours(2)
+    grey = torch.full((32, 32, 3), 0.4)
+    found = torch.from_numpy(overlay(grey, weights, colours))[8::16, 8::16]
+    mixed = 0.25 * colours[0] + 0.75 * colours[1]
+    wanted = torch.stack([torch.stack([colours[0], mixed]), torch.stack([torch.zeros(3), colours[1]])])
+    wanted = 0.5 * wanted + 0.2
+    wanted[1, 0] = 0.1
+    torch.testing.assert_close(found.float(), wanted)
+    assert coat(grey, torch.ones(2, 2, 3)) == pytest.approx(np.full((32, 32, 3), 0.3 * 0.4 + 0.7))
+    warm = heat(grey, weights[1])
+    assert warm[8, 24].sum() > warm[24, 24].sum() > warm[8, 8].sum()
+
+
+def test_a_figure_as_a_file_and_as_a_tensor(pictures):
+    figure = draw_pca(pictures, torch.randn(2, 4, 4, 8))
+    tensor = figure_tensor(figure, dpi=60)
+    assert tensor.dtype == torch.uint8 and tensor.shape[0] == 3 and tensor.is_contiguous()
+    file, small = figure_png(figure, dpi=60), figure_png(figure, dpi=60, palette=True)
+    image = Image.open(io.BytesIO(file))
+    assert image.size == (tensor.shape[2], tensor.shape[1]) and image.mode == "RGB"
+    assert bool((np.asarray(image) == tensor.permute(1, 2, 0).numpy()).all())
+    assert len(small) < len(file) and Image.open(io.BytesIO(small)).size == image.size
+
+
+def test_pictures_keep_their_shape_and_place():
+    """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
+    sheet = Sheet(1, 2)
+    sheet.put(0, 1, np.zeros((10, 20, 3)))
+    pixels = figure_pixels(sheet.figure, dpi=100)
+    rows, columns = np.nonzero((pixels < 50).all(axis=-1))
+    assert abs((np.ptp(columns) + 1) / (np.ptp(rows) + 1) - 2) < 0.05
+    assert columns.min() > pixels.shape[1] / 2
+
+
+def test_names_of_classes_are_no_formulas(recwarn):
+    """Nor do they run into each other, nor does a script that the font lacks leave warnings."""
+    names, picture = ["$\\frac$", "犬", "a very long name of a class that nobody can read"], np.zeros((8, 8, 3))
+    shown = ["$\\frac$", "犬", "a very long name of a cl…"]
+    figure = draw_neighbours([picture] * 3, [[picture]] * 3, [[name, ""] for name in names], [[None]] * 3)
+    assert _shown(figure)[1][2:] == shown
+    figure_pixels(figure)
+    points, thumbnails = np.random.default_rng(0).normal(size=(3, 2)), [picture.astype(np.uint8)] * 3
+    figure = draw_map(points, thumbnails, names, "")
+    figure_pixels(figure)
+    assert [text.get_text() for text in figure.legends[0].texts] == [shown[0], shown[2], shown[1]]
+    assert not recwarn.list
+
+
+def test_a_model_on_a_batch(pictures):
+    class Model:
+        is_vit = True
+
+        def patch_tokens(self, images):
+            return torch.randn(len(images), 4, 4, 8)
+
+        def attention(self, images):
+            return torch.rand(len(images), 3, 4, 4)
+
+    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
+    Model.is_vit = False
+    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
+    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"pca": 4, "similarity": 8}
+
+
+@pytest.mark.slow
+def test_likes_lie_together_on_the_map():
+    """Every method keeps three far clusters apart: neighbours on the map are of one cluster. The same points again."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(60) % 3
+    features = 8 * torch.eye(8)[labels] + torch.randn(60, 8, generator=generator)
+    for method in (name for name in METHODS if name != "umap"):
+        points = torch.from_numpy(place(features, method))
+        distances = torch.cdist(points, points) + 1e9 * torch.eye(60)
+        assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
+        assert bool((torch.from_numpy(place(features, method)) == points).all())
+    assert place(features[:2], "tsne").shape == (2, 2)
+    points = place(features, "pca")
+    np.testing.assert_allclose(points.mean(axis=0), 0, atol=1e-5)
+    lengths = torch.rand(60, 1, generator=generator) + 0.5  # cosines decide
+    np.testing.assert_allclose(np.abs(place(features * lengths, "pca")), np.abs(points), atol=1e-4)
+
+
+def test_umap_where_it_is_installed():
+    pytest.importorskip("umap")
+    features = torch.eye(6).repeat(5, 1) + 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
+    points = torch.from_numpy(place(features, "umap"))
+    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
+    assert (distances.argmin(dim=1) % 6 == torch.arange(30) % 6).float().mean() > 0.9
+    assert place(features[:5], "umap").shape == (5, 2)
+
+
+def test_a_method_that_is_not_there(monkeypatch, tmp_path):
+    """t-SNE is for those who have scikit-learn; nobody else has to say so."""
+    assert find_method("pca") == "pca" and find_method(None) == "tsne"
+    for method, module, extra in (("tsne", "sklearn", "viz"), ("umap", "umap", "umap")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
+            find_method(method)
+    assert find_method(None) == "pca"
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "leftover").mkdir()
+    monkeypatch.setitem(_NEEDS, "umap", ("leftover", "umap"))
+    with pytest.raises(ConfigError, match=r"dino_ds\[umap\]"):
+        find_method("umap")
+
+
+def test_the_map_names_its_groups_where_there_are_few():
+    points, thumbnails = np.random.default_rng(0).normal(size=(30, 2)), [np.zeros((8, 8, 3), dtype=np.uint8)] * 30
+    few = draw_map(points, thumbnails, [f"g{i % 3}" for i in range(30)], "a title")
+    assert [text.get_text() for text in few.legends[0].texts] == ["g0", "g1", "g2"]
+    assert len(few.axes[0].images) == 30 and few.texts[0].get_text() == "a title"
+    heights = [image.get_extent()[2] for image in few.axes[0].images]
+    assert heights == sorted(heights, reverse=True)  # the lower lie upon the higher
+    assert not draw_map(points, thumbnails, [f"g{i}" for i in range(30)], "").legends
+    assert not draw_map(points, thumbnails, None, "").legends
+
+
+def _curves(folder, *records):
+    """Of lines of metrics.jsonl."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return draw_curves(read_metrics(folder / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+def test_curves_with_and_without_evaluations(tmp_path):
+    record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
+    records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
+    assert [axes.get_title() for axes in _curves(tmp_path, *records).axes][:2] == [
+        "Loss, nats",
+        "Learning rate",
+    ]
+    knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
+    early = {"step": 0, "knn_top1": 40.0, "knn_raw_pixels": 31.0, "knn_chance": 9.0}
+    panel = _curves(tmp_path, early, *records, knn).axes[1]
+    assert "50.0 at the end" in panel.get_title()
+    assert [text.get_text() for text in panel.texts] == ["untrained 40.0", "raw pixels 30.0", "chance 10.0"]
+    below = _curves(tmp_path, *records, knn | {"knn_raw_pixels": 80.0}).axes[1]
+    assert [text.get_text() for text in below.texts] == ["raw pixels 80.0", "chance 10.0"]
+    assert below.get_ylim()[1] > 80
+    figure_pixels(_curves(tmp_path), dpi=50)
+    alone, several = (_curves(tmp_path, *records[:count]).axes[1].lines[0].get_marker() for count in (1, 3))
+    assert (alone, several) == ("o", "None")  # a line through one point can't be seen
+
+
+@pytest.mark.slow
+def test_a_curve_has_gaps_where_a_record_has_no_number(tmp_path):
+    """NaN is text in metrics.jsonl, and runs of other versions lack a key."""
+    odd = {"step": 1, "loss": "nan", "kl": "nan", "lr": "inf"}
+    figure = _curves(tmp_path, odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"})
+    figure_pixels(figure, dpi=50)
+    assert figure.axes[0].get_ylim() == (0, pytest.approx(1.15 * 3))

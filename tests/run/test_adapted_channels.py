@@ -1,0 +1,157 @@
+"""Runs on TIFFs of four bands and of one, of 16 bits, that start from a run on RGB photographs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+import timm
+import torch
+from safetensors.torch import load_file
+
+import dino_ds
+from dino_ds.weights.channels import adapt_convolution
+from dino_ds.weights.export import FORMATS
+from tests.ranks import run_on_ranks
+from tests.run import test_stages as stages
+from tests.run.harness import image_folder, log_of, train_alone, train_tiny
+from tests.run.test_resume import assert_same_checkpoint
+from tests.weights.originals import assert_same
+
+PATCHES = "patch_embed.proj.weight"
+MEANS = np.array([0.1, 0.2, 0.4, 0.6])
+
+
+def _bands(index: int, count: int) -> np.ndarray:
+    """(40, 48, count) uint16, around other values in each band."""
+    noise = np.random.default_rng(index).random((40, 48, count))
+    return (65535 * np.clip(0.1 * (noise - 0.5) + MEANS[:count], 0, 1)).astype(np.uint16)
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    how = {"planarconfig": "contig"} if values.shape[2] > 1 else {}
+    tifffile.imwrite(path, values.squeeze(), photometric="minisblack", **how)
+
+
+def _start(place: Path, count: int, name: str = "rgb") -> dict[str, str]:
+    """Changes of a recipe that begin a run on `count` bands with the run called `name`."""
+    statistics = {f"data.{key}": ",".join([value] * count) for key, value in (("mean", "0.4"), ("std", "0.2"))}
+    return {"model.in_chans": str(count), "model.init_from": str(place / name), **statistics}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run on photographs, `rgb`, and folders of files with one and four bands, `1` and `4`."""
+    place = tmp_path_factory.mktemp("bands")
+    for count in (1, 4):
+        (place / str(count)).mkdir()
+        for i in range(16):
+            _write(place / f"{count}/{i:02d}.tif", _bands(i, count))
+    image_folder(place / "photographs")
+    changes = _start(place, 3) | {"model.init_from": "none"}
+    assert train_alone(place / "photographs", place / "rgb", max_steps=2, changes=changes) is None
+    return place
+
+
+def _flags(said: str) -> dict[str, str]:
+    return dict(re.findall(r"--(\S+) (\S+)", said))
+
+
+def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
+    """A recipe for three channels on four bands: with the flags that the message names, as they stand, it trains."""
+    start, run = {"model.init_from": str(place / "rgb")}, tmp_path / "run"
+    said = train_alone(place / "4", run, max_steps=1, changes=start)
+    assert said.startswith("model.in_chans is 3, and images of data.source folder have 4 channels; set --model.in_cha")
+    assert "(measured on 16 images; dino-ds look-data with these measures more)" in said and "\n" not in said
+    assert said.endswith("; model.init_from stays: weights for other channels are adapted") and not run.exists()
+    flags = _flags(said)
+    assert flags.keys() == {"model.in_chans", "data.mean", "data.std"}
+    np.testing.assert_allclose([float(value) for value in flags["data.mean"].split(",")], MEANS, atol=2e-3)
+    np.testing.assert_allclose([float(value) for value in flags["data.std"].split(",")], 0.1 / 12**0.5, atol=2e-3)
+    assert train_alone(place / "4", run, max_steps=1, changes=start | flags) is None
+    assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)
+
+
+def test_a_range_that_must_be_given_is_in_the_same_message(tmp_path):
+    (tmp_path / "images").mkdir()
+    for i in range(8):
+        values = (_bands(i, 4).astype(np.float32) / 65535 * 8 - 2).astype(np.float32)
+        _write(tmp_path / f"images/{i}.tif", values)
+    said = train_alone(tmp_path / "images", tmp_path / "run")
+    flags = _flags(said)
+    assert flags.keys() == {"model.in_chans", "data.value_range", "data.mean", "data.std"}
+    assert train_alone(tmp_path / "images", tmp_path / "run", max_steps=1, changes=flags) is None
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again(place, tmp_path, count):
+    """In partitions on two ranks, learning rate 0 in the first step; resumed without the weights, bit for bit."""
+    rgb = shutil.copytree(place / "rgb", tmp_path / "rgb")
+    changes = _start(tmp_path, count)
+    ds = "zero3_fp32.json"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run, steps in ((parts, 1), (whole, 3)):
+        assert run_on_ranks(train_tiny, place / str(count), run, ds, steps, changes=changes) == [None] * 2
+    ours, theirs = load_file(parts / "teacher.safetensors"), load_file(rgb / "teacher.safetensors")
+    assert torch.equal(ours.pop(PATCHES), adapt_convolution(theirs[PATCHES], count))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    shutil.rmtree(rgb)
+    assert run_on_ranks(train_tiny, place / str(count), parts, ds, 3, True, changes) == [None] * 2
+    assert_same_checkpoint(parts, whole, 3)
+    assert log_of(parts).count("adapted from") == 1
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
+    """Every format gives the features of the run, for files of as many bands; and a gray image those of the start, with
+    a mean and a deviation that are the same for all channels."""
+    changes = _start(place, count)
+    assert train_alone(place / str(count), tmp_path / "run", max_steps=1, changes=changes) is None
+    model, first = dino_ds.load(tmp_path / "run"), dino_ds.load(place / "rgb")
+    gray = np.random.default_rng(0).integers(0, 256, (40, 48, 1), dtype=np.uint8)
+    one, three = (model.preprocess(gray.repeat(n, axis=2))[None] for model, n in ((model, count), (first, 3)))
+    assert_same(model.features(one), first.features(three))
+    paths = sorted((place / str(count)).glob("*.tif"))[:3]
+    files = torch.stack([model.preprocess(path) for path in paths])
+    assert files.shape == (3, count, 32, 32)
+    wanted = model.features(files)
+    for form in ("safetensors", "timm", "hf", "dino", "dinov2", "torchscript"):
+        out = tmp_path / f"x{FORMATS[form][1]}"
+        FORMATS[form][0](model, out)
+        if form == "torchscript":
+            assert_same(torch.jit.load(out)(files), wanted)
+            continue
+        again = dino_ds.load(out, heads=None if form in ("safetensors", "timm", "hf") else 2)
+        assert again.network.spec.in_chans == count
+        assert_same(again.features(files), wanted)
+    theirs = timm.create_model(f"local-dir:{tmp_path / 'x-timm'}", pretrained=True).eval()
+    assert_same(theirs(files), wanted)
+
+
+def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
+    """A frozen teacher never learns and is not adapted: the message says what makes one that fits."""
+    start = _start(place, 4)
+    base = start | {"model.init_from": "none", "model.drop_path": "0"}
+    teach = {"teacher.source": str(place / "rgb"), "teacher.distill": "features"}
+    anchor = {"gram.teacher": str(place / "rgb"), "gram.weight": "1"}
+    for given in (teach, anchor):
+        said = train_alone(place / "4", tmp_path / "run", changes=base | given)
+        assert said.startswith(
+            f"{next(iter(given))} {place / 'rgb'} is for images of 3 channels, and this run's have 4"
+        )
+        assert said.endswith(f"started with --model.init_from {place / 'rgb'}, which adapts its weights")
+    assert train_alone(place / "4", tmp_path / "made", max_steps=1, changes=start) is None
+    teach["teacher.source"] = str(tmp_path / "made")
+    assert train_alone(place / "4", tmp_path / "run", max_steps=1, changes=base | teach) is None
+
+
+def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
+    options = {"model.in_chans": "1", "data.mean": "none", "data.std": "none", "data.root": str(place / "1")}
+    options |= {"stage_start": "restart", "from": str(place / "rgb")}
+    said = stages.run(stages.words_of(tmp_path / "stage", *stages.flags(options)))
+    assert said is not None and "is of another backbone: in_chans 3 there, 1 here; model.init_from in the place" in said
+    assert "\n" not in said and not (tmp_path / "stage").exists()

@@ -1,0 +1,91 @@
+"""Every shipped ds JSON trains on two processes, and each of its sections takes effect."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dino_ds.config.flat import flatten
+from tests.ranks import run_on_ranks
+from tests.run.harness import REPOSITORY, image_folder, losses_of, read_metrics, train_tiny
+from tests.sample import sampled
+
+CONFIGS = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json"))
+# Quantised weights need a CUDA kernel.
+TIERS = [path for path in sorted((REPOSITORY / "ds_configs" / "tiers").glob("*.json")) if "zeropp" not in path.name]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def references(images, tmp_path_factory):
+    """Losses of one process, by precision."""
+    losses = {}
+    for precision, config in (("fp32", "zero0_fp32.json"), ("bf16", "zero1_bf16.json")):
+        run = tmp_path_factory.mktemp("reference") / "run"
+        assert run_on_ranks(train_tiny, images, run, config, max_steps=3, world=1) == [None]
+        losses[precision] = [loss for _, loss in losses_of(run)]
+    return losses
+
+
+@pytest.mark.parametrize("config", sampled(CONFIGS, lambda name: name.removesuffix(".json").split("_")))
+def test_shipped_config_trains(config, images, references, tmp_path):
+    """Swapping the JSON does not change what is learned beyond rounding: the losses of one process.
+
+    fp32: 1e-5. bf16: 2e-3 of one bf16 process (gradients are summed over ranks in bf16), 5e-2 of fp32.
+    fp16 starts with skipped windows, which use up images: only that it trains is compared.
+    """
+    run = tmp_path / "run"
+    assert run_on_ranks(train_tiny, images, run, config, 3) == [None, None]
+    losses = [loss for _, loss in losses_of(run)]
+    if "fp32" in config:
+        assert losses == pytest.approx(references["fp32"], rel=1e-5)
+    elif "bf16" in config:
+        assert losses == pytest.approx(references["bf16"], rel=2e-3)
+        assert losses == pytest.approx(references["fp32"], rel=5e-2)
+    assert len(losses) == 3 and all(loss == loss for loss in losses)
+    records = read_metrics(run)
+    resolved = json.loads((run / "ds_config.json").read_text())
+    assert (records[-1]["loss_scale"] > 1) == ("fp16" in config)
+    assert "auto" not in json.dumps(resolved)
+    assert (run / "teacher.safetensors").is_file()
+
+
+def _sections(path):
+    """The paths that a tier's ds JSON takes: its values but for numbers."""
+    content = flatten(json.loads(path.read_text()))
+    return tuple(type(v).__name__ if type(v) is int else v for v in map(content.get, KEYS))
+
+
+KEYS = sorted({key for path in TIERS for key in flatten(json.loads(path.read_text()))})
+
+
+@pytest.mark.parametrize("tier", sampled(TIERS, _sections), ids=lambda path: path.name)
+def test_each_kind_of_tier_config_trains(tier, images, references, tmp_path):
+    """Tolerances as above; two micro-batches a step, but at stage 1, which accumulates in low precision."""
+    run, config = tmp_path / "run", f"tiers/{tier.name}"
+    accumulation = 1 if "zero1" in config else 2
+    changes = {"train_micro_batch_size_per_gpu": str(4 // accumulation)}
+    assert run_on_ranks(train_tiny, images, run, config, 3, ds_changes=changes) == [None, None]
+    run_on_ranks(_forget_hpz)
+    losses = [loss for _, loss in losses_of(run)]
+    assert len(losses) == 3 and all(loss == loss for loss in losses)
+    if "bf16" in config:
+        assert losses == pytest.approx(references["bf16"], rel=2e-3)
+    assert json.loads((run / "ds_config.json").read_text())["gradient_accumulation_steps"] == accumulation
+
+
+def _forget_hpz():
+    """DeepSpeed keeps the groups of one engine for all later ones of a process."""
+    from deepspeed.utils import groups
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def test_shipped_configs_have_the_fixed_names():
+    assert {f"zero{s}_{p}.json" for s in (1, 2, 3) for p in ("fp32", "bf16", "fp16")} < set(CONFIGS)
+    assert "zero0_fp32.json" in CONFIGS

@@ -1,0 +1,182 @@
+"""Distillation of a frozen teacher, as whole runs: by heads and by features, stopped and resumed; what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError
+from dino_ds.method.build_frozen import find_teacher
+from dino_ds.method.frozen import FrozenTeacher
+from dino_ds.weights.frozen import digest, find_frozen
+from tests.run.harness import image_folder, train_tiny
+
+IBOT = {"crops.mask": "dinov2", "objective.ibot_weight": "1"} | {
+    f"ibot_head.{key}": value for key, value in {"prototypes": "40", "hidden": "32", "bottleneck": "16"}.items()
+}
+TEACHER = {"model.width": "48", "model.depth": "3", "model.heads": "3", "head.hidden": "64", "head.bottleneck": "24"}
+STUDENT = {"objective.freeze_prototypes": "0 steps", "model.drop_path": "0"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Images, and a run that can teach: wider and deeper than the student, with heads for both terms."""
+    place = tmp_path_factory.mktemp("distill")
+    image_folder(place / "root")
+    assert train_tiny(place / "root", place / "teacher", max_steps=3, changes={**TEACHER, **IBOT}) is None
+    return place
+
+
+def _distil(place, name, changes=None, teacher="teacher", **options):
+    changes = {**STUDENT, **IBOT, "teacher.source": str(place / teacher), **(changes or {})}
+    return train_tiny(place / "root", place / name, changes=changes, **options)
+
+
+def _whole(run, step):
+    folder = run / f"checkpoints/step_{step:08d}"
+    return SavedCheckpoint(folder, read_manifest(folder)).whole()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distill", ["heads", "features"])
+def test_distil_stop_and_resume(place, distill, monkeypatch):
+    """The teacher's weights stay bit for bit, are in no checkpoint, and a resumed run ends as one that was not stopped,
+    with the teacher in another place."""
+    teachers = []
+    made = FrozenTeacher.__init__
+    monkeypatch.setattr(FrozenTeacher, "__init__", lambda self, *args: (made(self, *args), teachers.append(self))[0])
+    how, whole, stopped = {"teacher.distill": distill}, f"{distill}-whole", f"{distill}-stopped"
+    assert _distil(place, whole, how, max_steps=4) is None
+    assert _distil(place, stopped, how, max_steps=2) is None
+    if not (place / "moved").exists():
+        shutil.copytree(place / "teacher", place / "moved")
+    assert _distil(place, stopped, how, teacher="moved", max_steps=4, resume=True) is None
+    first, second = (_whole(place / run, 4) for run in (whole, stopped))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not [name for name in first if name.startswith("teachers.")]
+    own = {"heads": "teacher.head.mlp.0.weight", "features": "teacher.cls_regression.weight"}[distill]
+    assert own in first and ("teacher.head.mlp.0.weight" in first) == (distill == "heads")
+    source = find_frozen(str(place / "teacher"))
+    for teacher in teachers:
+        state = teacher.network.state_dict()
+        assert digest(state) == teacher.about["digest"]
+        for name, tensor in source.backbone.items():
+            assert name == "mask_token" or torch.equal(state[f"backbone.{name}"], tensor)
+        assert not any(parameter.requires_grad for parameter in teacher.network.parameters())
+    about = json.loads((place / whole / "teacher.json").read_text())["distilled_from"]
+    assert about == {"source": str(place / "teacher"), "digest": teachers[0].about["digest"]}
+
+
+@pytest.mark.slow
+def test_a_resume_with_another_teacher_is_refused(place):
+    assert _distil(place, "one", max_steps=1) is None
+    assert train_tiny(place / "root", place / "other", max_steps=2, changes={**TEACHER, **IBOT, "seed": "1"}) is None
+    said = _distil(place, "one", teacher="other", max_steps=2, resume=True)
+    assert "step 1 was distilled from another teacher: this start has teacher.source" in said
+    said = _distil(place, "one", {"teacher.source": "none"}, max_steps=2, resume=True)
+    assert "this start has teacher.source none" in said
+
+
+def test_softmax_centers_begin_as_the_teacher_s(place):
+    """And they matter: after one step the center has moved by a tenth of the way to the mean of this step's logits."""
+    theirs = _whole(place / "teacher", 3)["center"]
+    assert _distil(place, "center", {"objective.center_momentum": "1"}, max_steps=1) is None
+    assert torch.equal(_whole(place / "center", 1)["center"], theirs) and theirs.abs().max() > 0
+
+
+@pytest.mark.slow
+def test_a_file_without_heads_teaches_by_features_alone(place):
+    file = place / "weights.safetensors"
+    shutil.copy(place / "teacher/teacher.safetensors", file)
+    shutil.copy(place / "teacher/teacher.json", file.with_suffix(".json"))
+    said = _distil(place, "file", teacher=file.name)
+    assert said == f"teacher.source {file} has no heads: set teacher.distill features, or give a run that has them"
+    none = {"crops.mask": "none", "teacher.distill": "features", **_plain_head()}
+    assert _distil(place, "global", {**none, "crops.num_local": "0"}, teacher=file.name, max_steps=1) is None
+    assert "local crops are computed" not in (place / "global/log.txt").read_text()
+    assert _distil(place, "file", none, teacher=file.name, max_steps=1) is None
+    metrics = [json.loads(line) for line in (place / "file/metrics.jsonl").read_text().splitlines()]
+    log = (place / "file/log.txt").read_text()
+    assert "by its features, through a linear layer each" in log and "set crops.num_local 0" in log
+    losses = [line["dino_loss"] for line in metrics if "dino_loss" in line]
+    assert losses and 0 < losses[-1] < 2
+
+
+def _plain_head():
+    return {f"ibot_head.{key}": value for key, value in {"prototypes": "65536", "hidden": "2048"}.items()} | {
+        "ibot_head.bottleneck": "256"
+    }
+
+
+REFUSED = {
+    "prototypes": ({"head.prototypes": "64"}, "head.prototypes 64 must be those of teacher.source RUN, 48: set"),
+    "ibot prototypes": (
+        {"ibot_head.prototypes": "64"},
+        "ibot_head.prototypes 64 must be those of teacher.source RUN, 40",
+    ),
+    "patch size": ({"model.patch_size": "16"}, "RUN has patches of 8 pixels and the student of 16: the loss of masked"),
+    "crops": (
+        {"crops.global_size": "36", "crops.local_size": "12", "model.patch_size": "4", "teacher.distill": "features"},
+        "RUN can't take this run's crops: images of 36 x 36 pixels: wanted are h and w that are multiples",
+    ),
+    "missing": ({"teacher.source": "/nowhere/run"}, "teacher.source /nowhere/run: /nowhere/run does not exist; give"),
+    "shared": ({"objective.ibot_head": "shared", **_plain_head()}, "RUN has a head of its own for patches: set"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_line_and_no_folder_is_left(place, case):
+    changes, said = REFUSED[case]
+    found = _distil(place, "refused", changes)
+    assert found is not None and said in found.replace(str(place / "teacher"), "RUN") and "\n" not in found
+    assert not (place / "refused").exists()
+
+
+def test_a_teacher_of_other_channels_is_refused(place):
+    changes = {"model.in_chans": "1", "teacher.source": str(place / "teacher"), "head.prototypes": "48"}
+    with pytest.raises(ConfigError, match=r"is for images of 3 channels, and this run's have 1 \(model\.in_chans\)"):
+        find_teacher(load_recipe(None, changes))
+
+
+def test_nothing_to_distil_is_refused():
+    with pytest.raises(ConfigError, match=r"teacher\.distill features has no effect without teacher\.source"):
+        load_recipe(None, {"teacher.distill": "features"})
+    with pytest.raises(ConfigError, match=r"teacher\.source teaches nothing"):
+        load_recipe(None, {"teacher.source": "x", "objective.dino_weight": "0", "objective.koleo_weight": "1"})
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("quickstart_distill", "quickstart"), ("distill_vits16", "dinov3_vitl16")]
+)
+def test_a_recipe_fits_the_heads_of_the_teacher_that_it_names(student, teacher):
+    """Prototypes of each head, and patches."""
+    first, second = load_recipe(student, {"teacher.source": "runs/there"}), load_recipe(teacher, {})
+    assert first.head.prototypes == second.head.prototypes
+    assert first.ibot_head.prototypes == second.ibot_head.prototypes
+    assert first.objective.ibot_head == second.objective.ibot_head
+    assert bool(first.objective.ibot_weight) == bool(second.objective.ibot_weight)
+    assert first.model.spec().stride == second.model.spec().stride
+
+
+def test_free_prototypes_of_a_teacher(place):
+    """They are known by its recipe: tensors don't show them. The student's own kind is its recipe's."""
+    free = {"head.free_prototypes": "true", "ibot_head.free_prototypes": "true"}
+    assert train_tiny(place / "root", place / "free", max_steps=1, changes={**TEACHER, **IBOT, **free}) is None
+    source = find_frozen(str(place / "free"))
+    assert source.head("head").free_prototypes and not find_frozen(str(place / "teacher")).head("head").free_prototypes
+    assert _distil(place, "of-free", teacher="free", max_steps=1) is None
+
+
+def test_the_product_can_teach_again(place):
+    """It has heads too; teacher.safetensors is the student-sized EMA."""
+    assert _distil(place, "again", max_steps=1) is None
+    found = find_frozen(str(place / "again"))
+    assert found.head("head").prototypes == 48 and found.spec.width == 32
+    assert load_file(place / "again/teacher.safetensors")["cls_token"].shape[-1] == 32

@@ -1,0 +1,175 @@
+"""Bad images, bad numbers, bad batches: said in one line, nothing lost."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import tarfile
+import threading
+import time
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, losses_of, read_metrics, train_tiny
+
+
+def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    (root / "005.png").write_bytes((root / "005.png").read_bytes()[:200])
+    (root / "011.png").write_bytes(b"")
+    # Four passes over the images: each is named and counted once, whichever rank meets it.
+    changes = {"length": "8 steps", "data.max_bad_fraction": "0.1"}
+    assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
+    named = [line for line in (run / "log.txt").read_text().splitlines() if "unreadable image skipped" in line]
+    assert len(named) == 2 and "005.png" in "".join(named) and "011.png" in "".join(named)
+    assert read_metrics(run)[-1]["bad_images"] == 2
+
+
+def test_too_many_unreadable_images_stop_the_run(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for i in range(0, 20, 2):
+        (root / f"{i:03d}.png").write_bytes(b"not an image")
+    for message in run_on_ranks(train_tiny, root, run, max_steps=9, changes={"data.max_bad_fraction": "0.05"}):
+        assert "data.max_bad_fraction 0.05 allows" in message and "log.txt" in message
+    assert len(losses_of(run)) <= 2
+
+
+def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
+    """A learning rate of 1e30 makes NaN: skipped, counted, stopped by all ranks; the saved step is from before."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"optimizer.lr": "1e30", "optimizer.warmup": "3 steps", "save_every": "1 steps"}
+    for ds in ("zero0_fp32.json", "zero2_bf16.json"):
+        messages = run_on_ranks(train_tiny, root, run / ds, ds, changes=changes)
+        assert all("3 times in a row" in message and ".png" in message for message in messages)
+        last = losses_of(run / ds)[-1][0]
+        assert (run / ds / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
+        assert all(loss == loss for _, loss in losses_of(run / ds))
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"data.global_batch": "64"}, ["20 images", "64"]),
+        ({"data.root": "/nowhere/images"}, ["/nowhere/images"]),
+        ({"eval.root": "/nowhere/test", "eval.every": "2 steps"}, ["/nowhere/test"]),
+        ({"eval.root": "SAME", "eval.every": "2 steps"}, ["eval.evals knn: the training images have no classes"]),
+        ({"eval.evals": "statistics,ridge", "eval.every": "2 steps"}, ["eval.evals ridge: there are no test images"]),
+    ],
+)
+def test_wrong_data_leaves_no_run_folder(tmp_path, changes, parts):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {key: value.replace("SAME", str(root)) for key, value in changes.items()}
+    message = run_on_ranks(train_tiny, root, run, changes=changes, world=1)[0]
+    assert all(part in message for part in parts) and "\n" not in message
+    assert not run.exists()
+
+
+def test_static_loss_scale_that_overflows_stops_the_run(tmp_path):
+    """Only a dynamic scale can recover by skipping."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    message = run_on_ranks(train_tiny, root, run, "zero1_fp16.json", ds_changes={"fp16.loss_scale": "1e9"}, world=1)[0]
+    assert "3 times in a row" in message
+
+
+def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
+    messages = run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes)
+    assert all("eval.test_images" in message for message in messages)
+
+
+def _other_images(root, run):
+    """Rank 1 has another disk."""
+    return train_tiny(root / os.environ["RANK"], run)
+
+
+def test_ranks_with_other_images_do_not_train_apart(tmp_path):
+    for rank, images in ((0, 20), (1, 19)):
+        image_folder(tmp_path / "images" / str(rank), images)
+    for message in run_on_ranks(_other_images, tmp_path / "images", tmp_path / "run"):
+        assert "rank 1 19" in message and "same files" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    message = run_on_ranks(train_tiny, tmp_path / "empty", tmp_path / "run", world=1)[0]
+    assert "no images under" in message
+    assert not (tmp_path / "run").exists()
+
+
+def _after_a_step(run, act, *args):
+    while not (run / "metrics.jsonl").exists() or not losses_of(run):
+        time.sleep(0.1)
+    act(*args)
+
+
+def _stopped_by(root, run, rank_to_signal):
+    if int(os.environ["RANK"]) == rank_to_signal:
+        threading.Thread(target=_after_a_step, args=(run, os.kill, os.getpid(), signal.SIGTERM)).start()
+    changes = {"length": "4000 steps", "log_every": "1"}
+    return train_tiny(root, run, "zero1_fp32.json", changes=changes)
+
+
+@pytest.mark.parametrize("rank_to_signal", [0, 1])
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, rank_to_signal):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    assert run_on_ranks(_stopped_by, root, run, rank_to_signal) == ["stopped", "stopped"]
+    last = losses_of(run)[-1][0]
+    assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
+    assert "--resume" in (run / "log.txt").read_text()
+
+
+def _shards(root, images):
+    """Two shards of ten images; the second has lost its end, the first holds a text with an image's name."""
+    root.mkdir()
+    for number, part in enumerate((images[:10], images[10:])):
+        with tarfile.open(root / f"{number}.tar", "w") as archive:
+            for image in part:
+                archive.add(image, f"../{image.name}")
+            if number == 0:
+                info = tarfile.TarInfo("broken.png")
+                info.size = 12
+                archive.addfile(info, io.BytesIO(b"not an image"))
+    whole = (root / "1.tar").read_bytes()
+    (root / "1.tar").write_bytes(whole[: len(whole) * 3 // 4 + 2200])
+    return root
+
+
+def test_damaged_shards_train_on_what_is_left_and_say_so(tmp_path):
+    images = sorted(image_folder(tmp_path / "images").iterdir())
+    root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
+    changes = {"length": "6 steps", "data.max_bad_fraction": "0.1", "data.workers": "1"}
+    assert run_on_ranks(train_tiny, root, run, changes=changes) == [None, None]
+    log = (run / "log.txt").read_text()
+    assert f"note     {root}/1.tar: cut off in ../0" in log
+    assert f"unreadable image skipped: {root}/0.tar/broken.png (not an image)" in log
+    assert read_metrics(run)[-1]["bad_images"] == 1
+    assert not list(tmp_path.glob("*.png"))
+
+
+def _train_while_a_shard_is_lost(root, run):
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=_after_a_step, args=(run, os.truncate, root / "1.tar", 0)).start()
+    changes = {"length": "4000 steps", "data.max_bad_fraction": "0.2", "log_every": "1"}
+    return train_tiny(root, run, changes=changes)
+
+
+def test_a_shard_that_is_lost_in_the_run_stops_it_with_a_clear_line(tmp_path):
+    images = sorted(image_folder(tmp_path / "images").iterdir())
+    root, run = _shards(tmp_path / "shards", images), tmp_path / "run"
+    for message in run_on_ranks(_train_while_a_shard_is_lost, root, run):
+        assert "are unreadable, data.max_bad_fraction 0.2 allows" in message
+
+
+def test_unreadable_images_of_the_evaluation_are_named_once(tmp_path):
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    (test / "class1/004.png").write_bytes(b"")
+    changes = {"eval.every": "2 steps", "eval.root": str(test), "length": "4 steps", "optimizer.warmup": "1 steps"}
+    assert run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes) == [None, None]
+    lines = [line for line in (tmp_path / "run/log.txt").read_text().splitlines() if "left out" in line]
+    assert [line.partition(" ")[2] for line in lines] == [
+        f"evals    left out, unreadable: {test}/class1/004.png (empty file)"
+    ]

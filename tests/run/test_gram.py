@@ -1,0 +1,152 @@
+"""Gram anchoring in whole runs: resumed across a replacement, with a teacher from a file, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from shutil import copytree
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.method.build import build_step
+from dino_ds.method.step import Inputs
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.sidecar import read_sidecar
+from tests.engine.harness import crops, ds_config, max_difference
+from tests.ranks import run_on_ranks
+from tests.reference import copied
+from tests.run.harness import TINY, image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
+from tests.run.test_resume import assert_same_checkpoint
+
+GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
+SNAPSHOT = GRAM | {"gram.start": "1 steps", "gram.refresh_every": "3 steps", "gram.refreshes": "2"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Images, a run of the usual tiny network, and one of patches and a width of its own."""
+    place = tmp_path_factory.mktemp("trained")
+    image_folder(place / "images")
+    other = {"model.patch_size": "16", "model.width": "48", "model.depth": "1"}
+    for name, changes in (("run", {}), ("other", other)):
+        assert run_on_ranks(train_tiny, place / "images", place / name, max_steps=2, changes=changes, world=1) == [None]
+    return place
+
+
+def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
+    """Replaced after steps 1 (the snapshot) and 4; stopped after 3, and exactly at 4."""
+    straight, parts, ds = tmp_path / "straight", tmp_path / "parts", "zero2_bf16.json"
+    for run, steps, resume in ((straight, 6, False), (parts, 3, False), (parts, 4, True), (parts, 6, True)):
+        assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, SNAPSHOT) == [None, None]
+    assert_same_checkpoint(parts, straight, 6)
+    kept = {name for name in whole_tensors(straight, 6) if name.startswith("teachers.gram.backbone.")}
+    assert len(kept) == 30
+    losses = [record["gram_loss"] for record in read_metrics(straight) if "gram_loss" in record]
+    assert losses[0] == 0 < min(losses[1:])
+    assert read_metrics(parts)[-1]["gram_loss"] == read_metrics(straight)[-1]["gram_loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ds"),
+    [("run", "zero2_bf16.json"), ("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")],
+)
+def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
+    """Also of other patches and width. It is the same at the end, and is never trained: a checkpoint has its digest.
+
+    In ZeRO 3's partitions it gives the same losses as whole.
+    """
+    changes, run = GRAM | {"gram.teacher": str(trained / name)}, tmp_path / "run"
+    for steps, resume in ((1, False), (3, True)):
+        assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
+    assert read_metrics(run)[-1]["gram_loss"] > 0
+    assert f"gram     weight 2; teacher {trained / name}; it sees the global crops at 48 pixels" in log_of(run)
+    kept = {key: t for key, t in whole_tensors(run, 3).items() if key.startswith("teachers.gram.")}
+    assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
+    if ds == "zero3_fp32.json":
+        sharded = {"dino_ds.frozen_teacher": "sharded"}
+        args = trained / "images", tmp_path / "sharded", ds, 3, False, changes, sharded
+        assert run_on_ranks(train_tiny, *args) == [None] * 2
+        assert losses_of(tmp_path / "sharded") == losses_of(run)
+
+
+def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, tmp_path):
+    run, place = tmp_path / "run", tmp_path / "teacher"
+    copytree(trained / "run", place)
+    file = place / "teacher.safetensors"
+    changes = GRAM | {"gram.teacher": str(file)}
+    assert run_on_ranks(train_tiny, trained / "images", run, max_steps=1, changes=changes, world=1) == [None]
+    weights, about = load_file(file), read_sidecar(file)
+    weights["norm.bias"][3] += 1e-6
+    save_file(weights, file)
+    (place / "teacher.json").write_text(json.dumps(about))  # changed on purpose: it describes no file
+    (said,) = run_on_ranks(train_tiny, trained / "images", run, max_steps=2, resume=True, changes=changes, world=1)
+    assert said.startswith(f"gram.teacher {file} has other weights than the one that this run was trained with")
+    assert "\n" not in said
+
+
+def _moves(place):
+    """Whether steps change a tensor of a teacher from a file, or one of them is the optimizer's."""
+    recipe = load_recipe(None, TINY | GRAM | {"gram.teacher": str(place), "optimizer.warmup": "0 steps"})
+    step = build_step(recipe, ds_config(2, "bf16", 8), 10)
+    network, indices = step.teachers["gram"].network, torch.arange(4)
+    before, student = copied(network.state_dict()), copied(step.teachers["ema"].state())
+    for _ in range(3):
+        cut = crops(indices) | {"gram": crops(indices, (48, 48))["global"]}
+        step.micro_batch(Inputs(cut, sample_keys(0, 0, indices)))
+    assert max_difference(student, copied(step.teachers["ema"].state())) > 0
+    assert not any(parameter.requires_grad for parameter in network.parameters())
+    trained = {id(parameter) for group in step.engine._optimizer.param_groups for parameter in group["params"]}
+    assert not trained & {id(parameter) for parameter in network.parameters()}
+    return any(not torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def test_a_teacher_from_a_file_is_bit_unchanged(trained):
+    assert run_on_ranks(_moves, trained / "other") == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gram.teacher": "OTHER", "gram.crop_size": "40"}, "OTHER can't take its crops: images of 40 x 40 pixels"),
+        ({"gram.teacher": "OTHER", "gram.refresh_every": "2"}, "whose EMA teacher can't replace it: set gram.refresh"),
+        ({"gram.teacher": "OTHER/none"}, "gram.teacher OTHER/none: OTHER/none does not exist"),
+        ({"gram.teacher": "GREY"}, "gram.teacher GREY is for images of 1 channels, and this run's have 3"),
+        (
+            {"model.backbone": "tests.run.test_gram:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
+            "gram.weight compares patches: tests.run.test_gram:NoPatches gives features of whole images only",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(trained, tmp_path, changes, says):
+    places = {"OTHER": str(trained / "other"), "GREY": str(trained / "grey.safetensors")}
+    if "GREY" in says:
+        grey = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
+        save_file(grey.state_dict(), places["GREY"])
+
+    def placed(text):
+        for word, place in places.items():
+            text = text.replace(word, place)
+        return text
+
+    given = GRAM | {key: placed(value) for key, value in changes.items()}
+    drop = ["model.patch_size", "model.width", "model.depth", "model.heads"] if "model.backbone" in changes else []
+    overrides = given | dict.fromkeys(drop, "none")
+    (said,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=overrides, world=1)
+    assert said is not None and placed(says) in said and "\n" not in said
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+class NoPatches(torch.nn.Module):
+    """Gives features of images alone."""
+
+    def __init__(self, in_chans):
+        super().__init__()
+        self.layer = torch.nn.Linear(in_chans, 8)
+
+    def forward(self, images):
+        return self.layer(images.mean((2, 3)))

@@ -1,0 +1,83 @@
+"""Lengths in different units: what would end no sooner than the run, once the images are counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError
+from dino_ds.run.length_checks import check_lengths
+from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone
+
+GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model.freeze_backbone": "6 epochs"}, "model.freeze_backbone 6 epochs is step 12, and length 12 steps is 12"),
+        ({"model.freeze_backbone": "96 images"}, "model.freeze_backbone 96 images is step 12"),
+        ({"length": "2 epochs", "model.freeze_backbone": "5 steps"}, "length 2 epochs is 4 steps: the backbone would"),
+        (GRAM, "Gram anchoring would never begin"),
+        (GRAM | {"length": "6 epochs"}, "gram.start 12 steps is step 12, and length 6 epochs is 12 steps"),
+    ],
+)
+def test_what_would_never_begin_is_refused(changes: dict[str, str], problem: str):
+    """Whatever the units; 2 steps of 8 images are an epoch."""
+    with pytest.raises(ConfigError, match="shorten it") as caught:
+        check_lengths(load_recipe(None, TINY | changes), 2)
+    assert problem in str(caught.value)
+
+
+def test_what_lasts_to_the_end_is_said():
+    """A warm-up or frozen prototypes: the run learns, but not as the recipe says."""
+    assert (
+        check_lengths(load_recipe(None, TINY | {"model.freeze_backbone": "5 epochs", "gram.start": "0 steps"}), 2) == []
+    )
+    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps", "optimizer.warmup": "2 epochs"}), 2)
+    assert lines == [
+        "optimizer.warmup 2 epochs is 4 steps, and length 3 steps is 3: the learning rate does not reach its peak"
+    ]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    place = tmp_path_factory.mktemp("begun")
+    root = image_folder(place / "root")
+    assert train_alone(root, place / "run", max_steps=3) is None
+    return root, place / "run"
+
+
+def test_a_run_without_an_end_to_its_freeze_does_not_begin(begun, tmp_path: Path):
+    message = train_alone(begun[0], tmp_path / "run", changes={"model.freeze_backbone": "9 epochs"})
+    assert message.startswith("model.freeze_backbone 9 epochs is step 18") and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_an_end_that_lies_behind_is_refused(begun, resume):
+    """It was taken for a run that is done; the run stays as it is, and one that ends where it stands is done."""
+    root, run = begun
+    before = log_of(run)
+    message = train_alone(root, run, max_steps=2, resume=resume)
+    assert (
+        message == f"--max_steps 2 lies behind: {run} has done 3 steps, and would end at 2; give more, or leave it out"
+    )
+    message = train_alone(root, run, resume=resume, changes={"length": "2 steps"}, allow_change="length")
+    assert (
+        message == f"length 2 steps lies behind: {run} has done 3 steps, and would end at 2; give more, or leave it out"
+    )
+    assert log_of(run) == before
+    assert train_alone(root, run, max_steps=3, resume=resume) is None
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+
+
+def test_images_are_looked_at_before_the_run_folder(begun, tmp_path: Path):
+    """Who has misspelt the images' folder is to hear of it before being told to name another run folder."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a.md").touch()
+    message = train_alone(tmp_path / "docs", begun[1])
+    assert message.startswith(f"no images under {tmp_path}/docs")
+    message = train_alone(begun[0], begun[1])
+    assert "already holds a run; add --resume" in message

@@ -1,0 +1,218 @@
+"""Weights & Biases offline, MLflow in a folder and Trackio have every number of metrics.jsonl, over a resume too; what
+fails does not stop training."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import struct
+import sys
+
+import pytest
+
+from dino_ds.errors import ConfigError
+from dino_ds.run.loggers import open_loggers
+from dino_ds.run.metrics import RunLog
+from tests.run.harness import image_folder, read_metrics, train_tiny
+
+RUN_ID = "0123456789abcdef"
+
+
+def _numbers(folder):
+    """{step: {name: value}} of metrics.jsonl."""
+    found: dict[int, dict[str, float]] = {}
+    for line in read_metrics(folder):
+        values = {k: v for k, v in line.items() if k != "step" and isinstance(v, (int, float))}
+        found.setdefault(line["step"], {}).update(values)
+    return found
+
+
+def _wandb_history(folder):
+    """What the files of offline runs have: {step: {name: value}}."""
+    from wandb.proto import wandb_internal_pb2
+
+    found: dict[int, dict[str, float]] = {}
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for raw in _records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(raw)
+            items = {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            if items:
+                logged = {name: value for name, value in items.items() if not name.startswith("_")}
+                found.setdefault(int(items["_step"]), {}).update(logged)
+    return found
+
+
+def _records(content):
+    """Of a file of W&B, a LevelDB log after 7 bytes: blocks of 32 KiB, pieces of (crc, length, kind)."""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield whole
+            whole = b""
+
+
+def _config(**sections):
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("loggers"))
+
+
+@pytest.mark.slow
+def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_DIR", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_RESUME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    sections = _config(wandb={"enabled": "true", "project": "mine"})
+    run = tmp_path / "run"
+    assert train_tiny(root, run, max_steps=2, ds_changes=sections) is None
+    assert train_tiny(root, run, max_steps=4, resume=True, ds_changes=sections) is None
+    assert sorted(_numbers(run)) == [1, 2, 3, 4]
+    assert _wandb_history(run) == _numbers(run)
+
+
+@pytest.mark.slow
+def test_mlflow_has_every_number(root, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    where = (tmp_path / "store").as_uri()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is for trials: MLflow wants a server
+    sections = _config(mlflow={"enabled": "true", "experiment": "mine", "tracking_uri": where})
+    run = tmp_path / "run"
+    for last in (2, 3):
+        assert train_tiny(root, run, max_steps=last, resume="auto", ds_changes=sections) is None
+    client = mlflow.MlflowClient(where)
+    experiment = client.get_experiment_by_name("mine")
+    (logged,) = client.search_runs([experiment.experiment_id])
+    wanted = _numbers(run)
+    for name in wanted[1]:
+        history = {metric.step: metric.value for metric in client.get_metric_history(logged.info.run_id, name)}
+        assert history == {step: values[name] for step, values in wanted.items() if name in values}
+
+
+@pytest.mark.slow
+def test_trackio_has_every_number_and_a_resume_goes_on_without_network(root, tmp_path, monkeypatch, capsys):
+    """Two runs of one name stay apart, and a token does not make Trackio ask whose it is."""
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage
+
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "store")
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *host, **_: asked.append(host) or 1 / 0)
+    sections = _config(trackio={"enabled": "true", "project": "mine", "group": "tries"})
+    first, second = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    for run, last, resume in ((first, 2, False), (second, 1, False), (first, 4, True)):
+        assert train_tiny(root, run, max_steps=last, resume=resume, ds_changes=sections) is None
+    logged: dict[str, dict[int, dict[str, float]]] = {}
+    with sqlite3.connect(tmp_path / "store" / "mine.db") as store:
+        for name, step, values in store.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id"):
+            logged.setdefault(name, {}).setdefault(step, {}).update(json.loads(values))
+    assert list(logged.values()) == [_numbers(first), _numbers(second)]
+    assert sorted(_numbers(first)) == [1, 2, 3, 4]
+    assert all(name.startswith("run-") for name in logged)
+    assert not asked and not capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_trackio_that_can_t_write_does_not_stop_training(root, tmp_path, monkeypatch):
+    """Its folder lies below a file: Trackio warns, and metrics.jsonl has every step."""
+    pytest.importorskip("trackio")
+    from trackio import sqlite_storage
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sqlite_storage, "TRACKIO_DIR", tmp_path / "file" / "store")
+    with pytest.warns(UserWarning, match="trackio failed to flush metric logs"):
+        assert train_tiny(root, tmp_path / "run", max_steps=2, ds_changes=_config(trackio={"enabled": "true"})) is None
+    assert sorted(_numbers(tmp_path / "run")) == [1, 2]
+
+
+def test_an_mlflow_that_does_not_answer_is_refused_soon_with_the_cause(tmp_path, monkeypatch, capsys):
+    mlflow = pytest.importorskip("mlflow")
+    limits = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    for name in limits:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+
+    def start(uri):
+        with pytest.raises(ConfigError) as refused:
+            open_loggers({"mlflow": {"enabled": True, "tracking_uri": uri}}, tmp_path, RUN_ID)
+        return str(refused.value)
+
+    before = mlflow.get_tracking_uri()
+    try:
+        monkeypatch.setenv(limits[0], "0")  # the user's own
+        assert "Connection refused; set it up" in start("http://me:secret@127.0.0.1:9")
+        assert os.environ[limits[0]] == "0" and limits[1] not in os.environ
+        assert "mlflow   connecting to 127.0.0.1:9\n" in capsys.readouterr().err
+        monkeypatch.delenv(limits[0])
+        tried = []
+        monkeypatch.setattr(mlflow, "set_experiment", lambda _: tried.extend(map(os.environ.get, limits)) or 1 / 0)
+        start("http://127.0.0.1:9")
+        assert tried == ["2", "10"] and not os.environ.keys() & limits
+        monkeypatch.undo()
+        assert "MLFLOW_ALLOW_FILE_STORE=true" in start((tmp_path / "store").as_uri())
+    finally:
+        mlflow.set_tracking_uri(before)
+
+
+class _Broken:
+    def __init__(self):
+        self.asked = 0
+
+    def write(self, values, step):
+        self.asked += 1
+        raise RuntimeError("the server\nis gone")
+
+    def close(self):
+        raise RuntimeError
+
+
+def test_a_service_that_fails_is_left_out_once_and_training_goes_on(tmp_path, capsys):
+    broken = _Broken()
+    log = RunLog(tmp_path, 0, 2, {"wandb": broken})
+    for step in (1, 2):
+        log.write({"step": step, "loss": 1.5})
+    log.close()
+    assert broken.asked == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+    said = capsys.readouterr().err
+    assert said.count("wandb takes no more metrics: the server is gone; metrics.jsonl has them all") == 1
+
+
+def test_what_can_t_be_used_is_refused_before_the_run_begins(root, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for section, message in (
+        (_config(wandb={"enabled": "true"}), "the ds JSON's section wandb needs a package: pip install wandb"),
+        (_config(wandb={"enabled": "yes"}), "--ds.wandb.enabled"),
+        (_config(comet={"enabled": "true", "api_key": "x"}), "set COMET_API_KEY"),
+        (_config(csv_monitor={"enabled": "true"}), "metrics.jsonl"),
+    ):
+        try:
+            said = train_tiny(root, tmp_path / "run", max_steps=1, ds_changes=section)
+        except ConfigError as error:
+            said = str(error)
+        assert said is not None and message in said
+        assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("dino_ds.run.loggers.find_spec", lambda name: name)
+    monkeypatch.setattr("dino_ds.run.loggers._OPENERS", {"wandb": _fails})
+    with pytest.raises(ConfigError, match="wandb does not start: no key; set it up"):
+        open_loggers({"wandb": {"enabled": True}}, tmp_path, RUN_ID)
+
+
+def _fails(*given):
+    raise OSError("no key")

@@ -1,0 +1,134 @@
+"""Numbers that go wrong stop a run after `max_bad_steps`, at every ZeRO stage and precision, and nothing has moved."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm
+from dino_ds.method.step import TrainingStep
+from tests.ranks import run_on_ranks
+from tests.reference import copied
+from tests.run.harness import image_folder, losses_of, train_tiny
+from tests.sample import sampled
+
+GOOD_STEPS = 2
+SCALE = {"fp16.initial_scale_power": "4", "fp16.hysteresis": "1"}
+CELLS = [
+    ("zero0_fp32.json", "nan"),
+    *((f"zero{s}_{p}.json", "nan") for s in (1, 2, 3) for p in ("fp32", "bf16", "fp16")),
+]
+CELLS += [(f"zero{s}_fp16.json", "overflow") for s in (1, 2, 3)]
+
+
+def _dynamic_state(step):
+    """Everything that a skipped step must leave alone, on this rank."""
+    state = {f"engine.{name}": tensor for name, tensor in step.engine.state().tensors.items()}
+    state.update({f"teacher.{name}": tensor for name, tensor in copied(step.teachers["ema"].state()).items()})
+    return {"center": step.objective.statistics["center"].value, **state, "clock": torch.tensor(step.applied_steps)}
+
+
+def _train_with_bad_numbers(root, run, ds, kind):
+    """After two good steps rank 1's images are NaN, or all gradients overflow; what the run says, and whether anything
+    has moved since."""
+    original, before, bad = TrainingStep.micro_batch, {}, []
+
+    def micro_batch(step, inputs, *others):
+        if step.applied_steps < GOOD_STEPS:
+            return original(step, inputs, *others)
+        if not before:
+            before.update({name: tensor.clone() for name, tensor in _dynamic_state(step).items()})
+        bad.append(step)
+        if kind == "nan" and os.environ["RANK"] == "1":
+            spoilt = {name: [crop * math.nan for crop in group] for name, group in inputs.crops.items()}
+            inputs = inputs._replace(crops=spoilt)
+        if kind == "overflow":
+            backward = step.engine.backward
+            step.engine.backward = lambda loss: backward(loss * 1e30)
+            try:
+                return original(step, inputs, *others)
+            finally:
+                step.engine.backward = backward
+        return original(step, inputs, *others)
+
+    TrainingStep.micro_batch = micro_batch
+    try:
+        message = train_tiny(root, run, ds, ds_changes=SCALE if "fp16" in ds else {})
+    finally:
+        TrainingStep.micro_batch = original
+    after = _dynamic_state(bad[-1])
+    return message, len(bad), [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize(("ds", "kind"), sampled(CELLS, lambda cell: (cell[0][:5], (cell[0][6:], cell[1]))))
+def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for message, bad, moved in run_on_ranks(_train_with_bad_numbers, root, run, ds, kind):
+        assert moved == []
+        if kind == "nan":
+            assert bad == 3
+            assert f"(rank 1), after step {GOOD_STEPS}, 3 times in a row" in message
+            assert "bad_batches.jsonl" in message
+        else:
+            assert 3 < bad < 10  # the scale is halved from 16 to its minimum of 1
+            assert "smallest loss scale" in message
+    assert [step for step, _ in losses_of(run)] == list(range(1, GOOD_STEPS + 1))
+    if kind == "nan":
+        lines = [json.loads(line) for line in (run / "bad_batches.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["rank"], line["in_a_row"], line["what"]) for line in lines] == [
+            (GOOD_STEPS, 1, n, "loss") for n in (1, 2, 3)
+        ]
+        assert all(len(line["images"]) == 4 and line["images"][0].endswith(".png") for line in lines)
+
+
+MOST = math.log(4096)
+FLAT, ONE, FINE = (MOST * (1 - NEAR / 2), 0.0), (MOST * NEAR / 2, MOST * NO_KL / 2), (MOST / 2, 1.0)
+
+
+def _said(alarm, values, first=101):
+    return [(step, text) for step, value in enumerate(values, first) if (text := alarm.look(step, *value))]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"), [(FLAT, ["uniform", "lower objective.t"]), (ONE, ["one prototype", "raise"])]
+)
+def test_a_collapse_is_said_once_with_a_hint_and_again_after_a_recovery(values, words):
+    alarm = CollapseAlarm(4096, warmup_steps=100)
+    said = _said(alarm, [*[values] * (3 * WINDOWS), FINE, *[values] * (2 * WINDOWS)])
+    assert [step for step, _ in said] == [100 + WINDOWS, 101 + 3 * WINDOWS, 101 + 4 * WINDOWS]
+    assert all(word in said[0][1] for word in words) and "figure 7" in said[0][1]
+    assert "over" in said[1][1]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [FLAT] * (WINDOWS - 1) + [FINE],
+        [FLAT, ONE] * WINDOWS,
+        [(MOST * (1 - NEAR / 2), 1.0)] * 30,  # the student does not follow: no collapse
+        [(MOST * (1 - 2 * NEAR), 0.0)] * 30,
+        [(math.nan, math.nan)] * 30,
+    ],
+)
+def test_what_is_no_collapse_raises_no_alarm(values):
+    assert _said(CollapseAlarm(4096, 100), values) == []
+
+
+def test_a_teacher_that_has_not_begun_is_not_flat():
+    """Nearly uniform targets are how every run starts; those of one prototype are not."""
+    assert _said(CollapseAlarm(4096, 1000), [FLAT] * 30) == []
+    assert _said(CollapseAlarm(4096, 1000), [ONE] * 30) != []
+
+
+def test_the_alarm_reaches_log_and_metrics(tmp_path):
+    """A tiny run on noise collapses; it goes on all the same."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"length": "60 steps", "objective.teacher_temp": "2.0", "objective.warmup_teacher_temp": "2.0"}
+    changes |= {"objective.student_temp": "4.0"}
+    assert run_on_ranks(train_tiny, root, run, changes=changes, world=1) == [None]
+    assert (run / "log.txt").read_text().count("the teacher gives every image the same target (uniform") == 1
+    assert '"collapsed": 1' in (run / "metrics.jsonl").read_text().splitlines()[-1]

@@ -1,0 +1,125 @@
+"""A resume with other images than before: refused where the schedules move, else said with numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.method.build import build_schedules
+from dino_ds.run.other_images import _moved
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, read_manifest, read_metrics, train_tiny
+
+EPOCHS = {"length": "6 epochs", "optimizer.warmup": "2 epochs"}
+STEPS = {"objective.freeze_prototypes": "2 steps"}
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Runs of two ranks that have saved step 3 on 20 images: by the unit of their lengths."""
+    place = tmp_path_factory.mktemp("begun")
+    root = image_folder(place / "root")
+    lengths = {"steps": STEPS, "epochs": EPOCHS, "images": {**STEPS, "length": "96 images"}}
+    for unit, changes in lengths.items():
+        assert run_on_ranks(train_tiny, root, place / unit, max_steps=3, changes=changes) == [None, None]
+    return place, lengths
+
+
+def _resume(begun, tmp_path, unit, change, **more):
+    place, lengths = begun
+    root = shutil.copytree(place / "root", tmp_path / "images")
+    shutil.copytree(place / unit, tmp_path / "run")
+    change(root)
+    options = {"max_steps": 5, "resume": True, "changes": lengths[unit], **more}
+    return run_on_ranks(train_tiny, root, tmp_path / "run", **options)
+
+
+def _add(root):
+    image_folder(root / "more", 20, seed=1)
+
+
+def test_schedules_that_would_move_are_refused(begun, tmp_path):
+    before = (begun[0] / "epochs/log.txt").read_text()
+    one, two = _resume(begun, tmp_path, "epochs", _add)
+    assert one == two
+    assert one.startswith(
+        "images changed since step 3 (20 -> 40 images: 20 added, 0 removed, 0 of another size), and lengths in epochs "
+        "with them: length 12 -> 30 steps; at step 3 lr 0.000625 -> 0.0002083, "
+    )
+    assert "teacher momentum 0.99" in one and "--allow_change images" in one
+    assert log_of(tmp_path / "run") == before
+
+
+def test_schedules_move_where_that_is_allowed(begun, tmp_path):
+    assert _resume(begun, tmp_path, "epochs", _add, allow_change="images") == [None, None]
+    assert "note     images changed since step 3: 20 -> 40 images: 20 added" in log_of(tmp_path / "run")
+    assert "length   30 steps" in log_of(tmp_path / "run")
+    assert [record["step"] for record in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert read_manifest(tmp_path / "run", 5)["images"]["count"] == 40
+
+
+def test_what_would_move_after_the_end_is_no_reason():
+    long = {"length": "10 steps", "optimizer.warmup": "0 steps", "objective.freeze_prototypes": "50 epochs"}
+    one, two = (build_schedules(load_recipe("quickstart", long), steps) for steps in (4, 5))
+    assert one != two and not _moved(one, two, step=3)
+    assert _moved(one, dataclasses.replace(two, steps=11), step=3).startswith("length 10 -> 11 steps; at step 3 lr ")
+
+
+def _rename(root):
+    for path in list(root.iterdir()):
+        path.rename(path.with_name(f"new_{path.name}"))
+
+
+def _remove(root):
+    for path in sorted(root.iterdir())[:3]:
+        path.unlink()
+
+
+def _replace(root):
+    for path in root.iterdir():
+        Image.fromarray(np.zeros((40, 48, 3), np.uint8)).save(path)
+
+
+def _rewrite(root):
+    """Other contents of the same sizes: the checksum at the end, which no decoder looks at."""
+    for path in root.iterdir():
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("unit", "change", "said"),
+    [
+        ("epochs", lambda root: image_folder(root / "more", 1), "20 -> 21 images: 1 added, 0 removed, 0 of another"),
+        ("steps", _add, "20 -> 40 images: 20 added, 0 removed, 0 of another size"),
+        ("steps", _remove, "20 -> 17 images: 0 added, 3 removed, 0 of another size"),
+        ("steps", _rename, "20 images as before: 20 added, 20 removed, 0 of another size"),
+        ("images", _replace, "20 images as before: 0 added, 0 removed, 20 of another size"),
+        ("steps", _rewrite, "20 images as before: 0 added, 0 removed, 0 of another size, 20 of 20 that were read of"),
+    ],
+)
+def test_what_moves_no_schedule_is_said_in_one_line(begun, tmp_path, unit, change, said):
+    assert _resume(begun, tmp_path, unit, change) == [None, None]
+    lines = [line for line in log_of(tmp_path / "run").splitlines() if "images changed" in line]
+    assert len(lines) == 1 and f"note     images changed since step 3: {said}" in lines[0]
+
+
+def test_the_same_images_are_not_mentioned_and_an_older_checkpoint_is(begun, tmp_path):
+    assert _resume(begun, tmp_path, "epochs", lambda root: None, max_steps=4) == [None, None]
+    assert "images changed" not in log_of(tmp_path / "run")
+    path = tmp_path / "run/checkpoints/step_00000004/manifest.json"
+    body = json.loads(path.read_text())
+    del body["images"], body["crc32"]
+    plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
+    body["crc32"] = zlib.crc32(plain.encode())
+    path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
+    root, changes = tmp_path / "images", begun[1]["epochs"]
+    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=5, resume=True, changes=changes) == [None, None]
+    assert "note     whether the images are those of step 4 is not known" in log_of(tmp_path / "run")

@@ -1,0 +1,278 @@
+"""Stop, resume, and be where an uninterrupted run is: to the last bit, mid-epoch, on the same data."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny
+from tests.sample import sampled
+
+
+def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
+    """To the last bit: student, optimizer, teacher, center and position; they differ in the id of the run alone."""
+    mine, other = read_manifest(ours, step), read_manifest(theirs, step)
+    assert mine.pop("run_id") != other.pop("run_id") and mine.pop("crc32") != other.pop("crc32")
+    for name in mine.pop("files").keys() | other.pop("files").keys():
+        a, b = (load_file(run / f"checkpoints/step_{step:08d}" / name) for run in (ours, theirs))
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
+    assert mine == other
+    a, b = (load_file(run / "teacher.safetensors") for run in (ours, theirs))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+DINOV2 = {
+    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0..0.1 over 6 steps",
+    "ibot_head.prototypes": "40", "ibot_head.hidden": "48", "ibot_head.bottleneck": "16",
+    "ibot_head.learned_lengths": "true", "optimizer.layer_decay": "0.8", "model.layer_scale": "1e-5",
+}  # fmt: skip
+"""Masks, both heads, two running centers, a weight on its way: what the run must pick up again."""
+ACCUMULATE = {"gradient_accumulation_steps": "2"}
+
+
+@pytest.mark.parametrize(
+    ("ds", "objective"),
+    [
+        ("zero0_fp32.json", {}),
+        ("zero3_fp32.json", DINOV2),
+        ("zero1_fp16.json", {}),
+        ("zero2_bf16.json", DINOV2 | {"objective.centering": "sinkhorn"}),
+    ],
+)
+def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
+    """3 steps + resume + 3 = 6 steps: two steps an epoch, so the stop is inside the second one. Accumulation 2,
+    drop path 0.2, frozen prototypes released at step 4, 2 ranks."""
+    root = image_folder(tmp_path / "images")
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    changes = {"objective.freeze_prototypes": "4 steps", **objective}
+    for run, steps, resume in ((straight, 6, False), (parts, 3, False), (parts, 6, True)):
+        outcome = run_on_ranks(train_tiny, root, run, ds, steps, resume, changes, ACCUMULATE)
+        assert outcome == [None, None]
+    assert losses_of(parts) == losses_of(straight)
+    assert [step for step, _ in losses_of(parts)] == list(range(1, 7))
+    assert_same_checkpoint(parts, straight, 6)
+
+
+def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
+    """A run that went on after its last save and died: its later lines are replaced, not doubled."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    run_on_ranks(train_tiny, root, run, max_steps=4, world=1)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 99.0}\n{"step": 6, "lo')
+    run_on_ranks(train_tiny, root, run, max_steps=6, resume=True, world=1)
+    records = losses_of(run)
+    assert [step for step, _ in records] == [1, 2, 3, 4, 5, 6]
+    assert all(loss < 50 for _, loss in records)
+
+
+def test_rotation_keeps_the_newest(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"save_every": "1 steps", "keep_checkpoints": "2"}
+    run_on_ranks(train_tiny, root, run, max_steps=5, changes=changes, world=1)
+    names = sorted(p.name for p in (run / "checkpoints").iterdir() if p.is_dir())
+    assert names == ["step_00000004", "step_00000005"]
+    assert (run / "checkpoints/latest").read_text() == "step_00000005\n"
+
+
+def test_a_half_written_checkpoint_does_not_exist(tmp_path):
+    """Nor does an empty one; a missing `latest` is no start from nothing. What is left over goes."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    run_on_ranks(train_tiny, root, run, max_steps=2, world=1)
+    (run / "checkpoints/writing_step_00000003").mkdir()
+    (run / "checkpoints/step_00000009").mkdir()
+    (run / "checkpoints/latest").unlink()
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, world=1) == [None]
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+    assert "note     checkpoint step 9 is incomplete: it has no manifest.json; using step 2" in log_of(run)
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000002", "step_00000003", "aside_step_00000009", "latest"}
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
+    """The run ends as if nothing had happened."""
+    root, run, straight = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "straight"
+    changes = {"save_every": "2 steps"}
+    run_on_ranks(train_tiny, root, straight, "zero2_bf16.json", 6)
+    run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 4, changes=changes)
+    path = run / "checkpoints/step_00000004/rank_00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+    assert run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 6, True, changes) == [None, None]
+    assert f"note     checkpoint file {path} is damaged (crc " in log_of(run) and "; using step 2\n" in log_of(run)
+    assert losses_of(run) == losses_of(straight)
+    assert not list((run / "checkpoints").glob("aside_*"))
+
+
+def test_from_the_checkpoint_of_a_step(tmp_path):
+    """Later checkpoints are put aside, so that no other start takes the course that was left."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"save_every": "1 steps"}
+    run_on_ranks(train_tiny, root, run, max_steps=4, changes=changes, world=1)
+    before = losses_of(run)
+    assert read_metrics(run)[2].keys() >= {"save_seconds", "save_stall_seconds", "checkpoint_gib"}
+    message = run_on_ranks(train_tiny, root, run, max_steps=4, resume=9, changes=changes, world=1)[0]
+    assert "checkpoint of step 9 not found in" in message and "found: 2, 3, 4" in message
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume=2, changes=changes, world=1) == [None]
+    assert losses_of(run) == before[:3]
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000002", "step_00000003", "aside_step_00000004", "latest"}
+    assert "put aside as aside_step_*: 3, 4" in log_of(run)
+
+
+def test_one_command_line_starts_and_goes_on(tmp_path):
+    """--resume auto."""
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for steps in (2, 4):
+        assert run_on_ranks(train_tiny, root, run, max_steps=steps, resume="auto") == [None, None]
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
+    shutil.rmtree(run / "checkpoints")
+    for resume in (True, "auto"):  # lost, not on purpose
+        for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=resume):
+            assert "has no checkpoint, and had one" in message
+    (run / "teacher.safetensors").unlink()
+    for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=True):
+        assert "no checkpoint in" in message and "--resume auto" in message
+    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume="auto") == [None, None]
+    assert [step for step, _ in losses_of(run)] == [1, 2, 3]
+    assert "no checkpoint yet" in log_of(run)
+
+
+FILES = ("whole_00000.safetensors", "rank_00000.safetensors", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    place = tmp_path_factory.mktemp("refusals")
+    run_on_ranks(train_tiny, image_folder(place / "images"), place / "run", max_steps=1, world=1)
+    return place / "run"
+
+
+class TestRefusals:
+    def test_a_folder_with_a_run_in_it(self, run):
+        before = (run / "metrics.jsonl").read_bytes()
+        message = run_on_ranks(train_tiny, run.parent / "images", run, world=1)[0]
+        assert "already holds a run" in message and "--resume" in message and "--run_dir" in message
+        assert (run / "metrics.jsonl").read_bytes() == before
+
+    def test_nothing_to_resume(self, run, tmp_path):
+        for message in run_on_ranks(train_tiny, run.parent / "images", tmp_path / "other", resume=True):
+            assert "nothing to resume" in message
+        assert not (tmp_path / "other").exists()
+
+    def test_another_optimizer(self, run):
+        """Its moments are other numbers: nothing to be accepted."""
+        for allow in (None, "optimizer.kind"):
+            args = {"resume": True, "changes": {"optimizer.kind": "sgd"}, "allow_change": allow, "world": 1}
+            message = run_on_ranks(train_tiny, run.parent / "images", run, max_steps=3, **args)[0]
+            assert message == (
+                "optimizer.kind adamw -> sgd since step 1, whose moments are of no use to another optimizer: set it "
+                "back, or start a new run from these weights with --model.init_from"
+            )
+
+    def test_other_settings(self, run):
+        """Each is named; what does not change what is learned is not, nor are stage, precision and ranks."""
+        root = run.parent / "images"
+        changes = {"optimizer.lr": "0.5", "head.prototypes": "48", "log_every": "7", "seed": "3"}
+        clipping = {"gradient_clipping": "0.5"}
+        message = run_on_ranks(train_tiny, root, run, "zero1_bf16.json", 3, True, changes, clipping)[0]
+        assert message == (
+            "settings changed since step 1: gradient_clipping 3.0 -> 0.5, optimizer.lr 0.02 -> 0.5, seed 0 -> 3; "
+            "accept with --allow_change gradient_clipping,optimizer.lr,seed"
+        )
+        message = run_on_ranks(train_tiny, root, run, max_steps=3, resume=True, changes=changes, allow_change="seed")[0]
+        assert message.endswith("optimizer.lr 0.02 -> 0.5; accept with --allow_change optimizer.lr")
+
+    @pytest.mark.parametrize(
+        "resume,keys,says",
+        [
+            (True, "lr", "--allow_change lr: it is not a key of the recipe. Did you mean optimizer.lr?"),
+            (True, "optimizer.lr,log_every", "--allow_change log_every: it may change freely, leave it out."),
+            (False, "seed", "--allow_change seed acts only with --resume"),
+        ],
+    )
+    def test_what_can_not_be_allowed(self, run, resume, keys, says):
+        path = run if resume else run.parent / "other"
+        message = run_on_ranks(train_tiny, run.parent / "images", path, resume=resume, allow_change=keys, world=1)[0]
+        assert says in message
+
+    def test_another_network_however_much_it_is_allowed(self, run):
+        changes, key = {"model.width": "64"}, "model.width"
+        message = run_on_ranks(
+            train_tiny, run.parent / "images", run, resume=True, changes=changes, allow_change=key, world=1
+        )[0]
+        assert "model differs from the checkpoint in" in message and "\n" not in message
+
+    @pytest.mark.parametrize(("name", "change"), sampled(itertools.product(FILES, ("truncated", "missing"))))
+    def test_the_only_checkpoint_is_damaged(self, run, tmp_path, name, change):
+        root, run = run.parent / "images", shutil.copytree(run, tmp_path / "run")
+        path = run / "checkpoints/step_00000001" / name
+        content = path.read_bytes()
+        path.unlink()
+        if change == "truncated":
+            path.write_bytes(content[: len(content) // 2])
+        for resume in (True, "auto"):
+            message = run_on_ranks(train_tiny, root, run, resume=resume, world=1)[0]
+            assert "step" in message and "and no older checkpoint exists in" in message
+
+    def test_a_run_folder_that_can_not_be_made(self, run):
+        (run.parent / "file").write_text("")
+        for message in run_on_ranks(train_tiny, run.parent / "images", run.parent / "file/run"):
+            assert "file/run can't be " in message and "--run_dir" in message
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Images; a run of 3 steps; and it resumed for 2 more with nothing changed."""
+    place = tmp_path_factory.mktemp("begun")
+    root = image_folder(place / "images")
+    run_on_ranks(train_tiny, root, place / "run", max_steps=3, world=1)
+    shutil.copytree(place / "run", place / "same")
+    assert run_on_ranks(train_tiny, root, place / "same", max_steps=5, resume=True, world=1) == [None]
+    return place
+
+
+@pytest.mark.parametrize(
+    "key,value,field",
+    [("optimizer.lr", "0.005", "lr"), ("teacher.momentum", "0.9", "teacher_momentum"), ("optimizer.beta1", "0.5", None),
+     ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
+)  # fmt: skip
+def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
+    """In its own metric where it has one, else in the losses; what was learned before stays."""
+    root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
+    ds = {key: value} if key == "gradient_clipping" else {}
+    changes = {} if ds else {key: value}
+    args = {"max_steps": 5, "resume": True, "world": 1, "changes": changes, "ds_changes": ds, "allow_change": key}
+    assert run_on_ranks(train_tiny, root, run, **args) == [None]
+    mine, other = read_metrics(run), read_metrics(begun / "same")
+    assert mine[:3] == other[:3] and mine[-1]["loss"] != other[-1]["loss"]
+    if field:
+        assert mine[4][field] != other[4][field]
+    assert f"changed since step 3, as allowed: {key} " in log_of(run)
+    assert run_on_ranks(train_tiny, root, run, **args) == [None]
+
+
+def test_evaluation_survives_a_resume(tmp_path):
+    """The baselines measured at the start are still in the last line. What is evaluated may change at any time."""
+    root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.every": "2 steps", "eval.root": str(test)}
+    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=2, changes=changes)
+    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
+    evaluations = [r for r in read_metrics(tmp_path / "run") if "knn_top1" in r]
+    assert [r["step"] for r in evaluations] == [0, 2, 4]
+    assert "untrained network" in _last_verdict(tmp_path / "run")
+    changes |= {"eval.k": "3", "eval.evals": "knn,statistics", "eval.pictures_every": "3 steps"}
+    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=6, resume=True, changes=changes) == [None, None]
+    assert {"knn_top1", "eval/rankme"} <= read_metrics(tmp_path / "run")[-1].keys()
+    assert "untrained network" not in _last_verdict(tmp_path / "run")
+
+
+def _last_verdict(run: Path) -> str:
+    """The log's last line about k-NN; advice may follow it."""
+    return [line for line in (run / "log.txt").read_text().splitlines() if "k-NN" in line and "warning" not in line][-1]

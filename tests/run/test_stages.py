@@ -1,0 +1,475 @@
+"""Stages of training: what a run takes over from the one before, and several with one command."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from dino_ds.config.recipe import Recipe
+from dino_ds.errors import CheckpointError, UserError
+from dino_ds.launching.launch import _runs
+from dino_ds.options.commands import TRAIN
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.reading import read
+from dino_ds.report.folder import read_run
+from dino_ds.report.origin import environment_rows, reproduction
+from dino_ds.weights.sidecar import read_sidecar
+from tests.ranks import run_on_ranks
+from tests.run.harness import (
+    REPOSITORY,
+    TINY,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    whole_tensors,
+)
+from tests.run.test_resume import DINOV2, assert_same_checkpoint
+
+CONTINUE, RESTART = {"stage_start": "continue"}, {"stage_start": "restart"}
+
+
+def train_words(words: list[str]) -> str | None:
+    """`dino-ds train WORDS` in this process; the message of a UserError, "stopped" for exit code 75, else None."""
+    from dino_ds.train import train
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            options, files = read(TRAIN, parse_flags(TRAIN, words))
+            train(options, **files)
+        except UserError as error:
+            return str(error)
+        except SystemExit as stop:
+            return "stopped" if stop.code == 75 else f"exit code {stop.code}"
+    return None
+
+
+def read_words(words: list[str]) -> Recipe:
+    return read(TRAIN, parse_flags(TRAIN, words))[1]["recipe"]
+
+
+def words_of(run_dir: Path, *more: str, ds: str = "zero0_fp32.json", **changes: str) -> list[str]:
+    options = {key.replace("__", "."): value for key, value in changes.items()}
+    given = [word for key, value in options.items() for word in (f"--{key}", value)]
+    return ["--run_dir", str(run_dir), "--ds_config", str(REPOSITORY / "ds_configs" / ds), *given, *more]
+
+
+def run(words: list[str], world: int = 1) -> str | None:
+    answers = run_on_ranks(train_words, words, world=world)
+    assert len(set(answers)) == 1
+    return answers[0]
+
+
+def flags(options: dict[str, str]) -> list[str]:
+    return [word for key, value in options.items() for word in (f"--{key}", value)]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def base(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """5 of 12 steps of DINOv2's objective, 2 steps an epoch, on one rank."""
+    path = tmp_path_factory.mktemp("runs") / "base"
+    assert run(words_of(path, *flags(TINY | DINOV2 | {"data.root": str(images)}), max_steps="5")) is None
+    return path
+
+
+@pytest.mark.parametrize("ds", [pytest.param("zero2_bf16.json", marks=pytest.mark.full), "zero3_fp32.json"])
+def test_a_stage_that_sets_nothing_is_the_straight_run(images, tmp_path, ds):
+    """3 + 3 = 6 steps to the last bit: weights, moments, teacher, centers, position, schedules; inside an epoch."""
+    straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
+    recipe = flags(TINY | DINOV2 | {"data.root": str(images), "ds.gradient_accumulation_steps": "2"})
+    assert run(words_of(straight, *recipe, ds=ds, max_steps="6"), world=2) is None
+    assert run(words_of(first, *recipe, ds=ds, max_steps="3"), world=2) is None
+    stage = ["--from", str(first), "--stage_start", "continue", "--ds.gradient_accumulation_steps", "2"]
+    assert run(words_of(second, *stage, ds=ds, max_steps="3"), world=2) is None
+    assert losses_of(first) + losses_of(second) == losses_of(straight)
+    for path in (straight, second):  # what differs: how it began
+        manifest = path / "checkpoints/step_00000006/manifest.json"
+        body = json.loads(manifest.read_text())
+        body["recipe"].pop("stage_start"), body.pop("config_hash")
+        manifest.write_text(json.dumps(body))
+    assert_same_checkpoint(second, straight, 6)
+
+
+def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
+    """Length and ramps; what it takes over goes on. On another number of ranks, ZeRO stage and precision."""
+    path = tmp_path / "stage"
+    more = ["--length", "3 steps", "--objective.ibot_weight", "1..2 over 3 steps", "--optimizer.lr", "0.01"]
+    words = words_of(path, "--from", str(base), "--stage_start", "continue", *more, ds="zero2_bf16.json")
+    assert run(words, world=2) is None
+    assert [step for step, _ in losses_of(path)] == [6, 7, 8]
+    recipe = yaml.safe_load((path / "config.yaml").read_text())
+    assert recipe["length"] == "3 steps from step 5"
+    assert recipe["objective"]["ibot_weight"] == "1..2 over 3 steps from step 5"
+    assert recipe["objective"]["koleo_weight"] == "0..0.1 over 6 steps"
+    environment = json.loads((path / "environment.json").read_text())
+    assert environment["from"] == {
+        "run": str(base), "run_id": read_manifest(base, 5)["run_id"], "step": 5, "stage_start": "continue"
+    }  # fmt: skip
+    shown = read_run(path)
+    assert ("began with", f"{base}, step 5 (continue), run {environment['from']['run_id']}") in environment_rows(shown)
+    assert f"--from {base}/checkpoints/step_00000005" in reproduction(shown)["again"]
+    log = log_of(path)
+    assert f"begins with {base}, step 5 of 12 (it has not finished): all of its training state" in log
+    assert "optimizer.lr 0.02 -> 0.01" in log and "length 12 steps -> 3 steps from step 5" in log
+
+
+def test_a_stage_resumes_without_the_run_before(base, tmp_path):
+    """Inside the stage, to the bit; with and without the words that it was started with."""
+    moved, straight, parts = tmp_path / "moved", tmp_path / "straight", tmp_path / "parts"
+    shutil.copytree(base, moved)
+    stage = ["--from", str(moved), "--stage_start", "continue", "--length", "4 steps", "--optimizer.lr", "0.01"]
+    assert run(words_of(straight, *stage)) is None
+    assert run(words_of(parts, *stage, max_steps="1")) is None
+    assert f"{parts} already holds a run; add --resume" in str(run(words_of(parts, *stage)))
+    shutil.rmtree(moved / "checkpoints")
+    assert run(words_of(parts, "--resume", max_steps="2")) is None
+    assert "optimizer.lr 0.01 -> 0.03" in str(run(words_of(parts, "--resume", "--optimizer.lr", "0.03")))
+    assert run(words_of(parts, *stage, "--resume", "auto")) is None
+    assert losses_of(parts) == losses_of(straight)
+    assert_same_checkpoint(parts, straight, 9)
+    assert json.loads((parts / "environment.json").read_text())["from"]["step"] == 5
+
+
+def other_id(path: Path) -> None:
+    environment = json.loads((path / "environment.json").read_text())
+    (path / "environment.json").write_text(json.dumps(environment | {"run_id": "0123456789abcdef"}))
+
+
+ORIGINS = {
+    "the same": (lambda path: None, "", None),
+    "moved": (lambda path: path.rename(path.with_name("other")), "../other", None),
+    "gone": (shutil.rmtree, "", None),
+    "its step": (lambda path: None, "checkpoints/step_00000005", None),
+    "another step": (lambda path: None, "checkpoints/step_00000004", "before, step 4 (run "),
+    "another run in its place": (other_id, "", "before (run 0123456789abcdef), and this stage began with "),
+    "another name": (lambda path: None, "../none", "none (which can't be read), and this stage began with "),
+}
+
+
+@pytest.mark.parametrize("case", ORIGINS)
+def test_a_stage_is_continued_with_the_run_that_it_began_with_alone(base, tmp_path, case):
+    """--from of a resume is compared with what is recorded, by the id of the run and the step if one is named."""
+    change, place, refused = ORIGINS[case]
+    shutil.copytree(base, tmp_path / "before")
+    stage = tmp_path / "stage"
+    stage.mkdir()
+    recipe = yaml.safe_load((base / "config.yaml").read_text())
+    (stage / "config.yaml").write_text(yaml.dump(recipe | {"stage_start": "continue"}))
+    origin = {"run": str(tmp_path / "before"), "run_id": read_manifest(base, 5)["run_id"], "step": 5}
+    (stage / "environment.json").write_text(json.dumps({"from": origin | {"stage_start": "continue"}}))
+    change(tmp_path / "before")
+    words = words_of(stage, "--resume", "--from", os.path.normpath(tmp_path / "before" / place))
+    if refused is None:
+        assert read_words(words).stage_start == "continue"
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read_words(words)
+    assert refused in str(caught.value)
+    assert "leave --from out to continue it, or begin another stage in another --run_dir" in str(caught.value)
+    (stage / "environment.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="it alone says which run this stage began with: bring it back"):
+        read_words(words_of(stage, "--resume"))
+
+
+def test_a_restart_is_a_run_from_the_teacher_s_weights(base, tmp_path):
+    """The teacher of step 0 is that of the run before, heads and centers too; positions of another size are resized."""
+    path = tmp_path / "stage"
+    more = ["--length", "3 steps", "--crops.global_size", "48", "--optimizer.kind", "sgd", "--optimizer.lr", "1e-6"]
+    assert run(words_of(path, "--from", str(base), "--stage_start", "restart", *more, teacher__momentum="1")) is None
+    assert [step for step, _ in losses_of(path)] == [1, 2, 3]
+    before, after = whole_tensors(base, 5), whole_tensors(path, 3)
+    assert before.keys() == after.keys() - {n for n in after if n not in before}
+    teacher = [n for n in before if n.startswith("teacher.") and n != "teacher.backbone.pos_embed"]
+    assert teacher and all(torch.equal(before[name], after[name]) for name in teacher)
+    assert after["teacher.backbone.pos_embed"].shape[1] == 37
+    centers = [name for name in before if not name.startswith("teacher.")]
+    assert len(centers) == 2 and not any(torch.equal(before[n], torch.zeros(())) for n in centers)
+    assert yaml.safe_load((path / "config.yaml").read_text())["length"] == "3 steps"
+    assert "its teacher's weights" in log_of(path)
+    assert run(words_of(path, "--resume")) is None
+
+
+def test_a_restart_equals_init_from(base, tmp_path):
+    """With Sinkhorn-Knopp there is no more to take over than the weights that model.init_from takes."""
+    stage, other = tmp_path / "stage", tmp_path / "other"
+    more = {"objective.centering": "sinkhorn", "length": "3 steps"}
+    assert run(words_of(stage, "--from", str(base), *flags(RESTART | more))) is None
+    recipe = flags(
+        TINY | DINOV2 | more | {"data.root": yaml.safe_load((base / "config.yaml").read_text())["data"]["root"]}
+    )
+    assert run(words_of(other, *recipe, "--model.init_from", str(base))) is None
+    assert losses_of(stage) == losses_of(other)
+    a, b = (load_file(path / "teacher.safetensors") for path in (stage, other))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "no stage_start says what is taken over from the run before"),
+        (CONTINUE | {"model.depth": "3"}, "is of another backbone: depth 2 there, 3 here"),
+        (CONTINUE | {"model.backbone": "resnet18", "model.patch_size": "none"}, "model.width is not something"),
+        (CONTINUE | {"model.in_chans": "4"}, "model.in_chans is 4, and images of data.source folder have 3 channels"),
+        (RESTART | {"head.prototypes": "64"}, "has another head: prototypes 48 there, 64 here"),
+        (RESTART | {"ibot_head.hidden": "64"}, "has another ibot_head: hidden 48 there, 64 here"),
+        (CONTINUE | {"optimizer.kind": "sgd"}, "optimizer.kind adamw there, sgd here"),
+        (CONTINUE | {"crops.global_size": "48"}, "its positions are learned ones; set crops.resolutions"),
+        (
+            CONTINUE | {"crops.mask_hides": "false"},
+            "crops.mask dinov2 there, dinov2, mask_hides false here; take",
+        ),
+        (CONTINUE | {"crops.mask": "none", "objective.ibot_weight": "0"}, "ibot_head.* has no effect"),
+        (
+            RESTART | {"model.init_from": "weights.pth"},
+            "and model.init_from weights.pth: a run begins with one of them",
+        ),
+    ],
+)
+def test_refused_before_anything_is_written(base, tmp_path, options, message):
+    path = tmp_path / "stage"
+    answer = run(words_of(path, "--from", str(base), *flags(options)))
+    assert answer and message in answer and len(answer.splitlines()) == 1
+    assert not path.exists()
+
+
+def test_places_that_are_no_run_are_refused(base, images, tmp_path):
+    path = tmp_path / "stage"
+    stage = flags(CONTINUE)
+    assert "it is not a run (no config.yaml)" in str(run(words_of(path, "--from", str(images), *stage)))
+    assert "is the run folder itself: --resume continues it" in str(run(words_of(base, "--from", str(base), *stage)))
+    named = str(run(words_of(path, "--from", f"{base}/checkpoints/step_00000004", *stage)))
+    assert "checkpoint of step 4 not found" in named and "found: 5" in named
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(base / "config.yaml", empty)
+    assert "it has no checkpoint yet" in str(run(words_of(path, "--from", str(empty), *stage)))
+    assert "the recipe is a stage, which begins with another run: add --from RUN" in str(
+        run(words_of(path, *flags(TINY | CONTINUE | {"data.root": str(images)})))
+    )
+    assert not path.exists()
+
+
+def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
+    first, path = tmp_path / "first", tmp_path / "stage"
+    assert run(words_of(first, *flags(TINY | {"data.root": str(images)}), max_steps="2")) is None
+    masks = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
+    stage = words_of(path, "--from", str(first), max_steps="1")
+    assert "has no ibot_head: a stage can't begin" in str(run([*stage, *flags(RESTART | masks)]))
+    shared = masks | {"objective.ibot_head": "shared"}
+    assert "crops.mask none there, dinov2 here" in str(run([*stage, *flags(CONTINUE | shared)]))
+    assert not path.exists()
+    assert run([*stage, *flags(RESTART | shared)]) is None
+    assert "it has no ibot_center: as at the beginning of a run" in log_of(path)
+
+
+def test_regression_of_features_trains_no_heads(base, tmp_path):
+    """So no stage with heads begins with such a run, and no stage of that kind goes on with another's moments."""
+    first, path = tmp_path / "first", tmp_path / "stage"
+    regressed = {"teacher.source": str(base), "teacher.distill": "features"}
+    assert "has head, ibot_head, which this stage does not train" in str(
+        run(words_of(path, "--from", str(base), *flags(CONTINUE | regressed)))
+    )
+    stage = ["--from", str(base), *flags(RESTART | regressed)]
+    assert run(words_of(first, *stage, max_steps="1")) is None
+    heads = {"teacher.source": "none", "teacher.distill": "none"}
+    assert "has no head: a stage can't begin" in str(run(words_of(path, "--from", str(first), *flags(RESTART | heads))))
+    assert not path.exists()
+
+
+def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
+    first, path = tmp_path / "first", tmp_path / "stage"
+    short = {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
+    assert run(words_of(first, *flags(TINY | short | {"data.root": str(images)}))) is None
+    stage = words_of(path, "--from", str(first), *flags(CONTINUE))
+    assert f"{first} has done 2 steps, and length 2 steps ends at step 2: give the stage a length" in str(run(stage))
+    assert not path.exists()
+    assert run([*stage, "--length", "1 steps"]) is None
+    assert [step for step, _ in losses_of(path)] == [3]
+
+
+GRAM = {"gram.weight": "0..2 over 3 steps", "gram.crop_size": "48", "length": "4 steps", "teacher.momentum": "0.5"}
+
+
+def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
+    """The run before had none: the snapshot is its EMA teacher, stays, and is resumed with the stage to the bit. The
+    next stage takes the teacher that this one ended with."""
+    straight, parts, after = tmp_path / "straight", tmp_path / "parts", tmp_path / "after"
+    stage = ["--from", str(base), *flags(CONTINUE | GRAM)]
+    assert run(words_of(straight, *stage)) is None
+    assert run(words_of(parts, *stage, max_steps="2")) is None
+    assert run(words_of(parts, "--resume")) is None
+    assert losses_of(parts) == losses_of(straight)
+    assert_same_checkpoint(parts, straight, 9)
+    recipe = yaml.safe_load((parts / "config.yaml").read_text())
+    assert recipe["gram"]["start"] == "0 steps from step 5" and recipe["length"] == "4 steps from step 5"
+    log = log_of(parts)
+    assert "it has no teachers.gram: as at the beginning of a run" in log
+    assert "teacher the EMA teacher as it is after step 5; it sees the global crops at 48 pixels" in log
+    gram_losses = [record["gram_loss"] for record in read_metrics(straight)]
+    assert gram_losses[0] == 0 < min(gram_losses[1:])  # the ramp begins at 0
+    snapshots = {"base": whole_tensors(base, 5), "stage": whole_tensors(parts, 9)}
+    gram = [name for name in snapshots["stage"] if name.startswith("teachers.gram.")]
+    assert len(gram) > 20
+    for name in gram:
+        assert torch.equal(snapshots["stage"][name], snapshots["base"][name.replace("teachers.gram.", "teacher.")])
+    more = {"length": "2 steps", "crops.resolutions": "32/16/48:0.5,48/16/64:0.5", "teacher.momentum": "0.5"}
+    assert run(words_of(after, "--from", str(parts), *flags(RESTART | more))) is None
+    last = whole_tensors(after, 2)
+    for name in gram:
+        assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
+
+
+@pytest.mark.parametrize("changes", [{"gram.start": "2 steps"}, {"gram.refresh_every": "3 steps"}])
+def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes):
+    """The run before had one of its own, of other weights: neither refused nor taken for the stage's, at once or
+    later."""
+    files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
+    weights = load_file(base / "teacher.safetensors")
+    for factor, file in enumerate(files, 2):
+        save_file({name: tensor * factor for name, tensor in weights.items()}, file)
+        file.with_suffix(".json").write_text(json.dumps(read_sidecar(base / "teacher.safetensors")))
+    one, other = (GRAM | changes | {"gram.teacher": str(file)} for file in files)
+    assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
+    assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None
+    had, has = (whole_tensors(folder, step) for folder, step in ((first, 6), (path, 7)))
+    gram = [name for name in had if name.startswith("teachers.gram.")]
+    assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
+    assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
+
+
+def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
+    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
+    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
+    before, kept = base, []
+    for number, (name, changes) in enumerate(settings.items(), 6):
+        stage = ["--from", str(before), *flags(CONTINUE | changes)]
+        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
+        before = tmp_path / name
+        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
+    assert len(kept[0]) > 20
+    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
+    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
+
+
+def chain(folder: Path, images: Path) -> list[str]:
+    """Three recipes: 3 steps, 2 more with another rate, and 2 of two resolutions from the weights."""
+    folder.mkdir(exist_ok=True)
+    first = TINY | DINOV2 | {"data.root": str(images), "length": "3 steps", "save_every": "1 steps"}
+    recipes = {
+        "first": first,
+        "more": {"stage_start": "continue", "length": "2 steps", "optimizer.lr": "0.01"},
+        "sizes": {"stage_start": "restart", "length": "2 steps", "crops.resolutions": "32/16:0.5,48/24:0.5"},
+    }
+    for name, options in recipes.items():
+        nested: dict = {}
+        for key, value in options.items():
+            section, _, leaf = key.rpartition(".")
+            (nested.setdefault(section, {}) if section else nested)[leaf] = value
+        (folder / f"{name}.yaml").write_text(yaml.dump(nested))
+    return ["--stages", ",".join(str(folder / f"{name}.yaml") for name in recipes)]
+
+
+def test_several_stages_with_one_command_on_two_ranks(images, tmp_path):
+    """Equal to one command each; nothing of a stage's engine is left when the next one begins."""
+    words, both, single = chain(tmp_path / "recipes", images), tmp_path / "both", tmp_path / "single"
+    of_other_tests = run_on_ranks(engines_alive, collect=True, world=2)
+    assert run(words_of(both, *words, ds="zero2_bf16.json"), world=2) is None
+    folders = ["1_first", "2_more", "3_sizes"]
+    assert sorted(path.name for path in both.iterdir()) == folders
+    assert run_on_ranks(engines_alive, world=2) == of_other_tests
+    names = words[1].split(",")
+    assert run(words_of(single / "1_first", "--config", names[0], ds="zero2_bf16.json"), world=2) is None
+    for before, folder, name in zip(folders, folders[1:], names[1:], strict=False):
+        stage = words_of(single / folder, "--config", name, "--from", str(single / before), ds="zero2_bf16.json")
+        assert run(stage, world=2) is None
+    for folder in folders:
+        assert losses_of(both / folder) == losses_of(single / folder)
+    assert [step for folder in folders for step, _ in losses_of(both / folder)] == [1, 2, 3, 4, 5, 1, 2]
+    assert "crops    2x32 + 2x16 in 50% of the steps, 2x48 + 2x24 in 50%" in log_of(both / "3_sizes")
+
+
+def engines_alive(collect: bool = False) -> int:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    for _ in range(3 if collect else 0):
+        gc.collect()
+    return sum(type(thing) is DeepSpeedEngine for thing in gc.get_objects())
+
+
+def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
+    """Inside a stage and between two; what is over is not touched."""
+    words, straight, parts = chain(tmp_path / "recipes", images), tmp_path / "straight", tmp_path / "parts"
+    assert run(words_of(straight, *words)) is None
+    assert run(words_of(parts, *words)) is None
+    shutil.rmtree(parts / "3_sizes")
+    shutil.rmtree(parts / "2_more/checkpoints/step_00000005")
+    second = (parts / "2_more/metrics.jsonl").read_text().splitlines(keepends=True)
+    (parts / "2_more/metrics.jsonl").write_text("".join(second[:1]))
+    over = (parts / "1_first/metrics.jsonl").stat().st_mtime_ns
+    assert f"{parts / '1_first'} already holds a run; add --resume" in str(run(words_of(parts, *words)))
+    assert run(words_of(parts, *words, "--resume")) is None
+    for folder in ("1_first", "2_more", "3_sizes"):
+        assert losses_of(parts / folder) == losses_of(straight / folder)
+    assert (parts / "1_first/metrics.jsonl").stat().st_mtime_ns == over
+    assert "resumed  at step 4" in log_of(parts / "2_more")
+    for name, folder in (("first", "1_first"), ("more", "2_more")):  # over, or the one to be continued: treated alike
+        recipe = tmp_path / f"recipes/{name}.yaml"
+        before = recipe.read_text()
+        recipe.write_text(yaml.dump(yaml.safe_load(before) | {"seed": 5}))
+        told = str(run(words_of(parts, *words, "--resume")))
+        assert f"settings changed since {parts / folder}, a stage that is over, was trained: seed 0 -> 5" in told
+        assert run(words_of(parts, *words, "--resume", "--allow_change", "seed")) is None
+        recipe.write_text(before)
+
+
+def test_all_ranks_of_the_launcher_hear_of_a_changed_stage_too(images, tmp_path, monkeypatch):
+    """The launcher looks before it starts a rank."""
+    words = chain(tmp_path / "recipes", images)
+    for name, recipe in (("1_first", "first"), ("2_more", "more")):
+        (tmp_path / "both" / name).mkdir(parents=True)
+        shutil.copy(tmp_path / f"recipes/{recipe}.yaml", tmp_path / "both" / name / "config.yaml")
+    options, files = read(TRAIN, parse_flags(TRAIN, words_of(tmp_path / "both", *words, "--resume", length="7 steps")))
+    with pytest.raises(CheckpointError, match=r"1_first, a stage that is over, was trained: length 3 steps -> 7 steps"):
+        list(_runs((), {"options": options, **files}))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stages", "quickstart,quickstart_dinov2"], "no stage_start says what is taken over"),
+        (["--stages", "quickstart", "--config", "quickstart"], "names the recipes: leave out --config"),
+        (["--stages", "quickstart,,quickstart"], "names the recipes: leave out --config, and empty names"),
+        (["--stages", "quickstart", "--resume", "3"], "which stage's step is not said"),
+        (["--stages", "quickstart,quicks"], "no recipe is named 'quicks'"),
+    ],
+)
+def test_stages_that_make_no_sense(words, message):
+    with pytest.raises(UserError) as caught:
+        read_words(words)
+    assert message in str(caught.value)
+
+
+def test_other_images_begin_a_new_epoch(base, tmp_path):
+    """Where they stand in the order of the old ones says nothing."""
+    path, other = tmp_path / "stage", image_folder(tmp_path / "other", images=9, seed=1)
+    stage = ["--from", str(base), *flags(CONTINUE), "--data.root", str(other), "--length", "2 steps"]
+    assert run(words_of(path, *stage)) is None
+    assert "images changed since step 5: 20 -> 9 images" in log_of(path)
+    assert read_manifest(base, 5)["state"]["position"] == {"epoch": 2, "samples": 8}
+    assert read_manifest(path, 7)["state"]["position"] == {"epoch": 5, "samples": 0}

@@ -1,0 +1,273 @@
+"""A request to stop is obeyed wherever it finds the ranks, and nothing is lost. More in tests/faults."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pty
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.data.feed import DataTimeout
+from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.evals import linear
+from dino_ds.health.beat import Beat
+from dino_ds.health.records import Heartbeats
+from dino_ds.method.step import TrainingStep
+from dino_ds.run.caller import CallersStopRequests
+from dino_ds.run.metrics import RunLog
+from dino_ds.run.stop import StopRequests
+from dino_ds.weights.load import Backbone
+from tests.faults import inject, jobs
+from tests.ranks import run_on_ranks
+from tests.run.harness import (
+    REPOSITORY,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    train_tiny,
+)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("images"), 24, 3)
+
+
+@pytest.fixture(scope="module")
+def straight(images, tmp_path_factory):
+    """The losses of twelve steps that nobody has disturbed."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    assert jobs.start(run, images).wait(120).codes == [0, 0]
+    return losses_of(run)
+
+
+class Stuck:
+    """Images of noise; those after the fourth step don't come on rank 1 while there is a file "stuck", as from a disk
+    that does not answer."""
+
+    def __init__(self, root):
+        self._stuck, self._loaded = Path(root) / "stuck", 0
+
+    def __len__(self):
+        return 24
+
+    def load(self, index):
+        self._loaded += 1
+        while self._loaded > 4 * 4 and self._stuck.exists() and os.environ["RANK"] == "1":
+            time.sleep(0.2)
+        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (40, 48, 3), dtype=np.uint8))
+
+    def name(self, index):
+        return f"noise/{index}"
+
+
+def _soon_done(rank):
+    """torch gives a loader process that does not end half a second, not five."""
+    import torch.utils.data._utils as loading
+
+    loading.MP_STATUS_CHECK_INTERVAL = 0.5
+
+
+def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
+    """All save the step that all have done; the run goes on with the very images that had not come."""
+    root = tmp_path / "images"
+    root.mkdir()
+    here = {"PYTHONPATH": str(REPOSITORY)}
+    changes = {"data.source": f"{__name__}:Stuck"}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert jobs.start(theirs, root, changes=changes, environment=here).wait(120).codes == [0, 0]
+    workers = changes | {"data.workers": "1"}
+    (root / "stuck").touch()
+    job = jobs.start(ours, root, changes=workers, fault=_soon_done, environment=here)
+    job.wait_for_steps(ours, 4)
+    job.wait_for(lambda: any(beat.seconds_since_progress > 1.5 for beat in Heartbeats(ours).read()))
+    job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
+    outcome = job.wait(120)
+    assert outcome.codes == [75, 75] and outcome.orphans == [] and outcome.errors == []
+    saved = losses_of(ours)[-1][0]
+    assert f"stopped  by SIGUSR1 (rank 0) at step {saved}; saved step {saved}." in outcome.text
+    (root / "stuck").unlink()
+    assert jobs.start(ours, root, resume=True, changes=changes, environment=here).wait(120).codes == [0, 0]
+    assert losses_of(ours) == losses_of(theirs)
+
+
+def _slow_evaluation(rank):
+    """Batches of one image, a second each after step 2; rank 1 is asked to stop at the first of those."""
+    from dino_ds.evals.context import EvalContext
+
+    EvalContext.gather = functools.partialmethod(EvalContext.gather, batch=1)
+    original, asked, steps = Backbone.features, [], _steps_of_this_process()
+
+    def slow(teacher, views):
+        late = steps and steps[0].applied_steps == 2
+        if rank == 1 and not asked and late:
+            asked.append(True)
+            inject.mark()
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1 if late else 0)
+        return original(teacher, views)
+
+    Backbone.features = slow
+
+
+def _steps_of_this_process():
+    """A list that holds the TrainingStep that has trained last."""
+    original, steps = TrainingStep.micro_batch, []
+
+    def micro_batch(step, *values):
+        steps[:] = [step]
+        return original(step, *values)
+
+    TrainingStep.micro_batch = micro_batch
+    return steps
+
+
+def test_an_evaluation_is_not_waited_for(images, tmp_path):
+    test = image_folder(tmp_path / "test", 120, 3, seed=1)
+    run, changes = tmp_path / "run", {"eval.every": "2 steps", "eval.root": str(test)}
+    outcome = jobs.start(run, images, fault=_slow_evaluation, changes=changes).wait(120)
+    assert outcome.codes == [75, 75] and outcome.orphans == []
+    assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in outcome.text
+    assert "k-NN     at step 0" in outcome.text and "k-NN     at step 2" not in outcome.text
+    assert outcome.seconds < 55  # the rest of the evaluation would sleep for 60
+
+
+def _asked_to_stop_in_a_fit(root, run, changes):
+    """Rank 1, as a classifier's fit begins after step 2."""
+    original, micro_batch = linear.minimise, TrainingStep.micro_batch
+    steps = _steps_of_this_process()
+
+    def minimise(*values):
+        if os.environ["RANK"] == "1" and steps and steps[0].applied_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not values[-1]():
+                time.sleep(0.01)
+        return original(*values)
+
+    linear.minimise = minimise
+    try:
+        return train_tiny(root, run, changes=changes)
+    finally:
+        linear.minimise, TrainingStep.micro_batch = original, micro_batch
+
+
+def test_the_fit_of_a_classifier_is_not_waited_for(images, tmp_path):
+    run, test = tmp_path / "run", image_folder(tmp_path / "test", 9, 3, seed=1)
+    changes = {"eval.evals": "linear", "eval.every": "2 steps", "eval.root": str(test), "length": "4 steps"}
+    assert run_on_ranks(_asked_to_stop_in_a_fit, images, run, changes) == ["stopped"] * 2
+    assert "stopped  by SIGTERM (rank 1) at step 2; saved step 2." in log_of(run)
+    assert json.loads((run / "evaluations.json").read_text())["linear"]["step"] == 0
+    assert [line["step"] for line in read_metrics(run) if "eval/linear" in line] == [0]
+    assert run_on_ranks(train_tiny, images, run, resume=True, changes=changes) == [None, None]
+
+
+def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
+    """Ctrl-C reaches all processes of a terminal, and a launcher sends its ranks another signal."""
+    twice = inject.at_step(4, (0, 1), inject.send(signal.SIGINT, 2, pause=0.1))
+    fault = inject.both(inject.forwarded_within(60), twice)
+    outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(120)
+    assert outcome.codes == [75, 75] and outcome.errors == []
+
+
+def test_a_stop_file_that_was_obeyed_is_gone(images, straight, tmp_path):
+    """It may lie there before the run begins; the next start goes on."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "stop").touch()
+    outcome = jobs.start(run, images, fault=inject.SLOW).wait(120)
+    assert outcome.codes == [75, 75]
+    assert "stopped  by the stop file at step " in outcome.text
+    assert not (run / "stop").exists()
+    assert jobs.start(run, images, resume=True).wait(120).codes == [0, 0]
+    assert losses_of(run) == straight
+
+
+def _give_up_waiting(root, run, changes, ds_changes):
+    """After step 5 rank 1's next images do not come, and it is asked to stop."""
+    original, micro_batch, rank = DevicePrefetcher.next_unless, TrainingStep.micro_batch, int(os.environ["RANK"])
+    steps = _steps_of_this_process()
+
+    def next_unless(prefetcher, give_up):
+        if rank == 0 or not steps or steps[0].applied_steps < 5:
+            return original(prefetcher, give_up)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not give_up():
+            time.sleep(0.01)
+        raise DataTimeout
+
+    DevicePrefetcher.next_unless = next_unless
+    try:
+        return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
+    finally:
+        DevicePrefetcher.next_unless, TrainingStep.micro_batch = original, micro_batch
+
+
+def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):
+    """The window that is given up is no overflow: the scale is saved as it was, also where it can't fall any more."""
+    ours, theirs, changes = tmp_path / "ours", tmp_path / "theirs", {"length": "8 steps"}
+    ds = {"fp16.initial_scale_power": "2", "fp16.hysteresis": "1", "fp16.loss_scale_window": "3"}
+    assert run_on_ranks(train_tiny, images, theirs, "zero2_fp16.json", changes=changes, ds_changes=ds) == [None, None]
+    scales = [line["loss_scale"] for line in read_metrics(theirs)]
+    for least in ("1", "8"):  # 8 is what it has grown to after step 5
+        run, there = ours / least, ds | {"fp16.min_loss_scale": least}
+        assert run_on_ranks(_give_up_waiting, images, run, changes, there) == ["stopped"] * 2
+        assert "saved step 5." in log_of(run)
+        assert read_manifest(run, 5)["state"]["skipped_steps"] == 0
+        assert run_on_ranks(
+            train_tiny, images, run, "zero2_fp16.json", resume=True, changes=changes, ds_changes=there
+        ) == [None, None]
+        assert losses_of(run) == losses_of(theirs) and [line["loss_scale"] for line in read_metrics(run)] == scales
+    assert scales[4] == 8 and len(set(scales)) > 1
+
+
+@pytest.mark.parametrize("of_a_program", [False, True])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_stops_the_run_unless_nohup_ignores_it(ignored, of_a_program):
+    handler, before = signal.SIG_IGN if ignored else signal.SIG_DFL, signal.getsignal(signal.SIGHUP)
+    beat, asked = Beat(), []
+    wanted = CallersStopRequests(beat) if of_a_program else StopRequests(beat, asked.append, lambda *_: None)
+    signal.signal(signal.SIGHUP, handler)
+    try:
+        with wanted as stop:
+            stop.install(lambda: asked.append("ask"))
+            os.kill(os.getpid(), signal.SIGHUP)
+            until = time.monotonic() + (0.1 if ignored else 10)
+            while not stop.why and time.monotonic() < until:
+                time.sleep(0.01)
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert (stop.why, asked) == (("", []) if ignored else ("SIGHUP", ["ask"]))
+
+
+def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path, monkeypatch):
+    """What is still printed then is in log.txt only; the process' own output goes nowhere once a stop was requested."""
+    there, here = pty.openpty()
+    kept = os.dup(2)
+    log = RunLog(tmp_path, 0, 1)
+    try:
+        os.dup2(here, 2)
+        with monkeypatch.context() as patch, open(2, "w", closefd=False) as terminal:
+            patch.setattr(sys, "stderr", terminal)
+            os.close(there)
+            log.info("saved")
+            stop = StopRequests(Beat(), print, print)
+            stop.install(lambda: None)
+            stop.request("SIGHUP")
+            assert os.write(2, b"stopped") == 7
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(here)
+        log.close()
+    assert (tmp_path / "log.txt").read_text().endswith("saved\n")

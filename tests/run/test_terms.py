@@ -1,0 +1,71 @@
+"""What a run with several terms says about them: its first lines, metrics, alarm and report."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stdout
+
+import pytest
+
+from dino_ds.health.collapse import WINDOWS, CollapseAlarm
+from dino_ds.options.run import ReportOptions
+from dino_ds.report.command import run as report
+from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
+
+DINOV2 = {
+    "crops.mask": "dinov2",
+    "objective.ibot_weight": "1",
+    "objective.koleo_weight": "0.1",
+    "objective.centering": "sinkhorn",
+    "ibot_head.prototypes": "40",
+    "ibot_head.hidden": "48",
+    "ibot_head.bottleneck": "16",
+}
+ACCUMULATED = {"gradient_accumulation_steps": "2"}
+
+
+def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
+    run = tmp_path / "run"
+    images = image_folder(tmp_path / "images")
+    assert train_tiny(images, run, max_steps=3, changes=DINOV2, ds_changes=ACCUMULATED) is None
+    log = log_of(run)
+    for line in (
+        "crops    2x32 + 2x16; dinov2 masks of 50% of the global ones hide 10% to 50% each",
+        "heads    head 48 prototypes (3 layers of 48, bottleneck 16), ibot_head 40 prototypes",
+        "terms    1 x dino + 1 x ibot + 0.1 x koleo; targets by Sinkhorn-Knopp",
+        "note     targets are balanced over all 8 images of a step; 2 micro-batches are held at once",
+        "warning  KoLeo sees a micro-batch of 4 images at a time, not the 8 of a step",
+    ):
+        assert line in log, line
+    terms = {"teacher_entropy", "kl", "dino_loss", "ibot_loss", "ibot_teacher_entropy", "ibot_kl", "koleo_loss"}
+    for record in read_metrics(run):
+        assert terms < record.keys()
+        whole = record["dino_loss"] + record["ibot_loss"] + 0.1 * record["koleo_loss"]
+        assert record["loss"] == pytest.approx(whole, rel=1e-5)
+        assert record["ibot_kl"] == pytest.approx(record["ibot_cross_entropy"] - record["ibot_teacher_entropy"])
+    with redirect_stdout(io.StringIO()):
+        report(ReportOptions(run=str(run)))
+    page = next(run.glob("*.html")).read_text()
+    for words in ("Loss, all terms", "Loss of DINO", "Masked patches (iBOT)", "KoLeo, sum over the global crops"):
+        assert words in page, words
+    assert "ln K: uniform" in page and "iBOT&#39;s" in page.replace("&#x27;", "&#39;")
+
+
+def test_a_run_of_dino_alone_says_and_writes_what_it_did(tmp_path):
+    run = tmp_path / "run"
+    assert train_tiny(image_folder(tmp_path / "images"), run, max_steps=1, ds_changes=ACCUMULATED) is None
+    assert "terms    1 x dino; targets by softmax less a running mean" in log_of(run)
+    assert "KoLeo" not in log_of(run) and "balanced" not in log_of(run)
+    (record,) = read_metrics(run)
+    assert {"teacher_entropy", "kl"} < record.keys()
+    assert not [name for name in record if name.startswith(("ibot", "koleo", "dino_loss"))]
+
+
+@pytest.mark.parametrize(("balanced", "advice"), [(True, "objective.koleo_weight"), (False, "objective.teacher_temp")])
+def test_an_alarm_names_its_rows_and_gives_advice_for_its_targets(balanced, advice):
+    alarm = CollapseAlarm(100, 0, "masked patch", balanced)
+    lines = [alarm.look(step, entropy=4.605, kl=0.0) for step in range(1, WINDOWS + 1)]
+    assert lines[:-1] == [""] * (WINDOWS - 1)
+    assert f"collapse after step {WINDOWS}: the teacher gives every masked patch the same target" in lines[-1]
+    assert advice in lines[-1].partition("figure 7); ")[2]
+    assert alarm.look(99, entropy=2.0, kl=1.0).startswith("collapse after step 99: over for every masked patch")
