@@ -46,7 +46,7 @@ from dino_ds.health.watchdog import Watchdog, longest_wait
 from dino_ds.method.backbone_checks import check_frozen_statistics
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
-from dino_ds.method.build_gram import notes_on_snapshot
+from dino_ds.method.specs.of_recipe import teachers_of
 from dino_ds.options.run import TrainOptions
 from dino_ds.planning.measure.trial import free_memory
 from dino_ds.planning.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
@@ -261,7 +261,7 @@ def _build(
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
     elif begin.own is None and begin.before is None:
-        notes += notes_on_snapshot(recipe)
+        notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
     notes += describe_distillation(step.teachers, recipe)
     if begin.own is not None:
         check_same_teacher(begin.own.manifest, teacher)

@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dino_ds.config.crops import CropGroup, Resolution
 from dino_ds.method.centering import RunningCenter
-from dino_ds.method.dino import DINO, HEAD, DinoTerm
+from dino_ds.method.dino import DinoTerm
+from dino_ds.method.specs.dino import DINO, HEAD
+from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
 from dino_ds.models.base import CLS, Backbone
 from dino_ds.models.head import DinoHead
 from dino_ds.models.logits import Compared, Comparison, Logits
@@ -119,3 +122,10 @@ def from_reference_names(state: dict[str, Tensor], prefix: str) -> dict[str, Ten
             continue
         ours[name.replace("head.last_layer.weight_v", "head.prototypes.weight")] = tensor
     return ours
+
+
+def gram_crops(like: CropGroup, size: int) -> CropGroup:
+    """The crops of a Gram teacher: those of `like` in another size, without colors."""
+    found = GramTeacherSpec(GRAM).own_group(like, Resolution(like.size, like.size, size))
+    assert found is not None
+    return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import EMA, FROZEN
+from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
@@ -18,12 +18,14 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method import build_gram as gram
+from dino_ds.method import gram_teacher as gram
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.centering import SinkhornKnopp
-from dino_ds.method.dino import DINO, HEAD, DinoTerm
-from dino_ds.method.ibot import IBOT, IBOT_HEAD, IbotTerm
+from dino_ds.method.dino import DinoTerm
+from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.objective import Objective
+from dino_ds.method.specs.dino import DINO, HEAD, IBOT, IBOT_HEAD
+from dino_ds.method.specs.distill import FROZEN
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.head import DinoHead

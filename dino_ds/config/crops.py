@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-EMA, GRAM, FROZEN = "ema", "gram", "frozen"
-"""The names of teachers: the one that follows the student, Gram anchoring's, and the one that is distilled."""
+EMA = "ema"
+"""The name of the teacher that follows the student and is the run's product."""
+GLOBAL, LOCAL = "global", "local"
+"""The names of DINO's crop groups."""
 Masks = Mapping[str, Mapping[str, "Tensor"]]
 """Which patches of a micro-batch the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
 (the first crop of all images, then the second), patches row by row. "rows" (m,) int64: places of the m hidden patches
@@ -65,16 +67,9 @@ def dino_groups(
 
     masked: the student sees the large ones with patches hidden.
     """
-    both = CropGroup("global", 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
-    local = CropGroup("local", num_local, local_size, local_scale, teachers=(), student=True)
+    both = CropGroup(GLOBAL, 2, global_size, global_scale, teachers=(EMA,), student=True, masked=masked)
+    local = CropGroup(LOCAL, num_local, local_size, local_scale, teachers=(), student=True)
     return (both, local) if num_local else (both,)
-
-
-def gram_group(like: CropGroup, size: int) -> CropGroup:
-    """Crops for Gram anchoring's teacher: those of `like`, in another size and without colors (DINOv3)."""
-    return replace(
-        like, name=GRAM, size=size, teachers=(GRAM,), student=False, masked=False, augmented=False, like=like.name
-    )
 
 
 @dataclass(frozen=True)

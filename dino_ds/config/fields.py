@@ -87,8 +87,8 @@ class Ramp:
         return self.start > 0 or bool(self.end)
 
 
-def _parse_ramp(value: object) -> Ramp:
-    """From 0.1, "0.1", "0..2 over 1000 steps" or "0..2 over 1000 steps from step 500"."""
+def parse_ramp(value: object) -> Ramp:
+    """A ramp from 0.1, "0.1", "0..2 over 1000 steps" or "0..2 over 1000 steps from step 500". Raises ValueError."""
     if isinstance(value, Ramp):
         return value
     first, dots, rest = str(value).partition("..")
@@ -232,7 +232,7 @@ Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_pars
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
 StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
 """May count from the step at which a stage of training began."""
-WeightField = Annotated[Ramp, PlainValidator(_parse_ramp), PlainSerializer(str)]
+WeightField = Annotated[Ramp, PlainValidator(parse_ramp), PlainSerializer(str)]
 SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dino_ds.config.crop_checks import crop_problems, gram_problems
-from dino_ds.config.crops import (
-    EMA,
-    FROZEN,
-    GRAM,
-    CropGroup,
-    Resolution,
-    crop_sizes,
-    dino_groups,
-    gram_group,
-    parse_resolutions,
-)
+from dino_ds.config.crop_checks import crop_problems
+from dino_ds.config.crops import CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.fields import (
     Count,
     Length,
     LengthField,
     Positive,
-    Ramp,
     SaveEvery,
     Seconds,
     Section,
@@ -51,6 +39,9 @@ from dino_ds.config.sections import (
     TeacherSection,
 )
 from dino_ds.errors import ConfigError
+from dino_ds.method.specs.distill import taught_by
+from dino_ds.method.specs.gram import own_crop_size
+from dino_ds.method.specs.of_recipe import groups_of, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 UNSURE = "unsure"
@@ -93,15 +84,14 @@ class Recipe(Section):
     def _check(self, info: ValidationInfo) -> Recipe:
         unsure = set((info.context or {}).get(UNSURE, ()))
         checks: dict[Callable[[], list[str]], str] = {
-            self._crop_problems: "crops model gram teacher",
+            self._crop_problems: "crops model",
             self._length_problems: "length stage_start data model objective optimizer gram",
-            self._objective_problems: "objective crops model teacher head ibot_head",
             self._optimizer_problems: "optimizer",
             self._channel_problems: "data model",
-            self._teacher_problems: "objective teacher",
             self._eval_problems: "eval",
         }
         problems = [problem for check, of in checks.items() if not unsure & set(of.split()) for problem in check()]
+        problems += term_problems(self, unsure)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -118,23 +108,18 @@ class Recipe(Section):
         """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
         crops = self.crops
         return parse_resolutions(crops.resolutions) or (
-            Resolution(crops.global_size, crops.local_size, self._gram_crop_size),
+            Resolution(crops.global_size, crops.local_size, own_crop_size(self.gram)),
         )
 
     @property
     def taught_by(self) -> str:
         """The name of the teacher whose outputs are the targets."""
-        return EMA if self.teacher.source is None else FROZEN
+        return taught_by(self)
 
     @property
     def hides_patches(self) -> bool:
         """Whether patches are hidden from the student: what it has of them is then a token that is trained."""
         return self.crops.mask != "none" and self.crops.mask_hides
-
-    @property
-    def regresses_features(self) -> bool:
-        """Whether the targets are a teacher's features, not its heads' outputs."""
-        return self.teacher.source is not None and self.teacher.distill == "features"
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
@@ -144,20 +129,7 @@ class Recipe(Section):
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
         """The `groups` of a step of this resolution: they differ in size alone."""
-        crops, gram = self.crops, self.gram
-        teachers: tuple[str, ...] = (self.taught_by,)
-        if gram.weight and self._gram_crop_size is None and gram.teacher != EMA:
-            teachers += (GRAM,)
-        sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
-        first, *others = dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
-        first = replace(first, teachers=teachers, hides=crops.mask_hides)
-        size = resolution.gram_size
-        return (first, *others) if size is None else (first, *others, gram_group(first, size))
-
-    @property
-    def _gram_crop_size(self) -> int | None:
-        """Side in pixels of Gram anchoring's own crops, None where it has none."""
-        return self.gram.crop_size if self.gram.weight and self.gram.teacher != EMA else None
+        return groups_of(self, resolution)
 
     def batch_bytes(self, images: int) -> int:
         """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
@@ -194,10 +166,7 @@ class Recipe(Section):
         return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
 
     def _crop_problems(self) -> list[str]:
-        return [
-            *crop_problems(self.crops, self.model, self._patch, self._gram_crop_size),
-            *gram_problems(self.gram, self.crops, self.teacher, self._patch),
-        ]
+        return crop_problems(self.crops, self.model, self._patch)
 
     def _eval_problems(self) -> list[str]:
         k, images = self.eval.k, self.eval.bank_images
@@ -220,45 +189,6 @@ class Recipe(Section):
             for name, values in known.items()
             if len(values) != channels and (self.model.backbone != FROM_SOURCE or not values)
         ]
-
-    def _objective_problems(self) -> list[str]:
-        objective, problems = self.objective, list[str]()
-        if not (objective.dino_weight or objective.ibot_weight or objective.koleo_weight):
-            problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
-        regressed = self.regresses_features
-        if objective.ibot_weight and self.crops.mask == "none" and not regressed:
-            problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
-        if self.crops.mask != "none" and not objective.ibot_weight:
-            problems.append(
-                f"crops.mask {self.crops.mask} hides patches that no loss predicts: set objective.ibot_weight"
-            )
-        if not self.crops.mask_hides and self.crops.mask == "none":
-            problems.append("crops.mask_hides false has no effect with crops.mask none: leave it out")
-        local = objective.dino_local_weight
-        if local != Ramp(1.0) and not (objective.dino_weight and self.crops.num_local):
-            why = "has no effect without local crops and objective.dino_weight: leave it out"
-            problems.append(f"objective.dino_local_weight {local} {why}")
-        if objective.centering == "sinkhorn" and objective.center_momentum != ObjectiveSection().center_momentum:
-            why = "has no effect with objective.centering sinkhorn: leave it out"
-            problems.append(f"objective.center_momentum {objective.center_momentum:g} {why}")
-        masks = (objective.ibot_weight and not regressed) or self.crops.mask != "none"
-        if masks and self.model.backbone != FROM_SOURCE and not getattr(self.model.spec(), "hides_patches", False):
-            cure = f"and {self.model.backbone} can't: take a ViT, or leave both out"
-            problems.append(f"objective.ibot_weight and crops.mask need a backbone that hides patches, {cure}")
-        if self.ibot_head != HeadSection() and not (objective.ibot_weight and objective.ibot_head == "own"):
-            problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
-        head = "ibot_head" if objective.ibot_head == "own" else "head"
-        if objective.ibot_weight and getattr(self, head).batch_norm:
-            problems.append(f"{head}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
-        return problems
-
-    def _teacher_problems(self) -> list[str]:
-        objective, teacher = self.objective, self.teacher
-        if teacher.source is None and teacher.distill == "features":
-            return ["teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)"]
-        if teacher.source is not None and not (objective.dino_weight or objective.ibot_weight):
-            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
-        return []
 
     def _optimizer_problems(self) -> list[str]:
         defaults = OptimizerSection()

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
-from dino_ds.config.crops import EMA, GRAM, parse_resolutions
+from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
     SOURCES,
+    ArgumentsField,
     BatchSize,
     BelowOne,
     ChannelsField,
@@ -193,6 +194,9 @@ class ObjectiveSection(Section):
     ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
     koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
     koleo_ranks: Literal["own", "all"] = option("own", "images that KoLeo spreads: a rank's micro-batch, or all ranks'")
+    terms: ArgumentsField = option(
+        "{}", 'loss terms of your own: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}'
+    )
 
 
 class OptimizerSection(Section):
@@ -240,11 +244,6 @@ class GramSection(Section):
     whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
     drop_negative: bool = option(False, "similarities below 0 count as 0")
 
-    @property
-    def teacher_name(self) -> str:
-        """The teacher of the run whose patches are compared with."""
-        return EMA if self.teacher == EMA else GRAM
-
 
 class TeacherSection(Section):
     source: PathText | None = option(
@@ -258,6 +257,7 @@ class TeacherSection(Section):
     batch_norm: Literal["reference", "ema", "frozen"] = option(
         "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
     )
+    others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
 
 
 class EvalSection(Section):

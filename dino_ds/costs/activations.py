@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dino_ds.config.crops import GRAM, crop_sizes, student_sizes, teacher_sizes
+from dino_ds.config.crops import crop_sizes, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.costs.objective import CrossEntropy, HeadSizes, ObjectiveCosts, last_tokens
 from dino_ds.costs.parameters import mlp_widths
+from dino_ds.method.specs.gram import GRAM
 from dino_ds.models.specs.backbones import ViTSpec
 
 _FP32 = 4

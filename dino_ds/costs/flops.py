@@ -13,11 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from dino_ds.config.crops import EMA, GRAM, CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.objective import HeadSizes, ObjectiveCosts, frozen_spec, groups_of_steps, last_tokens
 from dino_ds.costs.parameters import mlp_widths
 from dino_ds.errors import NotEstimated
+from dino_ds.method.specs.gram import GRAM
 from dino_ds.models.specs.backbones import ViTSpec
 
 

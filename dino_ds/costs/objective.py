@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dino_ds.basics.text_file import read_object
-from dino_ds.config.crops import EMA, FROZEN, GRAM, CropGroup, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, CropGroup, student_sizes, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import home_of
+from dino_ds.method.specs.distill import FROZEN, regresses_features
+from dino_ds.method.specs.gram import GRAM
 from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec, ViTSpec
 
 HEAD, IBOT_HEAD = "head", "ibot_head"
@@ -96,7 +98,7 @@ class ObjectiveCosts:
         """groups: of a step of one of several resolutions; None: the recipe's."""
         how, found = recipe.objective, list[CrossEntropy]()
         groups = recipe.groups if groups is None else groups
-        teacher, regresses = recipe.taught_by, recipe.regresses_features
+        teacher, regresses = recipe.taught_by, regresses_features(recipe)
         seen = len(teacher_sizes(groups, teacher))
         if how.dino_weight and not regresses:
             rows = len(student_sizes(groups))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dino_ds.config.crops import FROZEN, GRAM, teacher_sizes
+from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.objective import HEAD, IBOT_HEAD, ObjectiveCosts, frozen_spec
 from dino_ds.costs.parameters import copied_names, mlp_widths, parameter_sizes, vit_copied_names
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.gram import GRAM
 from dino_ds.models.specs.backbones import ViTSpec
 
 _FP32 = 4

@@ -7,7 +7,7 @@ value at its last step; the cosine approaches its final value and never reaches 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -38,7 +38,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 @dataclass(frozen=True)
 class WeightSchedule:
     """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
-    The first point is step `begin`.
+    The first point is step `begin`; before step `start_at` it is 0.
 
     Source: facebookresearch/dinov3 weights its Gram loss so.
     """
@@ -47,31 +47,39 @@ class WeightSchedule:
     end: float
     steps: int
     begin: int = 0
+    start_at: int = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether it has more than one value."""
+        return self.start != self.end or self.start_at > 0
 
     def at(self, step: int) -> float:
         """After `step` applied optimizer steps."""
+        if step < self.start_at:
+            return 0.0
         progress = min(max(step - self.begin, 0) / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
         return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)
-class GramSchedule:
-    """Of Gram anchoring, in optimizer steps: its weight is 0 before `start`. Its teacher is replaced by the EMA teacher
-    at `start`, if it is a `snapshot`, and after every `every` steps from then on, `most` times.
+class Replacements:
+    """When a teacher is replaced by the EMA teacher, in optimizer steps: at `start` if `at_start`, and after every
+    `every` steps from then on, `most` times.
 
     Source: facebookresearch/dinov3.
     """
 
     start: int = 0
-    snapshot: bool = False
+    at_start: bool = False
     every: int = 0
     most: int = 0
 
-    def replaces(self, steps: int) -> bool:
-        """Whether it is replaced when so many steps have been applied: the next one sees the new teacher."""
+    def due(self, steps: int) -> bool:
+        """Whether it is replaced after `steps` applied steps: the next one sees the new teacher."""
         past = steps - self.start
         again = self.every > 0 and 0 < past <= self.every * self.most and past % self.every == 0
-        return again or (self.snapshot and past == 0)
+        return again or (self.at_start and past == 0)
 
 
 def _dino_alone() -> Mapping[str, WeightSchedule]:
@@ -95,9 +103,11 @@ class ScheduleValues:
     backbone_frozen: bool
     unfreeze_backbone: bool
     weights: Mapping[str, float]
-    """Of the loss terms, by name."""
-    replace_gram: bool = False
-    """Before this step the EMA teacher takes the place of Gram anchoring's."""
+    """The weights of the loss terms, by name."""
+    momenta: Mapping[str, float] = field(default_factory=dict)
+    """The momenta of further EMA teachers, by name."""
+    replaced: frozenset[str] = frozenset()
+    """The teachers that become equal to the EMA teacher before this step."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,13 @@ class Schedules:
     warmup_shape: str = "linear"
     constant: bool = False
     weights: Mapping[str, WeightSchedule] = field(default_factory=_dino_alone)
-    gram: GramSchedule = GramSchedule()
+    momenta: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
+    replacements: Mapping[str, Replacements] = field(default_factory=dict)
+
+    @property
+    def moving_weights(self) -> list[str]:
+        """The names of the weights that change during the run."""
+        return [name for name, weight in self.weights.items() if weight.moves]
 
     def _lr(self, step: int) -> float:
         if step < self.warmup_steps and self.warmup_shape == "cosine":
@@ -136,9 +152,6 @@ class Schedules:
     def at(self, step: int) -> ScheduleValues:
         """The knobs after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
-        weights = {name: weight.at(step) for name, weight in self.weights.items()}
-        if step < self.gram.start:
-            weights["gram"] = 0.0
         return ScheduleValues(
             lr=self._lr(step),
             weight_decay=cosine_schedule(step, self.weight_decay, self.weight_decay_end, self.steps),
@@ -155,6 +168,7 @@ class Schedules:
             unfreeze_prototypes=absent and 0 < self.freeze_steps == step,
             backbone_frozen=step < self.freeze_backbone_steps,
             unfreeze_backbone=0 < self.freeze_backbone_steps == step,
-            weights=weights,
-            replace_gram=self.gram.replaces(step),
+            weights={name: weight.at(step) for name, weight in self.weights.items()},
+            momenta={name: momentum(step) for name, momentum in self.momenta.items()},
+            replaced=frozenset(name for name, one in self.replacements.items() if one.due(step)),
         )

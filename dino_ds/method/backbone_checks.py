@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from dino_ds.config.crops import EMA, crop_sizes
+from dino_ds.config.crops import crop_sizes
 from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT
 from dino_ds.errors import ConfigError
+from dino_ds.method.specs.base import TermSpec
+from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import ViTSpec
@@ -27,8 +28,9 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
             network.backbone.check_image(side, side)
         except ConfigError as error:
             raise ConfigError(f"{error}; change {given}") from None
-    if recipe.gram.weight:
-        _check_patches(recipe, network)
+    for term in terms_of(recipe):
+        if term.reads_patches:
+            _check_patches(term, recipe, network)
     _check_batch_norm(recipe, network)
 
 
@@ -44,12 +46,10 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
             raise ConfigError(
                 f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
             )
-    gram = recipe.gram
-    of_file = gram.weight and gram.teacher not in (SNAPSHOT, EMA) and not gram.refresh_every.value
-    if performance.frozen_teacher != "whole" and recipe.teacher.source is None and not of_file:
+    if performance.frozen_teacher != "whole" and not any(teacher.of_file for teacher in teachers_of(recipe)):
         raise ConfigError(
             f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves "
-            "(teacher.source, gram.teacher), and this run has none: leave it out"
+            "(teacher.source, or another's place), and this run has none: leave it out"
         )
 
 
@@ -69,13 +69,13 @@ def check_frozen_statistics(recipe: Recipe) -> None:
         )
 
 
-def _check_patches(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for a backbone that Gram anchoring has nothing of."""
+def _check_patches(term: TermSpec, recipe: Recipe, network: Network) -> None:
+    """Raises ConfigError for a backbone that has no patches for a term."""
     side = recipe.crops.global_size
     try:
         network.backbone.patch_grid(side, side)
     except ConfigError as error:
-        raise ConfigError(f"gram.weight compares patches: {error}; set it 0, or take a ViT") from None
+        raise ConfigError(f"{term.name}.weight is for patches: {error}; set it 0, or take a ViT") from None
 
 
 def _check_batch_norm(recipe: Recipe, network: Network) -> None:

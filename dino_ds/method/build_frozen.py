@@ -6,36 +6,33 @@ masks or stochastic depth, whose EMA is the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from dino_ds.basics.digits import range_text
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.config.crops import FROZEN, teacher_sizes
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.method.dino import DINO, HEAD
 from dino_ds.method.features import FeatureTerm
 from dino_ds.method.frozen import FrozenTeacher
-from dino_ds.method.ibot import IBOT, IBOT_HEAD
-from dino_ds.method.objective import Objective, Term
+from dino_ds.method.networks import build_head
+from dino_ds.method.objective import Objective
+from dino_ds.method.parts import NetworkParts, TeacherParts, TermParts
 from dino_ds.method.place_frozen import options_of, place_frozen
+from dino_ds.method.specs.dino import HEAD, IBOT_HEAD
+from dino_ds.method.specs.distill import FROZEN, FeatureSpec, FrozenSpec, regresses_features
+from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
 from dino_ds.weights.frozen import FrozenSource, find_frozen
-
-_GROUP = "global"
 
 
 def find_teacher(recipe: Recipe) -> FrozenSource | None:
@@ -71,11 +68,7 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
 
 
 def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
-    teacher, how = source.name, recipe.objective
-    ibot = IBOT_HEAD if how.ibot_head == "own" else HEAD
-    wanted = {HEAD: recipe.head} if how.dino_weight else {}
-    if how.ibot_weight:
-        wanted[ibot] = recipe.ibot_head if ibot == IBOT_HEAD else recipe.head
+    teacher, how, wanted = source.name, recipe.objective, heads_of(recipe)
     if not source.heads:
         why = next((f" ({note})" for note in source.notes if "head" in note), "")
         raise ConfigError(f"{teacher} has no heads{why}: set teacher.distill features, or give a run that has them")
@@ -99,15 +92,13 @@ def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
         )
 
 
-def feature_terms(recipe: Recipe, source: FrozenSource) -> dict[str, Term]:
-    """The terms of teacher.distill features, under the names of those whose weights they have."""
-    width, how = source.spec.width, recipe.objective
-    terms: dict[str, Term] = {}
-    if how.dino_weight:
-        terms[DINO] = FeatureTerm(DINO, cls_of(_GROUP), "cls_regression", width)
-    if how.ibot_weight:
-        terms[IBOT] = FeatureTerm(IBOT, patches_of(_GROUP), "patch_regression", _map_width(source))
-    return terms
+def build_features(spec: FeatureSpec, parts: TermParts) -> FeatureTerm:
+    """The term that a spec describes, as wide as the teacher's features."""
+    source = parts.source
+    assert source is not None, "a distillation has a teacher"
+    if spec.patches:
+        return FeatureTerm(spec.name, patches_of(spec.group), "patch_regression", _map_width(source))
+    return FeatureTerm(spec.name, cls_of(spec.group), "cls_regression", source.spec.width)
 
 
 def _map_width(source: FrozenSource) -> int:
@@ -127,25 +118,27 @@ def begin_centers(objective: Objective, source: FrozenSource) -> None:
             statistic.load(source.centers[name])
 
 
-def build_frozen(
-    source: FrozenSource,
-    recipe: Recipe,
-    config: DsConfig,
-    objective: Objective,
-    head: Callable[[int, HeadSection], nn.Module],
-) -> FrozenTeacher:
-    """The teacher on this process's device, as the ds config's dino_ds.frozen_teacher says; every rank must call it.
-
-    head: makes one for features of a width. Raises CheckpointError for tensors that are not the network's, and where
-    ranks have read different ones.
-    """
-    outputs = objective.teacher_features(FROZEN)
+def build_network(spec: FrozenSpec, parts: NetworkParts) -> Network:
+    """The teacher's network on the meta device, with the outputs that terms read."""
+    source, objective = parts.source, parts.objective
+    assert source is not None
+    outputs = objective.teacher_features(spec.name)
     asked = {name: query for name, query in objective.queries.items() if name in outputs}
     with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
+        backbone = build_backbone(source.spec, source.image_size, options_of(source, parts.performance))
         names = dict.fromkeys(query.head for query in asked.values())
-        heads = {name: head(source.spec.width, source.head(name)) for name in names}
-    network = Network(backbone, heads, asked, [name for name in outputs if name not in asked])
+        heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
+    return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
+
+
+def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
+    """The teacher on this process's device, as the ds config's dino_ds.frozen_teacher says; every rank must call it.
+
+    Raises CheckpointError for tensors that are not the network's, and where ranks have read different ones.
+    """
+    source, recipe, config = parts.source, parts.recipe, parts.config
+    assert source is not None
+    network = build_network(spec, parts.for_network)
     about = {"source": source.place, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
@@ -166,10 +159,10 @@ def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
     if not isinstance(teacher, FrozenTeacher):
         return []
     how = "heads"
-    if recipe.regresses_features:
+    if regresses_features(recipe):
         how = "features, through a linear layer each: head.*, objective.centering and temperatures have no effect"
     lines = []
-    if recipe.regresses_features and recipe.crops.num_local:
+    if regresses_features(recipe) and recipe.crops.num_local:
         lines = ["local crops are computed, and no loss compares their features: set crops.num_local 0"]
     return [*lines, "; ".join([f"distilled from {teacher.about['source']} by its {how}", *teacher.notes])]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
 from dino_ds.method.running import RunningMean
+from dino_ds.method.specs.dino import CenteringSpec
 from dino_ds.models.logits import Logits, part_rows, tile_rows
 
 # Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.
@@ -76,6 +77,13 @@ class SinkhornKnopp(Centering):
                     sums += torch.softmax(torch.add(part, shift, out=room), dim=-1, out=other).sum(dim=0)
             shift = shift - sum_across_ranks(sums).log()
         return shift
+
+
+def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) -> Centering:
+    """The centering that a spec describes, a new running mean on `device` if it has one."""
+    if spec.sinkhorn:
+        return SinkhornKnopp()
+    return RunningCenter(spec.name, prototypes, spec.momentum, device)
 
 
 def _log_sums(tiles: _Tiles) -> Tensor:

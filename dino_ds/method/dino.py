@@ -10,26 +10,22 @@ from collections.abc import Sequence
 
 from dino_ds.config.crops import EMA
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.centering import Centering
+from dino_ds.method.centering import Centering, build_centering
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
+from dino_ds.method.parts import TermParts
+from dino_ds.method.specs.dino import DINO, HEAD, LOCAL_WEIGHT, DinoSpec
 from dino_ds.models.base import CLS, Masks
 from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
-
-HEAD = "head"
-"""The name of the head of CLS features."""
-DINO = "dino"
-LOCAL = "dino_local"
-"""The name of the weight of local crops' pairs in a schedule."""
 
 
 class DinoTerm(Term):
     """The mean cross-entropy over images and pairs of a teacher's crop and another crop of the student's. FP32.
 
     teacher_crops: that the teacher sees of each image; the student sees these first. teacher: whose logits are the
-    targets. weighs_local: the pairs of the student's other crops weigh as much as the schedule's LOCAL says, and are
-    divided by their number all the same (DINOv3); the scalar dino_cross_entropy is then the mean over pairs by weight,
-    of which the entropy of the targets is a part.
+    targets. weighs_local: the pairs of the student's other crops weigh as much as the schedule's LOCAL_WEIGHT says, and
+    are divided by their number all the same (DINOv3); the scalar dino_cross_entropy is then the mean over pairs by
+    weight, of which the entropy of the targets is a part.
     """
 
     scalars: tuple[str, ...] = ("teacher_entropy",)
@@ -56,7 +52,7 @@ class DinoTerm(Term):
         logits = teacher_logits(window, self.teacher, DINO)
         temperature = schedule.teacher_temp
         shift = self.centering.shift(logits, temperature)
-        others = schedule.weights[LOCAL] if self._weighs_local else 1.0
+        others = schedule.weights[LOCAL_WEIGHT] if self._weighs_local else 1.0
         return [
             Comparison(
                 of_batch, shift, temperature, self.student_temp, self.teacher_crops, exclude_own=True, others=others
@@ -71,3 +67,10 @@ class DinoTerm(Term):
         if self._weighs_local:
             scalars["dino_cross_entropy"] = compared.loss.detach() / compared.share
         return Measured(compared.loss, scalars)
+
+
+def build_dino(spec: DinoSpec, parts: TermParts) -> DinoTerm:
+    """The term that a spec describes, with new running statistics."""
+    prototypes = spec.head[1].prototypes
+    center = build_centering(spec.centering, prototypes, parts.device)
+    return DinoTerm(prototypes, spec.student_temp, center, spec.teacher_crops, spec.teacher, spec.weighs_local)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dino_ds.config.crops import EMA
 from dino_ds.engine.distributed import gather_in_place
 from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
 from dino_ds.engine.schedules import ScheduleValues
@@ -45,6 +46,7 @@ class TeacherOptions:
     keep_copy: bool = False
     compiled: str = "off"
     batch_norm: str = "reference"
+    name: str = EMA
 
 
 class EmaTeacher(Teacher):
@@ -75,7 +77,7 @@ class EmaTeacher(Teacher):
         assert buffers().keys() == self._own_buffers.keys(), "each buffer must have the student's"
         statistics = {id(buffer) for norm in batch_norms(network) for buffer in norm.buffers()}
         self._statistics = {name: b for name, b in self._own_buffers.items() if id(b) in statistics}
-        self._rule = options.batch_norm
+        self._rule, self._name = options.batch_norm, options.name
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
         if options.keep_copy:
             self._running, self._casts = _low_precision_copy(network, options.dtype)
@@ -99,7 +101,7 @@ class EmaTeacher(Teacher):
         ]
 
     def update(self, schedule: ScheduleValues) -> None:
-        self.move(schedule.teacher_momentum)
+        self.move(schedule.momenta.get(self._name, schedule.teacher_momentum))
 
     @torch.no_grad()
     def move(self, momentum: float) -> None:
@@ -143,6 +145,10 @@ class EmaTeacher(Teacher):
         return self.network.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """A further teacher that the run before did not have begins as the student that was taken over."""
+        if self._name != EMA and not state:
+            self.move(0.0)
+            return
         super().load_state(state)
         self._cast()
 

@@ -6,7 +6,6 @@ and features may turn freely.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
-from dino_ds.models.base import Masks, patches_of
+from dino_ds.method.parts import TermParts
+from dino_ds.method.specs.gram import GRAM, GramSpec
+from dino_ds.models.base import Masks, patches_of, resized_patches
 from dino_ds.models.logits import tf32
 
-GRAM_TERM = "gram"
 # Bytes of the student's similarities that are made at a time; as much again of the teacher's.
 _PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
@@ -41,7 +41,7 @@ class GramTerm(Term):
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
         """The teacher's patches (images, n, d) of each micro-batch, on its own grid; None while the weight is 0."""
-        if not schedule.weights[GRAM_TERM]:
+        if not schedule.weights[GRAM]:
             return [None] * len(window)
         return [teachers[self._teacher][self._seen] for teachers in window]
 
@@ -57,17 +57,9 @@ class GramTerm(Term):
             return Measured(gram_loss(features, theirs, self.drop_negative), {})
 
 
-def resized_patches(patches: Tensor, count: int) -> Tensor:
-    """Patches (images, n, d) of square images -> (images, count, d): bicubic, as of `F.interpolate` without antialias.
-
-    FP32 where they are resized, else as they are.
-    """
-    old, new = math.isqrt(patches.shape[1]), math.isqrt(count)
-    assert old**2 == patches.shape[1] and new**2 == count, "images are square"
-    if old == new:
-        return patches
-    maps = patches.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
-    return F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False).flatten(2).mT
+def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
+    """The term that a spec describes."""
+    return GramTerm(spec.teacher, spec.seen, spec.whole_batch, spec.drop_negative)
 
 
 def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:

@@ -10,12 +10,25 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import GRAM
+from dino_ds.config.crops import teacher_sizes
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
+from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.errors import CheckpointError
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.frozen import FrozenTeacher
+from dino_ds.method.networks import build_meta
+from dino_ds.method.parts import NetworkParts, TeacherParts
+from dino_ds.method.place_frozen import options_of, place_frozen
+from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
+from dino_ds.models.base import is_cast
+from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
+from dino_ds.models.specs.backbones import backbone_name
+from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 _DIGEST = "sha256"
 
@@ -35,7 +48,7 @@ class GramTeacher(Teacher):
 
     @torch.no_grad()
     def begin_step(self, schedule: ScheduleValues) -> None:
-        if schedule.replace_gram:
+        if GRAM in schedule.replaced:
             own, theirs = _tensors(self.network), _tensors(self._ema)
             torch._foreach_copy_(list(own.values()), [theirs[name] for name in own])
 
@@ -70,3 +83,85 @@ def _tensors(network: Network) -> dict[str, Tensor]:
     """Of the backbone, without gradients."""
     backbone = network.backbone
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
+
+
+def build_network(spec: GramTeacherSpec, parts: NetworkParts) -> Network:
+    """The teacher's backbone on the meta device: the student's, or that of its file. Raises as `build_teacher`."""
+    return _of_file(spec, parts)[0] if spec.of_file else _like_student(spec, parts)
+
+
+def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
+    """The teacher, on this process's device; every rank must call it.
+
+    Raises ConfigError or CheckpointError for a recipe's gram.teacher that does not fit its crops, or that the EMA
+    teacher can't replace.
+    """
+    config, ema = parts.config, parts.ema
+    dtype, ours = DTYPES[config.precision], Normalisation.of(parts.recipe)
+    assert ema is not None
+    if spec.place == SNAPSHOT:
+        like = _like_student(spec, parts.for_network)
+        _make_room(like, dtype)
+        if config.performance.compile != "off":
+            like.backbone.compile_segments(config.performance.compile)
+        return GramTeacher(like, dtype, ema)
+    network, source = _of_file(spec, parts.for_network)
+    if spec.refreshed:
+        like = _like_student(spec, parts.for_network)
+        place_frozen(like, source, config, whole=True)
+        return GramTeacher(like, dtype, ema)
+    about = {"source": source.place, "digest": place_frozen(network, source, config)}
+    return FixedGramTeacher(network, dtype, about, source.normalisation, ours)
+
+
+def _like_student(spec: GramTeacherSpec, parts: NetworkParts) -> Network:
+    return build_meta(parts.recipe, parts.performance, {}, parts.objective.teacher_features(spec.name))
+
+
+def _of_file(spec: GramTeacherSpec, parts: NetworkParts) -> tuple[Network, FrozenSource]:
+    """The backbone of its file, on the meta device, once it is known to fit the recipe."""
+    with distributed.raise_on_all_ranks():
+        source = find_frozen(spec.place, "gram.teacher")
+        with torch.device("meta"):
+            options = options_of(source, parts.performance)
+            outputs = parts.objective.teacher_features(spec.name)
+            network = Network(build_backbone(source.spec, source.image_size, options), {}, {}, outputs)
+        _check_fits(spec, parts.recipe, network, source)
+    return network, source
+
+
+@torch.no_grad()
+def _make_room(network: Network, dtype: torch.dtype) -> None:
+    """For the snapshot, on this process's device: zeros, in `dtype` where autocast would cast to it at each use."""
+    for module in network.modules():
+        if is_cast(module):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.to(dtype)
+    network.to_empty(device=device())
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.zero_()
+
+
+def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source: FrozenSource) -> None:
+    ours = recipe.model.spec()
+    source.check_channels(ours.in_chans)
+    if spec.refreshed:
+        stays = "set gram.refresh_every 0, or take another teacher"
+        if source.spec != ours:
+            raise ConfigError(
+                f"{source.name} is a {backbone_name(source.spec)} of other numbers than this run's "
+                f"{recipe.model.backbone}, whose EMA teacher can't replace it: {stays}"
+            )
+        if source.normalisation != Normalisation.of(recipe):
+            raise ConfigError(
+                f"{source.name} was trained on images less {source.normalisation}, and this run's have "
+                f"{Normalisation.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
+            )
+    for one in recipe.resolutions:
+        (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(one), spec.name))
+        try:
+            network.backbone.check_image(side, side)
+            network.backbone.patch_grid(side, side)
+        except ConfigError as error:
+            advice = f"change {'crops.resolutions' if recipe.crops.resolutions else 'gram.crop_size'} or the teacher"
+            raise ConfigError(f"{source.name} can't take its crops: {error}; {advice}") from None

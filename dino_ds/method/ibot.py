@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from dino_ds.config.crops import EMA
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.centering import Centering
+from dino_ds.method.centering import Centering, build_centering
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
+from dino_ds.method.parts import TermParts
+from dino_ds.method.specs.dino import IBOT, IBOT_HEAD, IbotSpec
 from dino_ds.models.base import Masks, masked_of
 from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
-
-IBOT, IBOT_HEAD = "ibot", "ibot_head"
 
 
 class IbotTerm(Term):
@@ -60,3 +60,10 @@ class IbotTerm(Term):
         assert isinstance(compared, Compared) and targets.weights is not None and targets.divisor is not None
         mean = compared.loss.detach() * (targets.divisor / targets.weights.sum().clamp_min(1e-9))
         return Measured(compared.loss, {"ibot_teacher_entropy": compared.entropy, "ibot_cross_entropy": mean})
+
+
+def build_ibot(spec: IbotSpec, parts: TermParts) -> IbotTerm:
+    """The term that a spec describes, with new running statistics."""
+    name, head = spec.head
+    center = build_centering(spec.centering, head.prototypes, parts.device)
+    return IbotTerm(head.prototypes, spec.student_temp, center, name, spec.teacher)

@@ -15,6 +15,8 @@ from torch import Tensor
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.parts import TermParts
+from dino_ds.method.specs.koleo import KoLeoSpec
 from dino_ds.models.base import Masks, cls_of
 
 # As the reference's: added to every component of a difference, and to the distance.
@@ -44,6 +46,11 @@ class KoLeoTerm(Term):
             first = own.shape[1] * distributed.rank() if self.all_ranks else 0
             losses = [koleo(crop, all_of, first) for crop, all_of in zip(own, every, strict=True)]
             return Measured(torch.stack(losses).sum(), {})
+
+
+def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:
+    """The term that a spec describes."""
+    return KoLeoTerm(spec.crops, spec.all_ranks)
 
 
 def koleo(rows: Tensor, every: Tensor, first: int = 0) -> Tensor:

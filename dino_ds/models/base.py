@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -154,3 +156,16 @@ class Backbone(nn.Module, ABC):
                 preserve_rng_state=False,
                 context_fn=lambda: (nullcontext(), again()),
             )
+
+
+def resized_patches(patches: Tensor, count: int) -> Tensor:
+    """Patches (images, n, d) of square images -> (images, count, d): bicubic, as of `F.interpolate` without antialias.
+
+    FP32 where they are resized, else as they are.
+    """
+    old, new = math.isqrt(patches.shape[1]), math.isqrt(count)
+    assert old**2 == patches.shape[1] and new**2 == count, "images are square"
+    if old == new:
+        return patches
+    maps = patches.float().unflatten(1, (old, old)).permute(0, 3, 1, 2)
+    return F.interpolate(maps, size=(new, new), mode="bicubic", align_corners=False).flatten(2).mT

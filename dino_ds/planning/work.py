@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dino_ds.config.crops import EMA, FROZEN, GRAM, student_sizes, teacher_sizes
+from dino_ds.config.crops import EMA, student_sizes, teacher_sizes
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.activations import element_bytes, recomputed_blocks
 from dino_ds.costs.flops import recipe_step_flops, tokens_of, vit_of
 from dino_ds.costs.objective import frozen_spec, groups_of_steps
 from dino_ds.costs.parameters import recipe_sizes
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.gram import GRAM
 from dino_ds.models.specs.backbones import ViTSpec
 
 ASSUMPTIONS = {

@@ -6,16 +6,15 @@ from collections.abc import Iterable
 
 import torch
 
-from dino_ds.config.crops import EMA, describe_crops
+from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
-from dino_ds.costs.objective import ObjectiveCosts, accumulation_notes
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
+from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.run.run import Run
@@ -55,24 +54,23 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
 
 def _objective_lines(recipe: Recipe) -> list[str]:
     """What is compared: crops and their masks, heads, and the terms with their weights."""
-    crops, how, objective = recipe.crops, recipe.objective, ObjectiveCosts.of(recipe)
+    crops, terms = recipe.crops, terms_of(recipe)
     masks = ""
     if crops.mask != "none":
         low, high = crops.mask_ratio
         masks = f"; {crops.mask} masks of {crops.mask_share:.0%} of the global ones hide {low:.0%} to {high:.0%} each"
     heads = [
         f"{name} {head.prototypes} prototypes ({head.layers} layers of {head.hidden}, bottleneck {head.bottleneck})"
-        for name, head in objective.heads.items()
+        for name, head in heads_of(recipe).items()
     ]
-    weights = {"dino": how.dino_weight, "ibot": how.ibot_weight, "koleo": how.koleo_weight}
-    weights |= {"gram": recipe.gram.weight}
-    terms = " + ".join(f"{weight} x {name}" for name, weight in weights.items() if weight)
-    targets = "Sinkhorn-Knopp" if objective.sinkhorn else "softmax less a running mean"
+    targets = dict.fromkeys(term.targets for term in terms if term.targets)
+    weighted = " + ".join(f"{term.weight} x {term.name}" for term in terms)
     return [
         f"crops    {_sizes_in_words(recipe)}{masks}",
         *([f"heads    {', '.join(heads)}"] if heads else []),
-        f"terms    {terms}{f'; targets by {targets}' if heads else ''}",
-        *_gram_lines(recipe),
+        f"terms    {weighted}{'; targets by ' if targets else ''}{', '.join(targets)}",
+        *(line for term in terms for line in term.describe(recipe)),
+        *(line for teacher in teachers_of(recipe) for line in teacher.describe()),
     ]
 
 
@@ -82,24 +80,6 @@ def _sizes_in_words(recipe: Recipe) -> str:
     if len(several) == 1:
         return several[0][0]
     return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
-
-
-def _gram_lines(recipe: Recipe) -> list[str]:
-    """Whose similarities of patches are kept, from when on, and on what crops."""
-    gram, start = recipe.gram, recipe.gram.start
-    if not gram.weight:
-        return []
-    if gram.teacher == EMA:
-        who = "the EMA teacher as it is"
-    else:
-        when = f"{start}" if start.value or not start.begin else f"step {start.begin}"
-        who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
-        if gram.refresh_every.value:
-            who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
-    pixels = ", ".join(str(size) for size in dict.fromkeys(one.gram_size for one in recipe.resolutions))
-    crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
-    begin = f" from {start} on" if start.value else ""
-    return [f"gram     weight {gram.weight}{begin}; teacher {who}; it sees {crops}"]
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:

@@ -8,15 +8,13 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.begun_with import Origin, read_run_id
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection
 from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
 from dino_ds.data.image_set import ImageSet
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.method.build import build_schedules
-from dino_ds.method.dino import HEAD
-from dino_ds.method.ibot import IBOT_HEAD
+from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.run.other_images import OtherImages
 from dino_ds.run.run_folder import RunFolder
@@ -145,7 +143,7 @@ def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None
         other = backbones[0].in_chans != backbones[1].in_chans
         advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
         raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
-    heads = [_heads(recipe) for recipe in (theirs, ours)]
+    heads = [heads_of(recipe) for recipe in (theirs, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:
             raise CheckpointError(
@@ -175,18 +173,6 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
             f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
             f"crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}"
         )
-
-
-def _heads(recipe: Recipe) -> dict[str, HeadSection]:
-    """Those that a recipe trains, by name."""
-    how, found = recipe.objective, dict[str, HeadSection]()
-    if recipe.regresses_features:
-        return found
-    if how.dino_weight or (how.ibot_weight and how.ibot_head == "shared"):
-        found[HEAD] = recipe.head
-    if how.ibot_weight and how.ibot_head == "own":
-        found[IBOT_HEAD] = recipe.ibot_head
-    return found
 
 
 def _differences(theirs: dict[str, object], ours: dict[str, object]) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
+from dino_ds.method.specs.of_recipe import terms_of
 
 
 def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
     """Lines for people about what ends no sooner than the run; an epoch has `epoch_steps` optimizer steps.
 
-    Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or Gram
-    anchoring that never begins.
+    Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
+    term that never begins.
     """
     batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
     last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"
     never = {"model.freeze_backbone": (recipe.model.freeze_backbone, "the backbone would never learn")}
-    if recipe.gram.weight:
-        never["gram.start"] = recipe.gram.start, "Gram anchoring would never begin"
+    never |= {f"{term.name}.start": (term.start, f"{term.title} would never begin") for term in terms_of(recipe)}
     for name, (part, so) in never.items():
         if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
             raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")

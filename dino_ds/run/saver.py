@@ -13,7 +13,6 @@ from dino_ds.basics.durable import is_gone
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import Saving
-from dino_ds.config.crops import GRAM
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.method.step import TrainingStep
@@ -96,11 +95,12 @@ class Saver:
     def continue_from(self, saved: SavedCheckpoint) -> list[str]:
         """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
 
-        So does the teacher of a Gram anchoring that begins now or later, whatever teacher the run before had.
+        So does a teacher that begins now or later as a copy of another, whatever teacher the run before had.
         """
         own = self.step.state()
-        begins = self.step.schedules.gram.start >= saved.manifest.step
-        theirs = {key: t for key, t in saved.whole().items() if not (begins and key.startswith(f"teachers.{GRAM}."))}
+        replaced = self.step.schedules.replacements.items()
+        begin = tuple(f"teachers.{name}." for name, one in replaced if one.start >= saved.manifest.step)
+        theirs = {key: t for key, t in saved.whole().items() if not key.startswith(begin)}
         self._load(saved, {**own, **theirs})
         return lacking(saved, own)
 

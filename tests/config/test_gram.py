@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.engine.schedules import GramSchedule
+from dino_ds.engine.schedules import Replacements
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_schedules
 
@@ -76,12 +76,12 @@ def test_the_weight_is_0_before_its_start_and_its_ramp_begins_there():
     assert weights[:11] == [0] * 11 and weights[14:] == [2, 2]
     assert weights[12] == pytest.approx(1)
     assert [schedules.at(step).weights["dino_local"] for step in (0, 2, 4, 5)] == pytest.approx([1, 0.75, 0.5, 0.5])
-    assert [step for step in range(40) if schedules.at(step).replace_gram] == [10]
+    assert [step for step in range(40) if schedules.at(step).replaced] == [10]
 
 
 def test_replacements_are_counted_from_the_start():
     """As facebookresearch/dinov3's update_frequency 3 and it_first_update 3 with one update, and ours of a snapshot."""
-    theirs = GramSchedule(start=0, snapshot=False, every=3, most=1)
-    ours = GramSchedule(start=4, snapshot=True, every=3, most=2)
-    assert [step for step in range(20) if theirs.replaces(step)] == [3]
-    assert [step for step in range(20) if ours.replaces(step)] == [4, 7, 10]
+    theirs = Replacements(start=0, at_start=False, every=3, most=1)
+    ours = Replacements(start=4, at_start=True, every=3, most=2)
+    assert [step for step in range(20) if theirs.due(step)] == [3]
+    assert [step for step in range(20) if ours.due(step)] == [4, 7, 10]

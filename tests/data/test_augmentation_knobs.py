@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
-from dino_ds.config.crops import all_crops, dino_groups, gram_group
+from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.masks import MaskOptions
@@ -23,6 +23,7 @@ from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from tests.data.files import Arrays, photo
 from tests.data.test_multicrop import assert_rate, multicrop
+from tests.reference import gram_crops
 
 DINO = AUGMENTATIONS["dino"]
 PLAIN = Augmentation(blur=(0, 0, 0), solarize=(0, 0, 0), jitter=0, gray=0)
@@ -144,7 +145,7 @@ def test_gram_crops_lie_as_the_student_s_do(mode):
     """Also turned, so that patches are of the same places: each is its global crop with twice the pixels. Resizing
     makes 0.03 of a deviation, another orientation 0.7."""
     globals_, local = GROUPS
-    crops = MultiCrop((globals_, local, gram_group(globals_, 64)), TURNED)
+    crops = MultiCrop((globals_, local, gram_crops(globals_, 64)), TURNED)
     turned = 0
     for epoch in range(10):
         found = crops_of(crops, mode, epoch)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.config.crops import all_crops, gram_group
+from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops, check_transform
@@ -25,6 +25,7 @@ from dino_ds.errors import ConfigError, DataError, UserError
 from dino_ds.run.run_folder import RunFolder
 from tests.data.test_augmentation_knobs import BOTH, PLAIN
 from tests.data.test_loader import CROPS, GLOBAL, Noise, batches
+from tests.reference import gram_crops
 
 REPOSITORY = Path(__file__).parent.parent.parent
 DOCS = REPOSITORY / "docs/data.md"
@@ -84,7 +85,7 @@ def test_it_comes_after_turns_and_before_flips_and_colours(write_module, mode):
 def test_crops_without_colours_are_not_given_to_it(write_module, mode):
     """Those of Gram anchoring: of the others each has random numbers of its own."""
     write_module("noise", NOISE)
-    groups = (*CROPS.groups, gram_group(CROPS.groups[0], 8))
+    groups = (*CROPS.groups, gram_crops(CROPS.groups[0], 8))
     own = crops_with("noise:change", groups=groups)
     [changed], [plain] = (batches(1, crops=crops, augment=mode) for crops in (own, without_transform(own)))
     assert torch.equal(changed.crops["gram"], plain.crops["gram"])

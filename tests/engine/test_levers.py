@@ -15,7 +15,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
-from dino_ds.method.build import build_meta
+from dino_ds.method.networks import build_meta
 from dino_ds.method.step import Inputs
 from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules

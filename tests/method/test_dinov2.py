@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from dino_ds.engine import distributed
 from dino_ds.method.centering import RunningCenter, SinkhornKnopp
 from dino_ds.method.dino import DINO, DinoTerm
-from dino_ds.method.ibot import IBOT, IbotTerm
+from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.koleo import KoLeoTerm, koleo
+from dino_ds.method.specs.dino import IBOT
 from dino_ds.models import logits as factored
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds.method import gram
-from dino_ds.method.gram import GramTerm, gram_loss, resized_patches
+from dino_ds.method.gram import GramTerm, gram_loss
+from dino_ds.models.base import resized_patches
 from tests.reference_v2 import golden_v2
 
 pytestmark = pytest.mark.numerical

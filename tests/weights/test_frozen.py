@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
 
-from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.method.build import build_head, build_objective
-from dino_ds.method.build_frozen import build_frozen, find_teacher
+from dino_ds.method.build import build_objective
+from dino_ds.method.build_frozen import build_teacher, find_teacher
+from dino_ds.method.parts import TeacherParts
+from dino_ds.method.specs.distill import FROZEN, FrozenSpec
 from tests.planning.measure.tiny import DS
 from tests.weights.originals import Original, OriginalHead
 
@@ -30,7 +33,8 @@ def _frozen(source, **changes):
     recipe = load_recipe(None, {**given, **own, **{key.replace("__", "."): value for key, value in changes.items()}})
     found = find_teacher(recipe)
     objective = build_objective(recipe, torch.device("cpu"), found)
-    return build_frozen(found, recipe, CONFIG, objective, build_head)
+    without_student: Any = None
+    return build_teacher(FrozenSpec(FROZEN), TeacherParts(recipe, CONFIG, without_student, objective, found))
 
 
 def _images():

@@ -23,11 +23,12 @@ from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_objective
-from dino_ds.method.dino import DINO, HEAD, LOCAL, DinoTerm
+from dino_ds.method.dino import DinoTerm
 from dino_ds.method.ema import EmaTeacher
-from dino_ds.method.ibot import IBOT, IbotTerm
+from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
+from dino_ds.method.specs.dino import DINO, HEAD, IBOT, LOCAL_WEIGHT
 from dino_ds.models.base import CLS, Masks, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
@@ -90,7 +91,7 @@ class PairwiseTerm(Term):
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
         probs = targets
         logits = (cast(Tensor, student[DINO]) / self.student_temp).split(probs.shape[1])
-        local = schedule.weights.get(LOCAL, 1.0)
+        local = schedule.weights.get(LOCAL_WEIGHT, 1.0)
         losses = [
             torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(probs) else local)
             for t, target in enumerate(probs)

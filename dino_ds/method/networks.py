@@ -1,0 +1,70 @@
+"""The network of a recipe on the meta device, which student and teachers are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import HeadSection
+from dino_ds.errors import ConfigError
+from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.models.build import build_backbone
+from dino_ds.models.head import DinoHead, RegressionHead
+from dino_ds.models.network import Network, Query
+from dino_ds.models.specs.backbones import BackboneOptions
+
+
+def build_meta(
+    recipe: Recipe, performance: PerformanceOptions, queries: Mapping[str, Query], outputs: Sequence[str]
+) -> Network:
+    """The network of a recipe that gives those of `queries` and of features that are `outputs`, weights without memory.
+
+    Raises ConfigError for batched stochastic depth that grows by block, in compiled blocks.
+    """
+    model = recipe.model
+    grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
+    if performance.compile != "off" and grows:
+        raise ConfigError(
+            "dino_ds.compile does not go with model.stochastic_depth batched that grows: each block keeps another "
+            "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
+        )
+    sizes = heads_of(recipe)
+    options = BackboneOptions(
+        model.drop_path,
+        model.drop_path_growth,
+        model.stochastic_depth,
+        model.pos_embed_interpolation,
+        performance.attention,
+        performance.attention_backend,
+        performance.packed,
+        performance.cls_only_last_block,
+        mask_token=recipe.hides_patches,
+        sync_batch_norm=model.sync_batch_norm,
+        rope_shift=model.rope_shift,
+        rope_jitter=model.rope_jitter,
+        rope_rescale=model.rope_rescale,
+        channels_last=performance.channels_last,
+    )
+    with torch.device("meta"):
+        backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
+        width, synced = backbone.spec.width, model.sync_batch_norm
+        heads: dict[str, nn.Module] = {
+            query.head: RegressionHead(width, query.width)
+            if query.width
+            else build_head(width, sizes[query.head], synced)
+            for query in {query.head: query for query in queries.values()}.values()
+        }
+    asked = {name: query for name, query in queries.items() if name in outputs}
+    features = [name for name in outputs if name not in queries]
+    return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
+
+
+def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
+    """A recipe's head for features of `width`."""
+    found = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
+    found = found.free_prototypes() if head.free_prototypes else found
+    return found.add_batch_norm(sync_batch_norm) if head.batch_norm else found

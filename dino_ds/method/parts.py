@@ -1,0 +1,50 @@
+"""What the specs of loss terms and teachers are given to build them from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine.engine import Engine
+from dino_ds.method.objective import Objective
+from dino_ds.models.network import Network
+from dino_ds.weights.frozen import FrozenSource
+
+
+@dataclass(frozen=True)
+class TermParts:
+    """What a loss term is built from: the recipe, the device of its statistics, and the file of the frozen teacher."""
+
+    recipe: Recipe
+    device: torch.device
+    source: FrozenSource | None = None
+
+
+@dataclass(frozen=True)
+class NetworkParts:
+    """What a teacher's network is built from, on the meta device: `objective` says which outputs are read."""
+
+    recipe: Recipe
+    performance: PerformanceOptions
+    objective: Objective
+    source: FrozenSource | None = None
+
+
+@dataclass(frozen=True)
+class TeacherParts:
+    """What a teacher is built from: the student's engine, and the network of the EMA teacher, None while that is
+    built."""
+
+    recipe: Recipe
+    config: DsConfig
+    engine: Engine
+    objective: Objective
+    source: FrozenSource | None = None
+    ema: Network | None = None
+
+    @property
+    def for_network(self) -> NetworkParts:
+        return NetworkParts(self.recipe, self.config.performance, self.objective, self.source)

@@ -1,0 +1,1 @@
+"""What is learned, described in plain numbers without torch: loss terms, teachers, heads and who sees which crops."""

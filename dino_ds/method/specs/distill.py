@@ -1,0 +1,75 @@
+"""Descriptions of a distillation: the frozen teacher of teacher.source, and the terms that regress its features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dino_ds.config.crops import EMA, GLOBAL
+from dino_ds.method.specs.base import Recipe, TeacherSpec, TermSpec
+
+FROZEN = "frozen"
+"""The name of the teacher that is distilled."""
+SECTIONS = "objective teacher"
+
+
+def taught_by(recipe: Recipe) -> str:
+    """The name of the teacher whose outputs are the targets."""
+    return EMA if recipe.teacher.source is None else FROZEN
+
+
+def regresses_features(recipe: Recipe) -> bool:
+    """Whether the targets are a teacher's features, not its heads' outputs."""
+    return recipe.teacher.source is not None and recipe.teacher.distill == "features"
+
+
+@dataclass(frozen=True)
+class FrozenSpec(TeacherSpec):
+    """The teacher of a file, which is never trained."""
+
+    builder: ClassVar[str] = "dino_ds.method.build_frozen"
+
+    @property
+    def of_file(self) -> bool:
+        return True
+
+    @staticmethod
+    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+        """The frozen teacher of a recipe, if it has one."""
+        return [] if recipe.teacher.source is None else [FrozenSpec(FROZEN)]
+
+
+@dataclass(frozen=True)
+class FeatureSpec(TermSpec):
+    """A regression of the frozen teacher's CLS features, or of its patches', from the student's global crops."""
+
+    patches: bool
+
+    builder: ClassVar[str] = "dino_ds.method.build_frozen:build_features"
+
+    @property
+    def title(self) -> str:
+        return f"Distillation of {'patches' if self.patches else 'CLS features'}"
+
+    @property
+    def group(self) -> str:
+        return GLOBAL
+
+    @staticmethod
+    def in_recipe(recipe: Recipe) -> list[TermSpec]:
+        """The terms of teacher.distill features, under the names of those whose weights they have."""
+        how = recipe.objective
+        found = {"dino": (how.dino_weight, False), "ibot": (how.ibot_weight, True)}
+        if not regresses_features(recipe):
+            return []
+        return [FeatureSpec(name, weight, patches) for name, (weight, patches) in found.items() if weight]
+
+    @staticmethod
+    def problems(recipe: Recipe) -> list[str]:
+        """Options of a distillation that can't act."""
+        how, teacher = recipe.objective, recipe.teacher
+        if teacher.source is None and teacher.distill == "features":
+            return ["teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)"]
+        if teacher.source is not None and not (how.dino_weight or how.ibot_weight):
+            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
+        return []

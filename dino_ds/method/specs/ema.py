@@ -1,0 +1,41 @@
+"""Description of EMA teachers: the one that is the run's product, and further ones with a momentum of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dino_ds.config.crops import EMA, GLOBAL
+from dino_ds.engine.schedules import cosine_schedule
+from dino_ds.method.specs.base import Recipe, TeacherSpec
+
+
+@dataclass(frozen=True)
+class EmaSpec(TeacherSpec):
+    """The exponential moving average of the student: momentum `momentum`, by a cosine to `momentum_end` over the
+    run."""
+
+    momentum: float = 0.996
+    momentum_end: float = 1.0
+
+    builder: ClassVar[str] = "dino_ds.method.build_ema"
+
+    @property
+    def follows(self) -> bool:
+        return True
+
+    def momentum_at(self, step: int, steps: int) -> float:
+        return cosine_schedule(step, self.momentum, self.momentum_end, steps)
+
+    def describe(self) -> list[str]:
+        if self.name == EMA:
+            return []
+        momenta = " to ".join(f"{one:g}" for one in dict.fromkeys((self.momentum, self.momentum_end)))
+        return [f"teacher  {self.name}: another EMA of the student, momentum {momenta}; it sees {', '.join(self.sees)}"]
+
+    @staticmethod
+    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+        """The teacher of each run: it sees no crops where another one is distilled."""
+        teacher = recipe.teacher
+        sees = (GLOBAL,) if teacher.source is None else ()
+        return [EmaSpec(EMA, sees, teacher.momentum, teacher.momentum_end)]

@@ -1,0 +1,100 @@
+"""What a recipe describes: its loss terms, teachers and heads, and the crops with who sees them.
+
+Everything that speaks of terms or teachers iterates over these, and names none.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dino_ds.config.crops import EMA, CropGroup, Resolution, dino_groups
+from dino_ds.config.sections import HeadSection
+from dino_ds.method.specs import dino, distill, gram, koleo
+from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
+from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.method.specs.own import TEACHERS, TERMS, own_problems, own_teachers, own_terms
+
+_TERMS: dict[Any, str] = {
+    dino.DinoSpec: dino.SECTIONS,
+    dino.IbotSpec: dino.SECTIONS,
+    distill.FeatureSpec: distill.SECTIONS,
+    koleo.KoLeoSpec: koleo.SECTIONS,
+    gram.GramSpec: gram.SECTIONS,
+}
+"""Our loss terms in the order of the objective, with the sections of a recipe that their problems follow from."""
+_TEACHERS = (EmaSpec, distill.FrozenSpec, gram.GramTeacherSpec)
+
+
+def terms_of(recipe: Recipe) -> list[TermSpec]:
+    """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a term of a user's that can't
+    be found."""
+    ours = [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
+    return [*ours, *_own_terms(recipe.objective.terms)]
+
+
+def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
+    """The teachers of a recipe, the EMA teacher first. Raises ConfigError for one of a user's that can't be found."""
+    ours = [spec for kind in _TEACHERS for spec in kind.in_recipe(recipe)]
+    return [*ours, *_own_teachers(recipe.teacher.others)]
+
+
+def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
+    """The heads of prototypes that a recipe's student trains, by name."""
+    return {name: head for term in terms_of(recipe) for name, head in term.heads.items()}
+
+
+def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
+    """What is cut from every image in a step of this resolution, in order, and who sees it."""
+    crops, teachers = recipe.crops, teachers_of(recipe)
+    sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
+    first, *others = (
+        replace(group, teachers=tuple(one.name for one in teachers if group.name in one.sees))
+        for group in dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
+    )
+    first = replace(first, hides=crops.mask_hides)
+    own = (teacher.own_group(first, resolution) for teacher in teachers)
+    return (first, *others, *(group for group in own if group is not None))
+
+
+def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
+    """Options of terms and teachers that can't act, a line each. `unsure`: sections with mistakes."""
+    problems = [
+        problem
+        for kind, sections in _TERMS.items()
+        if not set(unsure) & set(sections.split())
+        for problem in kind.problems(recipe)
+    ]
+    how = recipe.objective
+    if not unsure and not (how.dino_weight or how.ibot_weight or how.koleo_weight or how.terms != "{}"):
+        problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
+    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, "koleo", gram.GRAM})
+    return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM})
+
+
+def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
+    """What gradient accumulation means for what looks at several images at once: (notes, warnings)."""
+    if accumulation == 1:
+        return [], []
+    batch = Batch(micro_batch, accumulation, ranks)
+    found = [term.accumulated(batch) for term in terms_of(recipe)]
+    warnings = []
+    if getattr(recipe.model.spec(), "has_batch_norm", False) or any(h.batch_norm for h in heads_of(recipe).values()):
+        warnings.append(
+            f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
+            "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"
+        )
+    warnings += [text for _, warned in found for text in warned]
+    return list(dict.fromkeys(text for noted, _ in found for text in noted)), warnings
+
+
+@functools.cache
+def _own_terms(text: str) -> Sequence[TermSpec]:
+    return own_terms(text)
+
+
+@functools.cache
+def _own_teachers(text: str) -> Sequence[TeacherSpec]:
+    return own_teachers(text)

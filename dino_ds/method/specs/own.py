@@ -1,0 +1,99 @@
+"""Loss terms and teachers of a user's own: objective.terms and teacher.others of a recipe.
+
+    objective:
+      terms:
+        variance: {spec: "my_terms:Variance", weight: 0..0.5 over 100 steps, floor: 0.1}
+    teacher:
+      others:
+        slow: {momentum: 0.9995}
+
+`spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`; what stands next to it
+are its fields. A teacher without `spec` is another EMA teacher. Nothing is imported until the specs are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from dino_ds.basics.own_code import find_own
+from dino_ds.config.crops import GLOBAL, LOCAL
+from dino_ds.config.fields import parse_ramp
+from dino_ds.errors import ConfigError, one_line
+from dino_ds.method.specs.base import TeacherSpec, TermSpec
+from dino_ds.method.specs.ema import EmaSpec
+
+TERMS, TEACHERS = "objective.terms", "teacher.others"
+
+
+def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
+    """What is wrong with the JSON of TERMS or TEACHERS before anything is imported; `taken`: names that are ours."""
+    problems = []
+    for name, values in json.loads(text).items():
+        given = f"{key} {name}"
+        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+            problems.append(f"{given}: a name has small letters, digits and _ alone: it becomes that of metrics")
+        elif name in taken:
+            problems.append(f"{given}: the name is one of ours ({', '.join(sorted(taken))}): take another")
+        elif not isinstance(values, dict):
+            problems.append(f'{given}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
+        elif key == TERMS and "spec" not in values:
+            problems.append(f"{given} has no spec: add its class as module:Class")
+        elif key == TERMS and "weight" not in values:
+            problems.append(f"{given} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
+    return problems
+
+
+def own_terms(text: str) -> list[TermSpec]:
+    """The specs that the JSON of TERMS describes; weights of 0 make none. Raises ConfigError."""
+    found: list[TermSpec] = []
+    for name, values in json.loads(text).items():
+        values = dict(values)
+        key, path = f"{TERMS} {name}", str(values.pop("spec"))
+        try:
+            weight = parse_ramp(values.pop("weight"))
+        except ValueError as error:
+            raise ConfigError(f"{key}: weight {error}") from None
+        if weight:
+            found.append(_made(key, path, TermSpec, {"name": name, "weight": weight, **values}))
+    return found
+
+
+def own_teachers(text: str) -> list[TeacherSpec]:
+    """The specs that the JSON of TEACHERS describes. Raises ConfigError."""
+    found: list[TeacherSpec] = []
+    for name, values in json.loads(text).items():
+        values = dict(values)
+        key, path = f"{TEACHERS} {name}", values.pop("spec", None)
+        one: TeacherSpec = _made(key, path or EmaSpec, TeacherSpec, {"name": name, **values})
+        if unknown := set(one.sees) - {GLOBAL, LOCAL}:
+            raise ConfigError(f"{key}: sees {', '.join(sorted(unknown))}: crop groups are {GLOBAL} and {LOCAL}")
+        found.append(one)
+    return found
+
+
+def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any:
+    """An instance of the dataclass that `spec` is or names, of `values`. Raises ConfigError, a line a value."""
+    if isinstance(spec, str):
+
+        def fits(found: object) -> bool:
+            return isinstance(found, type) and issubclass(found, base) and dataclasses.is_dataclass(found)
+
+        spec = find_own(key, spec, f"dataclass that is a {base.__name__}", fits)
+    assert isinstance(spec, type)
+    known = {field.name for field in dataclasses.fields(spec)}
+    if unknown := sorted(values.keys() - known):
+        others = ", ".join(sorted(known - {"name", "weight"})) or "none"
+        raise ConfigError(f"{key}: {', '.join(unknown)} is no field of {spec.__name__}: it has {others}")
+    try:
+        return TypeAdapter(spec).validate_python(values)
+    except ValidationError as error:
+        lines = [f"{key}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from None
+    except (PydanticUserError, NameError) as error:
+        raise ConfigError(f"{key}: the fields of {spec.__name__} can't be checked: {one_line(error)}") from None

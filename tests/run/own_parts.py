@@ -1,0 +1,65 @@
+"""A loss term and a teacher as a user writes them: a spec each, found by the recipe, and nothing of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.specs.base import TermSpec
+from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.models.base import Masks, patches_of
+
+PATCHES = patches_of("global")
+
+
+@dataclass(frozen=True)
+class VarianceSpec(TermSpec):
+    """The variance of patch features is to be a slow teacher's, and more than `floor`."""
+
+    floor: float = 0.1
+    teacher: str = "slow"
+
+    reads_patches: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        return "Variance of patches"
+
+    def build(self, parts: Any) -> Term:
+        return VarianceTerm(self.floor, self.teacher)
+
+
+class VarianceTerm(Term):
+    scalars = ("variance",)
+
+    def __init__(self, floor: float, teacher: str) -> None:
+        self.floor, self.teacher = floor, teacher
+        self.needs = Needs(student=(PATCHES,), teachers={teacher: (PATCHES,)})
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        return [_variance(teachers[self.teacher][PATCHES]) for teachers in window]
+
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        variance = _variance(student[PATCHES])
+        loss = (variance - targets).square().mean() + F.relu(self.floor - variance).mean()
+        return Measured(loss, {"variance": variance.detach().mean()})
+
+
+def _variance(patches: Any) -> Tensor:
+    """Patches (images, n, d) -> their variance, (d,)."""
+    found: Tensor = patches.float().flatten(0, 1).var(dim=0)
+    return found
+
+
+@dataclass(frozen=True)
+class LinearEmaSpec(EmaSpec):
+    """An EMA teacher whose momentum moves along a line."""
+
+    def momentum_at(self, step: int, steps: int) -> float:
+        return self.momentum + (self.momentum_end - self.momentum) * step / steps

@@ -1,0 +1,101 @@
+"""A loss term and a teacher of a user's own are met wherever ours are, without an edit of the package."""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError
+from dino_ds.method.specs.of_recipe import teachers_of, terms_of
+from dino_ds.options.run import ReportOptions
+from dino_ds.report.command import run as report
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
+
+TERM = {"spec": "tests.run.own_parts:VarianceSpec", "weight": "0..0.5 over 4 steps", "floor": 0.2}
+SLOW = {"spec": "tests.run.own_parts:LinearEmaSpec", "momentum": 0.9, "momentum_end": 0.8}
+OWN = {"objective.terms": json.dumps({"variance": TERM}), "teacher.others": json.dumps({"slow": SLOW})}
+LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
+ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
+ALONE |= {f"head.{key}": "none" for key in ()}
+
+
+def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str], max_steps: int | None = None):
+    return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | how, max_steps=max_steps)
+
+
+@pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
+def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
+    """Two ranks. A run that stopped after step 2 ends as one that did not, the further teacher with it."""
+    root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
+    assert run_on_ranks(_train, root, straight, ds, False, changes) == [None] * 2
+    assert run_on_ranks(_train, root, resumed, ds, False, changes, 2) == [None] * 2
+    assert run_on_ranks(_train, root, resumed, ds, True, changes) == [None] * 2
+    whole, again = whole_tensors(straight, 4), whole_tensors(resumed, 4)
+    assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
+    log = log_of(straight)
+    ours = "" if changes else "1 x dino + "
+    assert f"terms    {ours}0..0.5 over 4 steps x variance" in log
+    assert "teacher  slow: another EMA of the student, momentum 0.9 to 0.8; it sees global" in log
+    lines = [line for line in read_metrics(straight) if "loss" in line]
+    assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])
+    assert [line["variance_weight"] for line in lines] == pytest.approx([0, 0.125, 0.375, 0.5])
+    assert all(line["variance"] > 0 for line in lines)
+    for line in lines:
+        other = line["loss"] if changes else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
+        assert line["loss"] == pytest.approx(other, rel=1e-4)
+    _check_teachers(whole)
+    with redirect_stdout(io.StringIO()):
+        report(ReportOptions(run=str(straight)))
+    page = next(straight.glob("*.html")).read_text()
+    for words in ("Variance of patches", "slow_momentum"):
+        assert words in page, words
+
+
+def _check_teachers(whole: dict[str, torch.Tensor]) -> None:
+    """Each follows the student by its own momentum: they began as one and lie apart."""
+    pairs = [(t, whole[f"teachers.slow.{name[8:]}"]) for name, t in whole.items() if name.startswith("teacher.")]
+    assert pairs and any(not torch.equal(one, other) for one, other in pairs)
+
+
+WRONG = {
+    '{"variance": {"weight": 1}}': "variance has no spec: add its class as module:Class",
+    '{"variance": {"spec": "tests.run.own_parts:VarianceSpec"}}': "variance has no weight",
+    '{"dino": {"spec": "a:B", "weight": 1}}': "the name is one of ours",
+    '{"My Term": {"spec": "a:B", "weight": 1}}': "small letters",
+    '{"variance": 3}': "3 are not its values",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_terms_that_say_too_little_are_refused_at_once(text):
+    with pytest.raises(ConfigError, match=WRONG[text]):
+        load_recipe("quickstart", {"objective.terms": text})
+
+
+WRONG_VALUES = {
+    "flor": "flor is no field of VarianceSpec: it has floor, teacher",
+    "floor": "variance: floor: Input should be a valid number",
+    "spec": "no dataclass that is a TermSpec Variance",
+    "weight": "is not a weight",
+}
+
+
+@pytest.mark.parametrize("key", WRONG_VALUES)
+def test_values_that_a_spec_does_not_take_are_refused(key):
+    value = "tests.run.own_parts:Variance" if key == "spec" else "much"
+    recipe = load_recipe("quickstart", {"objective.terms": json.dumps({"variance": {**TERM, key: value}})})
+    with pytest.raises(ConfigError, match=WRONG_VALUES[key]):
+        terms_of(recipe)
+
+
+def test_a_further_ema_teacher_needs_no_code():
+    recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
+    assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]
+    assert [group.teachers for group in recipe.groups] == [("ema", "slow"), ()]
