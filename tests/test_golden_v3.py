@@ -24,8 +24,10 @@ from dino_ds.method.centering import SinkhornKnopp
 from dino_ds.method.dino import DinoTerm
 from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.objective import Objective
+from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, IBOT_HEAD
 from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.of_recipe import teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.head import DinoHead
@@ -102,12 +104,11 @@ def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective:
     }
     place = "recorded", recipe.model.spec(), 32, "dino", backbone, {}
     found = FrozenSource(*place, Normalisation.of(recipe), key="gram.teacher")
+    if name == "distillation":
+        ema = teachers_of(recipe)[0].build_teacher(TeacherParts(recipe, config, engine, objective))
+        return Teachers({EMA: ema, FROZEN: Teacher(_frozen_network(objective))}, recipe.groups)
     with mock.patch.object(gram, "find_frozen", return_value=found):
-        teachers = build_teachers(recipe, config, engine, objective)
-    if name != "distillation":
-        return teachers
-    both = {EMA: teachers[EMA], FROZEN: Teacher(_frozen_network(objective))}
-    return Teachers(both, recipe.groups)
+        return build_teachers(recipe, config, engine, objective)
 
 
 def _frozen_network(objective: Objective) -> Network:

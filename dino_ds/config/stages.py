@@ -18,6 +18,7 @@ from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe, show
 from dino_ds.config.own_recipe import own_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.method.specs.own import TERMS, counted_from
 
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 """What a stage does not take over from the run's recipe: it says how that run began."""
@@ -73,6 +74,8 @@ class Given:
             for key, value in named_values(recipe)
             if _counts(key, value) and (restarts or _is_set(key, written))
         }
+        if restarts or TERMS in written:
+            moved[TERMS] = counted_from(recipe.objective.terms, 0 if restarts else step)
         return change_recipe(recipe, moved) if moved else recipe
 
 

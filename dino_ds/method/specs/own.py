@@ -77,6 +77,16 @@ def own_teachers(text: str) -> list[TeacherSpec]:
     return found
 
 
+def counted_from(text: str, step: int) -> str:
+    """The JSON of TERMS with the ramps of weights counted from `step`, at which a stage of training began."""
+    terms = json.loads(text)
+    for values in terms.values():
+        weight = parse_ramp(values["weight"])
+        if weight.length is not None:
+            values["weight"] = str(dataclasses.replace(weight, length=dataclasses.replace(weight.length, begin=step)))
+    return json.dumps(terms, sort_keys=True)
+
+
 def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any:
     """An instance of the dataclass that `spec` is or names, of `values`. Raises ConfigError, a line a value."""
     if isinstance(spec, str):
