@@ -1,4 +1,4 @@
-"""Which tests run: marks that follow from what a test does; fast tests first. All but those marked "gpu" see no GPU."""
+"""Marks that follow from what a test does; fast tests run first; only tests marked `gpu` see a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _leaves_the_users_folder_as_it_is(users_folder: Path) -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Beside a GPU the others must not see it: two ranks would share it, and tensors of the CPU meet its own."""
+    """Hide a GPU from all tests but `gpu`: two ranks would share it, and CPU tensors would meet its own."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -76,7 +76,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """What imports and collection made stays: each full pass of the collector over it would take half a second."""
+    """Freeze the objects of imports and collection: each full garbage collection over them would take half a second."""
     gc.collect()
     gc.freeze()
 
@@ -118,7 +118,7 @@ def _is_ours(value: FunctionType | type) -> bool:
 
 
 def _mentioned(function: FunctionType, cls: type | None) -> Iterable[Any]:
-    """What the names in a function can stand for: globals, attributes of modules, methods of classes, closures."""
+    """Objects that names in a function can stand for: globals, attributes of modules, methods, closures."""
     names, scope = set(_names(function.__code__)), function.__globals__
     found = [scope[name] for name in names & scope.keys()]
     modules = [value for value in (*found, *map(sys.modules.get, names)) if isinstance(value, ModuleType)]

@@ -14,7 +14,7 @@ PAGE = 4096
 
 @contextmanager
 def small_disk(place: Path, free_kib: int) -> Iterator[Path]:
-    """`place` as the mount of a disk with so much room; FILLER takes the rest. Skips the test without the right."""
+    """A disk at `place` with `free_kib` free (FILLER takes the rest). Skips a test without the right to mount."""
     mount_disk(place)
     try:
         fill(place, free_kib)
@@ -35,7 +35,7 @@ def unmount(place: Path) -> None:
 
 
 def fill(disk: Path, free_kib: int = 0) -> None:
-    """FILLER takes all room but so much."""
+    """Write FILLER until only `free_kib` are free."""
     with (disk / "FILLER").open("wb", buffering=0) as file:
         try:
             while True:

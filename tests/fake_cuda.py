@@ -1,4 +1,4 @@
-"""Plays CUDA on a machine without a GPU: runs real code on fake tensors of cuda:0 and counts what a GPU would do.
+"""CUDA played on a machine without a GPU: runs real code on fake tensors of cuda:0 and counts what a GPU would do.
 
     with fake_cuda() as gpu:
         network = gpu.module(meta_network, torch.bfloat16)    # a module's parameters are put on the fake GPU
@@ -71,7 +71,7 @@ _COPIES = ("_to_copy", "copy_", "copy", "_foreach_copy_")
 
 @dataclass
 class Counts:
-    """Of one part: kernels by operator, and the bytes that they read and write."""
+    """Kernels of one part by operator, and the bytes that they read and write."""
 
     kernels: collections.Counter[str] = field(default_factory=collections.Counter)
     bytes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -101,7 +101,7 @@ class Counter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs inside counts for `name`."""
+        """Count operators that run inside for `name`."""
         before, self._part = self._part, name
         try:
             yield
@@ -204,7 +204,7 @@ class FakeCuda(Counter):
 
 
 def _consumers(root: Any) -> collections.Counter[Any]:
-    """Of each node of the graph, how many gradients it waits for."""
+    """Number of gradients that each node of the graph waits for."""
     waiting: collections.Counter[Any] = collections.Counter()
     seen, stack = {root}, [root]
     while stack:
@@ -238,7 +238,7 @@ def _has_cuda_kernel(func: Any) -> bool:
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """What torch takes on a GPU: choosing asks the driver."""
+    """The attention kernel that torch would choose on a GPU: choosing it asks the driver."""
     if torch.is_autocast_enabled("cuda"):
         q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
     if q.dtype == torch.float32:
@@ -249,7 +249,7 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
-    """Inside, torch believes in one GPU, tensors are fake, and operators on the GPU are counted."""
+    """Make torch believe in one GPU: tensors are fake, and operators on the GPU are counted."""
     torch._C._ensureCUDADeviceGuardSet()
     believed = {
         "is_available": lambda: True,

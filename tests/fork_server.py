@@ -29,7 +29,7 @@ _server: ForkServer | None = None
 
 @dataclass(frozen=True)
 class Work:
-    """`function(*args)`, importable, in a process of its own; what it prints goes to `output` where that is given."""
+    """A call of an importable function in a process of its own; its output goes to the file `output` if given."""
 
     function: Callable[..., int | None]
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class Work:
 
 
 def fork_server() -> ForkServer:
-    """The one of this process, started at the first call."""
+    """This process's fork server, started at the first call."""
     global _server
     if _server is None or not _server.is_alive():
         _server = ForkServer()
@@ -63,14 +63,14 @@ class ForkServer:
         return self._process.is_alive()
 
     def fork(self, function: Callable[..., int | None], *args: Any, output: Path | None = None) -> int:
-        """`function(*args)` in a new process, its value the exit code; the process's id."""
+        """Call `function(*args)` in a new process, with its value as exit code; return the process's id."""
         self._pipe.send(Work(function, args, output))
         process = int(self._receive(120))
         self.launchers.add(process)
         return process
 
     def ended(self) -> dict[int, tuple[int, float]]:
-        """{process: (exit code, time)} of whatever has ended."""
+        """Processes that have ended since the last call: {process id: (exit code, time)}."""
         self._pipe.send(None)
         found: dict[int, tuple[int, float]] = self._receive(120)
         return found
@@ -88,7 +88,7 @@ class ForkServer:
 
 
 def _serve(pipe: Any) -> None:
-    """Answers Work with the process id, None with {process id: (exit code, time)} of what ended."""
+    """Answer Work with a process id, and None with {process id: (exit code, time)} of ended processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in pytest reaches the whole terminal; the pipe says the end
     _import_all()
     if sys.platform == "linux":
@@ -108,7 +108,7 @@ def _serve(pipe: Any) -> None:
 
 
 def _import_all() -> None:
-    """Whatever a training run imports, found by comparing sys.modules: seconds that no rank spends again."""
+    """Import what a training run imports (found by comparing sys.modules), which takes seconds, once for all ranks."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     from dino_ds.engine.deepspeed_import import import_deepspeed
 
@@ -129,7 +129,7 @@ def _import_all() -> None:
 
 
 def pretend_fp16() -> None:
-    """DeepSpeed refuses fp16 on CPUs without fp16 units; torch computes it all the same, overflow included."""
+    """Let DeepSpeed use fp16 on CPUs without fp16 units: torch computes it all the same, overflow included."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -151,7 +151,7 @@ def _reap() -> dict[int, tuple[int, float]]:
 
 
 def fork(work: Work) -> int:
-    """Forks; returns the id of the new process."""
+    """Fork and return the id of the new process."""
     sys.stdout.flush()
     sys.stderr.flush()
     process = os.fork()

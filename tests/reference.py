@@ -60,18 +60,18 @@ def dino_loss(term: DinoTerm, student: Tensor, teacher: Tensor, temperature: flo
 
 
 def as_logits(values: Tensor) -> Logits:
-    """(n, k) as a head would give them: the prototypes are the axes."""
+    """Logits (n, k) as a head with the axes as prototypes would give them."""
     k = values.shape[1]
     return Logits(values, torch.eye(k), torch.ones(k))
 
 
 def product(logits: Logits) -> Tensor:
-    """(n, k) the logits multiplied out, with their gradient."""
+    """The logits (n, k) multiplied out, with their gradient."""
     return logits.rows @ logits.weight.t() * logits.scale
 
 
 def compare(student: Tensor, comparison: Comparison) -> Compared:
-    """What a head with the axes as prototypes makes of the student's logits (v * n, k)."""
+    """The comparison that a head with the axes as prototypes makes of the student's logits (v * n, k)."""
     axes = torch.eye(student.shape[1])
     found = _TiledCrossEntropy.apply(student, axes, None, (comparison, False, False, False))
     return Compared(*found, comparison.share(len(student)))
@@ -84,17 +84,17 @@ def centered(prototypes: int, student_temp: float, center_momentum: float, teach
 
 
 def by_group(crops: list[Tensor]) -> dict[str, list[Tensor]]:
-    """A list of crops as DINO's groups: the first two are the global ones."""
+    """Sort a list of crops into DINO's groups: the first two are the global ones."""
     return {"global": crops[:2], "local": crops[2:]} if len(crops) > 2 else {"global": crops}
 
 
 def dino_network(backbone: Backbone, head: DinoHead) -> Network:
-    """With DINO's head alone."""
+    """A network with DINO's head alone."""
     return Network(backbone, {HEAD: head}, {DINO: Query(HEAD, CLS)})
 
 
 def copied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state that is given by reference, as it is now."""
+    """A copy of a state whose tensors change in place."""
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 

@@ -84,7 +84,7 @@ def from_reference_v2(
 
 
 def _in_three(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`attn.qkv.bias` as q_bias, k_bias and v_bias, masked as `bias_mask` says; no periods."""
+    """Split `attn.qkv.bias` into q_bias, k_bias and v_bias, masked as `bias_mask` says, and drop rotary periods."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("attn.qkv.bias"):

@@ -9,9 +9,9 @@ import pytest
 
 
 def sampled(cells: Iterable[Any], columns: Callable[[Any], tuple[Any, ...]] = tuple) -> list[Any]:
-    """All cells as parameters; marked `full` those without which each value of each column still appears.
+    """All cells as parameters; cells that are not needed to show each value of each column are marked `full`.
 
-    columns: what a cell is made of, by default its elements. The cell that shows the most new values comes first.
+    columns: function that gives a cell's columns, by default its elements. Cells with the most new values come first.
     """
     cells = list(cells)
     shows = [{(column, str(value)) for column, value in enumerate(columns(cell))} for cell in cells]

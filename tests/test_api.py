@@ -58,7 +58,7 @@ def recipe(folder):
 
 @pytest.fixture(scope="module")
 def run(folder, recipe):
-    """Six steps, evaluated at 0, 3 and 6; with what its callback was told."""
+    """A run of six steps, evaluated at 0, 3 and 6, and what its callback was told."""
     told = []
     found = dino_ds.train(
         ds_config="ds_configs/zero0_fp32.json",
@@ -93,7 +93,7 @@ def _state():
 
 
 def _engines():
-    """In memory, also where an error is kept, as notebooks do: the next training needs the room."""
+    """Engines still in memory: a notebook keeps the last error, and the next training needs their memory."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     return [thing for thing in gc.get_objects() if type(thing) is DeepSpeedEngine]
@@ -113,7 +113,7 @@ def _other_defaults():
 
 @pytest.mark.slow
 def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
-    """Numbers and teacher to the last bit; also by a second call, in a program that has changed torch's defaults."""
+    """Numbers and teacher agree to the last bit, also in a second call after a change of torch's defaults."""
     found, told = run
     words = [f"--{name}={value}" for name, value in recipe.items() if name != "ds"]
     ours = ["--ds_config", "ds_configs/zero0_fp32.json", "--ds.dino_ds.deterministic", "true", "--max_steps", "6"]
@@ -138,7 +138,7 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_path):
-    """It comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
+    """The error comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
 
     def fail(step, metrics):
         told.append(step)
@@ -158,7 +158,7 @@ def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_
 
 
 def test_a_callback_that_changes_torch_s_defaults_stops_the_run_as_an_error_does():
-    """What is learned after it would be of another precision; the default is put back at once."""
+    """The rest of the run would be trained in another precision; the default is put back at once."""
     told = []
     caller = Caller([lambda step, line: torch.set_default_dtype(torch.float64), lambda *line: told.append(line)])
     caller.tell({"step": 3})
@@ -184,7 +184,7 @@ def test_what_a_run_changes_of_python_itself_is_put_back(tmp_path):
 
 
 def test_sys_exit_in_a_callback_waits_for_the_run_to_save():
-    """Of one process or of several: both ask for the stop before they raise it."""
+    """Runs of one process and of several ask for the stop before they raise it."""
     caller = Caller([lambda *_: sys.exit(3)])
     caller.tell({"step": 1})
     assert isinstance(caller.error, SystemExit) and caller.error.code == 3
@@ -390,7 +390,7 @@ def test_mistakes_get_the_command_s_answer_before_anything_is_written(given, err
 
 
 def _calls():
-    """(page, function, its arguments as far as they are written out) of the documents' examples."""
+    """Yield the calls in the pages' examples: page, function, the arguments that are written out."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
             for node in ast.walk(ast.parse(block)):

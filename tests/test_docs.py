@@ -92,14 +92,14 @@ def test_links_lead_somewhere(page):
 
 
 def _anchors(text):
-    """Of the headings, as GitHub makes them."""
+    """Anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.slow
 def test_the_site_has_no_broken_link(tmp_path):
-    """MkDocs warns of nothing; every link and picture of every page is a file of the site, with that anchor."""
+    """MkDocs gives no warning; every link and picture of every page is a file of the site, with that anchor."""
     pytest.importorskip("material")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -124,7 +124,7 @@ def test_the_site_has_no_broken_link(tmp_path):
 
 
 def test_the_table_of_evaluations_is_the_program_s():
-    """Names, and of what is computed from labelled images the first line of its documentation."""
+    """It names all evaluations, and describes those of features by the first line of their docstring."""
     from dino_ds.evals.suite import EVALUATIONS
 
     page = (REPOSITORY / "docs/evaluations.md").read_text()
@@ -164,7 +164,7 @@ def test_files_for_github_and_for_citations_say_what_the_project_says():
 
 
 def test_ci_runs_what_a_newcomer_types_in_his_order():
-    """In one clone: what the first command leaves there must not disturb the second."""
+    """All in one clone: files that the first command leaves there must not disturb the second."""
     typed = re.findall(r"\bmake (train|test)\b(?!-)", (REPOSITORY / "README.md").read_text())
     run = re.findall(r"^make (\w+)", (REPOSITORY / ".ci/run").read_text(), re.M)
     assert typed == ["train", "test"] and run == ["lint", "train", "test"]

@@ -63,7 +63,7 @@ def _temperature(settings, epoch):
 
 
 def test_loss_gradient_and_center_over_epochs():
-    """Five steps with a moving center and temperature; FP32 sums in another order: 1e-5 relative."""
+    """The loss over five steps with a moving center and temperature; FP32 sums in another order: 1e-5 relative."""
     settings, recorded = META["loss"], golden("loss")
     objective = centered(settings["out_dim"], settings["student_temp"], settings["center_momentum"])
     for epoch in range(settings["epochs"]):
@@ -112,7 +112,7 @@ def test_network_at_native_and_local_size():
 
 
 def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
-    """Its recorded weights as its training saves them: our features and logits, and the same file written again."""
+    """A checkpoint of the reference gives our features and logits, and our export writes the same file again."""
     recorded = golden("model")
     state = {name.removeprefix("weights."): t for name, t in recorded.items() if name.startswith("weights.")}
     torch.save({"teacher": state}, tmp_path / "theirs.pth")
@@ -129,7 +129,7 @@ def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
 
 
 def test_fresh_weights_are_distributed_as_the_reference_s():
-    """Standard deviation of every weight matrix, of the prototypes' range too: a few per cent for their few numbers."""
+    """Standard deviations of weight matrices and the prototypes' range agree to a few per cent."""
     torch.manual_seed(0)
     ours = dict(golden_network(META, golden("model"), "weights.").named_parameters())
     fresh = dino_network(
@@ -149,7 +149,7 @@ def test_fresh_weights_are_distributed_as_the_reference_s():
 
 
 def _trajectory(stage, freeze):
-    """Six steps of the reference's run through the real engine; returns nothing, compares everything."""
+    """Run six of the reference's steps through the real engine and compare everything."""
     settings, recorded = META["trajectory"], golden("trajectory")
     run = settings[freeze]
     per_epoch = settings["iterations_per_epoch"]
@@ -216,5 +216,5 @@ class _RecordedSchedules(Schedules):
 @pytest.mark.parametrize("freeze", ["freeze0", "freeze1"])
 @pytest.mark.parametrize("stage", [0, 2])
 def test_training_trajectory_through_deepspeed(stage, freeze):
-    """Losses to 1e-4 relative, final student, teacher and center; prototypes free, and frozen for an epoch."""
+    """Losses agree to 1e-4, and final student, teacher and center; prototypes free, and frozen for an epoch."""
     run_on_ranks(_trajectory, stage, freeze, world=1)

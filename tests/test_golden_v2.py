@@ -54,7 +54,7 @@ def _initial(name: str, recorded: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _trajectory(name: str, stage: int) -> None:
-    """Six steps; compares losses, terms, norms and the final networks."""
+    """Train six steps and compare losses, terms, norms and the final networks."""
     meta, recorded, recipe = golden_v2_meta()["trajectory_dinov2"], golden_v2("trajectory_dinov2"), _recipe(name)
     run = meta["runs"][name]
     objective = build_objective(recipe, torch.device("cpu"))
@@ -82,9 +82,9 @@ def _trajectory(name: str, stage: int) -> None:
 
 
 def _compare_final(run: Any, recorded: dict[str, Tensor], name: str, ours: dict[str, dict[str, Tensor]]) -> None:
-    """Ten times what a change of the initial weights by 1e-6 does to the recorded final tensors (`sensitivity`).
+    """Compare final tensors to ten times what changing the initial ones by 1e-6 does to them (`sensitivity`).
 
-    Most in the bias of queries, keys and values: a key's has no true gradient, and Adam follows its rounding.
+    It does most in the bias of queries, keys and values: a key's has no true gradient, and Adam follows its rounding.
     """
     for kind, state in ours.items():
         expected = from_reference_v2(recorded, f"{name}.{kind}.", learned_lengths=True)
@@ -103,5 +103,5 @@ def _compare_final(run: Any, recorded: dict[str, Tensor], name: str, ours: dict[
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["sinkhorn_untied", "centering_tied", "sinkhorn_tied", "centering_untied"])
 def test_trajectory(name, stage):
-    """Recorded in FP32 on one process: losses to 1e-4, norms to 1e-3, final tensors to ten times their sensitivity."""
+    """The recordings are in FP32: losses to 1e-4, norms to 1e-3, final tensors to ten times their sensitivity."""
     run_on_ranks(_trajectory, name, stage, world=1)

@@ -69,7 +69,7 @@ SIZES = {"dino": 96, "ibot": 80}
 
 
 class _RecordedSchedules:
-    """Ours, but for what the recorded run was given by step."""
+    """Our schedules, except for values that the recorded run was given step by step."""
 
     def __init__(self, recipe: Any, name: str) -> None:
         runs = golden_v2_meta()["trajectory_dinov3"]["runs"]
@@ -95,7 +95,7 @@ class _RecordedSchedules:
 
 
 def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective: Objective) -> Teachers:
-    """Those of the recorded run, with its weights."""
+    """The recorded run's teachers, with its weights."""
     recorded = golden_v2("trajectory_dinov3")
     backbone = {
         key.removeprefix("backbone."): 0.75 * tensor
@@ -112,7 +112,7 @@ def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective:
 
 
 def _frozen_network(objective: Objective) -> Network:
-    """Of another width and depth than the student, with heads of as many prototypes."""
+    """The recorded frozen teacher: another width and depth than the student's, heads of as many prototypes."""
     weights = from_reference_v2(golden_v2("trajectory_dinov3"), "frozen.", dinov3=True)
     width = weights["backbone.cls_token"].shape[-1]
     depth = 1 + max(int(key.split(".")[2]) for key in weights if key.startswith("backbone.blocks."))
@@ -137,11 +137,11 @@ def _objective(name: str, recipe: Any) -> Objective:
 
 
 _MASK_TOKEN = "backbone.mask_token"
-"""The reference has one also where nothing is masked, and only weight decay reaches it; ours has none then."""
+"""Key of the mask token. The reference has one even where nothing is masked, and only weight decay moves it."""
 
 
 def _trajectory(name: str, stage: int) -> None:
-    """Four steps; compares losses, terms, norms and the final networks."""
+    """Train four steps and compare losses, terms, norms and the final networks."""
     meta, recorded = golden_v2_meta()["trajectory_dinov3"], golden_v2("trajectory_dinov3")
     run, images, recipe = meta["runs"][name], golden_v2("trajectory_dinov2"), load_recipe(None, RECIPE | RUNS[name])
     objective = _objective(name, recipe)
@@ -172,7 +172,7 @@ def _trajectory(name: str, stage: int) -> None:
 
 
 def _compare_step(out: Any, norm: float | None, expected: dict[str, Any]) -> None:
-    """It logs the terms as they are, and the CLS loss as means over local and over global pairs: 4 and 2 of 6."""
+    """Compare one step's losses. The reference logs the CLS loss as means over local and global pairs: 4 and 2 of 6."""
     assert out.loss.item() == pytest.approx(expected["total"], rel=1e-6)
     local = expected["dino_local_loss_weight"] * expected["dino_local_crops_loss"]
     theirs = {
@@ -188,7 +188,7 @@ def _compare_step(out: Any, norm: float | None, expected: dict[str, Any]) -> Non
 
 
 def _compare_final(name: str, kind: str, ours: dict[str, Tensor], recorded: dict[str, Tensor]) -> None:
-    """Ten times what a change of the initial weights by 1e-6 does to the recorded final tensors (`sensitivity`)."""
+    """Compare final tensors to ten times what changing the initial ones by 1e-6 does to them (`sensitivity`)."""
     run = golden_v2_meta()["trajectory_dinov3"]["runs"]
     limit = 10 * max(run["gram"]["sensitivity"]["largest_changes_of_final_student"].values())
     expected = from_reference_v2(recorded, f"{name}.{kind}.", dinov3=True)
@@ -212,5 +212,5 @@ def _sum(*tensors: Tensor) -> float:
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", RUNS)
 def test_trajectory(name, stage):
-    """Recorded in FP32 on one process."""
+    """The recordings are of FP32 on one process."""
     run_on_ranks(_trajectory, name, stage, world=1)

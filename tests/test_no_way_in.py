@@ -19,7 +19,7 @@ FORBIDDEN = {
     "tempfile.mktemp", "logging.config.listen", "code.interact", "importlib.import_module", "runpy.run_path",
 }  # fmt: skip
 METHODS = {"extractall", "extract", "unsafe_load"}
-"""Of whatever object."""
+"""Forbidden methods, whatever their object is."""
 ALLOWED = {
     ("dino_ds/config/yaml_file.py", "yaml.load"): "with a loader derived from SafeLoader, which a test looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
@@ -46,7 +46,7 @@ ALLOWED = {
     ("tests/data/test_rasters.py", "allow_pickle=True"): "writes that payload",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}
-"""Of what a test has just made itself."""
+"""Calls allowed in tests, on bytes that the test has just made itself."""
 
 
 def _python_files() -> list[Path]:
@@ -57,7 +57,7 @@ def _python_files() -> list[Path]:
 
 
 def _names(tree: ast.AST) -> dict[str, str]:
-    """What a name of the file stands for: `from os import system as s` -> {"s": "os.system"}."""
+    """Imported names of a file and what they stand for: `from os import system as s` -> {"s": "os.system"}."""
     known = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

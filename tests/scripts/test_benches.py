@@ -51,7 +51,7 @@ def test_knn_with_and_without_faiss(capsys, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="the resident set of glibc's heap")
 @pytest.mark.full
 def test_a_process_grows_by_what_is_predicted():
-    """Within 10 %; all sizes, stages and ranks are measured by scripts.bench_plan."""
+    """The growth agrees within 10 %; scripts.bench_plan measures all sizes, stages and ranks."""
     shape = {"model.width": "256", "model.heads": "4", "model.depth": "4", "head.prototypes": "8192"}
     recipe = load_recipe("vitti16", shape | {"crops.global_size": "96", "crops.local_size": "48"})
     found = measure_cell(recipe, {"gradient_clipping": 3.0, "zero_optimization": {"stage": 3}}, 8, 1)

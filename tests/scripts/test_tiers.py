@@ -29,7 +29,7 @@ def planned(request):
 
 
 def test_files_and_tables_are_those_of_the_planner(planned):
-    """After a change of the planner: make tiers."""
+    """If this fails after a change of the planner: make tiers."""
     expected = {f"{found.name}.json": file_text(found) for _, found in planned if found is not None}
     written = {path.name: path.read_text() for path in FOLDER.iterdir()}
     assert expected.items() <= written.items()
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_said_to(planned):
 
 
 def test_a_second_copy_of_the_weights_is_counted():
-    """ZeRO++'s hpZ: 2 bytes a weight, over the ranks of a node."""
+    """ZeRO++'s hpZ keeps 2 bytes a weight, divided by the ranks of a node."""
     recipe = load_recipe("vitl16", {})
     zero = {"stage": 3, "zero_hpz_partition_size": 8}
     found = fit(recipe, {"gradient_clipping": 0, "bf16": {"enabled": True}, "zero_optimization": zero}, "x", 64, 80)
