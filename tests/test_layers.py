@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
@@ -103,3 +104,11 @@ def test_no_file_imports_itself_through_others():
 
 def test_no_function_takes_more_than_six_parameters():
     assert long_signatures().keys() == LONG_SIGNATURES.keys()
+
+
+def test_the_page_names_every_room_in_its_layer():
+    """In docs/flow.md, with a word on each in parentheses."""
+    page = (PACKAGE.parent / "docs/flow.md").read_text().partition("\n## Where things live\n")[2].partition("\n## ")[0]
+    layers = re.findall(r"^\d+\. (.*(?:\n +.*)*)", page, re.M)
+    named = [set(re.findall(r"`([\w/]+)`", re.sub(r"\([^()]*\)", "", layer))) for layer in layers]
+    assert named == [{room.replace(".", "/") for room in rooms - {"__init__"}} for rooms in LAYERS]
