@@ -1,4 +1,4 @@
-"""What a rank tells its monitor process: one page of shared memory. Writing to it needs no system call."""
+"""One page of shared memory, through which a rank tells its monitor process where it is without a system call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ ENDS = ("", "done", "stopped", "error")
 STOP_REASONS = ("", "the stop file", "the end of the launcher", "the loss of the run folder")
 """Why a monitor process asks its rank to stop."""
 _MESSAGE_BYTES = 3968
-_PART_NUMBERS = {name: number for number, name in enumerate(PARTS, 1)}
 
 
 class Beat(ctypes.Structure):
@@ -58,7 +57,7 @@ class Beat(ctypes.Structure):
 
     def enter_part(self, name: str) -> None:
         """The rank is now in part `name` of a step (dino_ds.basics.ranges)."""
-        self._part = _PART_NUMBERS.get(name, 0)
+        self._part = PARTS.index(name) + 1 if name in PARTS else 0
         self.moves += 1
 
     def tick(self) -> None:

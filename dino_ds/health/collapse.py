@@ -9,7 +9,7 @@ NEAR = 0.02
 NO_KL = 0.01
 """Fraction of ln K below which the KL says that the teacher gives every image the same target."""
 MOST_CONSTANT = 0.5
-"""Fraction of images of one colour above which there is nothing to learn."""
+"""Fraction of images of one color above which there is nothing to learn."""
 WINDOWS = 10
 """Lines of metrics in a row before the alarm: single batches come near either end."""
 _HINTS = {
@@ -27,14 +27,14 @@ _BALANCED_HINTS = {
 
 
 class CollapseAlarm:
-    """Looks at each line of metrics and reports a collapse once, again only after a recovery. It never stops a run.
+    """Checks each line of metrics and reports a collapse once, again only after a recovery. It never stops a run.
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
     end of the learning rate's warm-up a uniform teacher is only one that has not begun.
 
-    rows: what has targets, of which each is looked at by an alarm of its own. With Sinkhorn-Knopp (`balanced`), which
-    spreads equal rows evenly, one constant output shows as uniform targets.
+    rows: what one target belongs to, an image or a patch. With Sinkhorn-Knopp (`balanced`), which spreads equal rows
+    evenly, one constant output shows as uniform targets.
     """
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image", balanced: bool = False) -> None:
@@ -44,7 +44,7 @@ class CollapseAlarm:
         self.on = False
 
     def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
-        """A line for people, or "". Entropy and KL in nats and the fraction of images of one colour (`constant`) are
+        """A human-readable line, or "". Entropy and KL in nats and the fraction of images of one color (`constant`) are
         means since the last line of metrics."""
         kind = "constant images" if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))

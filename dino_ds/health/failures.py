@@ -12,11 +12,10 @@ from pathlib import Path
 
 from dino_ds.errors import STOPPED, PeerError, UserError
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import Disk
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, last_checkpoint
+from dino_ds.health.records import Failure, Heartbeats, last_checkpoint
 
 _CAUSE_SECONDS = 3.0
-"""For the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
+"""Time for the rank that failed first, or its monitor, to write down why. Peers notice within milliseconds."""
 _CONNECTION = re.compile(
     r"connection (closed|reset|refused)|broken pipe|timed out waiting|application timeout|gloo|nccl|socket|"
     r"process group|store",
@@ -29,7 +28,7 @@ class Failures:
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, beat: Beat) -> None:
         self._run_dir, self._rank, self._world_size, self._beat = run_dir, rank, world_size, beat
-        self._heartbeats, self._disk = Heartbeats(run_dir), Disk()
+        self._heartbeats = Heartbeats(run_dir)
 
     @contextmanager
     def reported(self) -> Iterator[None]:
@@ -45,7 +44,7 @@ class Failures:
                 self._beat.end("stopped", STOPPED, "")
                 raise
             error = RuntimeError(f"sys.exit({stop.code!r}) was called at step {self._beat.step}, before the end")
-            self._claim(1, f"RuntimeError: {error}", "error")
+            self._claim(1, f"RuntimeError: {error}")
             raise error from stop
         except UserError as error:
             if error.said_by_me is None:
@@ -54,7 +53,7 @@ class Failures:
         except Exception as error:
             if self._world_size > 1 and is_connection_error(error):
                 raise self._peer_error(error) from error
-            self._claim(1, f"{type(error).__name__}: {_first_line(error)}", "error")
+            self._claim(1, f"{type(error).__name__}: {_first_line(error)}")
             raise
         except BaseException as error:
             self._beat.end("error", 1, type(error).__name__)
@@ -63,10 +62,10 @@ class Failures:
             self._beat.end("done", 0, "")
 
     def settle(self, error: UserError) -> None:
-        """Decide which rank reports `error`; to be called before the heartbeats are removed, where they are."""
-        claimed = self._claim(error.exit_code, str(error), "error")
-        # Who was first reports it, even where rank 0 has removed the place by now. Without one, rank 0 does.
-        known = claimed or (claimed is False and self._disk.run(self._heartbeats.first_failure, None) is not None)
+        """Decide which rank reports `error`; to be called before the heartbeats are removed, if they are."""
+        claimed = self._claim(error.exit_code, str(error))
+        # Who was first reports it, even if rank 0 has removed the place by now. Without one, rank 0 does.
+        known = claimed or (claimed is False and self._heartbeats.first_failure() is not None)
         if known and self._world_size > 1:
             error.said_by_me = claimed
 
@@ -78,16 +77,15 @@ class Failures:
 
     def ended_at_once(self, code: int, message: str) -> None:
         """Report that this rank is about to end with `code`, and print why."""
-        if self._claim(code, message, "error") is not False:
+        if self._claim(code, message) is not False:
             print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
 
-    def _claim(self, code: int, message: str, kind: str) -> bool | None:
-        """Report this rank's end; whether it was the first, None where ranks can't reach each other."""
-        self._beat.end("stopped" if kind == "stopped" else "error", code, message)
+    def _claim(self, code: int, message: str, kind: str = "error") -> bool | None:
+        """Report this rank's end; whether it was the first, or None if ranks can't reach each other."""
+        self._beat.end(kind, code, message)
         if not self._beat.listed:
             return None
-        failure = Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message)
-        return self._disk.run(lambda: self._heartbeats.claim(failure), None)
+        return self._heartbeats.claim(Failure(self._rank, socket.gethostname(), self._beat.step, kind, code, message))
 
     def _peer_error(self, error: Exception) -> PeerError:
         failure = self._wait_for_cause()
@@ -97,13 +95,13 @@ class Failures:
             self._beat.end("stopped" if failure.code == STOPPED else "error", failure.code, failure.message)
             return peer
         reason = _first_line(error) or type(error).__name__
-        beats: list[Heartbeat] = self._disk.run(self._heartbeats.read, [])
+        beats = self._heartbeats.read()
         gone = [str(beat.rank) for beat in beats if beat.ended == "error" and beat.rank != self._rank]
         who = f"rank {', '.join(gone)} is gone" if gone else "the connection to another rank was lost"
         step, where = self._beat.step, self._beat.where
         peer = PeerError(f"{who} at step {step} ({where}): {reason[:200]}; {last_checkpoint(self._run_dir)}")
-        claimed = self._claim(peer.exit_code, str(peer), "error")
-        peer.said_by_me = claimed is not False or self._disk.run(self._heartbeats.first_failure, None) is None
+        claimed = self._claim(peer.exit_code, str(peer))
+        peer.said_by_me = claimed is not False or self._heartbeats.first_failure() is None
         return peer
 
     def _wait_for_cause(self) -> Failure | None:
@@ -112,7 +110,7 @@ class Failures:
             time.sleep(1.0)  # the rank that failed may be about to report why
             return None
         end = time.monotonic() + _CAUSE_SECONDS
-        while (failure := self._disk.run(self._heartbeats.first_failure, None)) is None and time.monotonic() < end:
+        while (failure := self._heartbeats.first_failure()) is None and time.monotonic() < end:
             time.sleep(0.05)
         return failure
 

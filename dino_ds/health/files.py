@@ -16,14 +16,11 @@ from dino_ds.errors import NO_SPACE
 
 T = TypeVar("T")
 LIMIT_SECONDS = 5.0
-"""A dead disk is a common reason for a hang: no look at files may hold up a process for longer."""
+"""A dead disk is a common reason for a hang: reading files may not hold up a process for longer."""
 
 
 def create_exclusively(path: Path, text: str) -> bool:
-    """Whether this call, of all processes and hosts, has created `path`; it appears with its whole text.
-
-    Raises OSError where the folder can't be written to.
-    """
+    """Create `path`, which appears with its whole text; whether no other process or host was faster. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         temporary.write_text(text)
@@ -41,7 +38,7 @@ def create_exclusively(path: Path, text: str) -> bool:
 
 
 def _create_without_links(path: Path, text: str) -> bool:
-    """For network and FUSE disks without hard links; a reader may see an empty file for a moment."""
+    """Create the file on a network or FUSE disk without hard links; a reader may see it empty for a moment."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -57,13 +54,13 @@ def _create_without_links(path: Path, text: str) -> bool:
 
 
 def append_line(path: Path, text: str) -> None:
-    """One write, so that lines of several processes don't mix; nothing where the folder is gone or the disk full."""
+    """Append in one write, so that lines of several processes don't mix; nothing if folder or room is missing."""
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         append_whole(file.fileno(), f"{text}\n".encode())
 
 
 def now() -> str:
-    """Such as "2026-11-21T16:47:54Z": UTC, so that all machines of a run agree and lines can be sorted."""
+    """The time, such as "2026-11-21T16:47:54Z": UTC, so that all machines agree and lines can be sorted."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
@@ -80,7 +77,7 @@ class Disk:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], T], otherwise: T) -> T:
-        """The value of `work`; `otherwise` where it raises OSError, takes too long, or an earlier one still hangs."""
+        """The value of `work`, or `otherwise` if it raises OSError, takes too long, or an earlier one still hangs."""
         if self._thread is not None and self._thread.is_alive():
             return otherwise
         values: list[T] = []

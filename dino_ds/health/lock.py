@@ -42,10 +42,10 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock; a note for people where its last holder is gone, else "".
+        """Take the lock, and make the folder if needed; a human-readable note if the last holder is gone, else "".
 
-        Makes the folder where needed. Raises ConfigError where a running process holds it, or the folder can't be
-        made or written to. Of several processes that try at the same moment exactly one succeeds.
+        Raises ConfigError if a running process holds it, or the folder can't be made or written to. Of several
+        processes that try at the same moment exactly one succeeds.
         """
         process = find_process(self._pid)
         mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), process.ticks if process else 0)
@@ -69,7 +69,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One process of this machine at a time, for a second at most; without it where the disk has no such locks.
+        """Let one process of this machine in at a time, waiting a second at most; all if the disk has no such locks.
 
         Else, while one puts back a new lock that it took for the stale one, a third could make its own.
         """
@@ -88,7 +88,7 @@ class RunLock:
             os.close(folder)
 
     def check_free(self, rank: int) -> None:
-        """Raises ConfigError where a running process holds the folder. For use before the slow imports; takes nothing.
+        """Raise ConfigError if a running process holds the folder. For use before the slow imports; takes nothing.
 
         A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
         """
@@ -100,10 +100,11 @@ class RunLock:
             raise ConfigError(problem)
 
     def holder(self) -> Holder | None:
+        """The process that holds the lock, or None if nobody does or the disk fails."""
         return _parse(self._read() or "")
 
     def refresh(self) -> bool:
-        """Touch the lock, for the monitor of its holder. False where another run has it now."""
+        """Touch the lock, for the monitor of its holder. False if another run has it now."""
         holder = self.holder()
         if holder is None or not self._is_mine(holder):
             return holder is None  # a disk that fails to answer is not another run
@@ -113,7 +114,7 @@ class RunLock:
 
     @property
     def guards_a_run(self) -> bool:
-        """Whether the folder holds a run and not the lock alone; True where the disk fails."""
+        """Whether the folder holds a run and not the lock alone; True if the disk fails."""
         return not (is_gone(self.run_dir / "config.yaml") and is_gone(self.run_dir / "checkpoints"))
 
     def release(self) -> None:
@@ -135,7 +136,7 @@ class RunLock:
                 self._made.append(folder)
 
     def _check_kind(self) -> None:
-        """Raises ConfigError where something else has the lock's name."""
+        """Raise ConfigError if something else has the lock's name."""
         if os.path.lexists(self._path) and not os.path.isfile(self._path) and os.path.lexists(self._path):
             raise ConfigError(f"{self._path} is not the lock of a run, which is a file: remove or rename it")
 
@@ -146,7 +147,7 @@ class RunLock:
             return None
 
     def _in_use(self, text: str) -> str:
-        """Why the lock with this text can't be taken; "" where its holder is gone."""
+        """Why the lock with this text can't be taken, or "" if its holder is gone."""
         age, holder = self._age(), _parse(text)
         if holder is None:  # its writer may still be at it
             return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
@@ -182,7 +183,7 @@ class RunLock:
         return now - touched
 
     def _remove_stale(self) -> str:
-        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError where the holder is running."""
+        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError if the holder is running."""
         text = self._read()
         if text is None:
             return ""
@@ -193,13 +194,12 @@ class RunLock:
             self._path.rename(aside)
         except FileNotFoundError:
             return ""
-        taken = aside.read_text()
-        if taken != text:
-            # Another process was faster, and this is its new lock: put it back.
+        is_another = aside.read_text() != text
+        if is_another:  # of a process that was faster: put its new lock back
             with contextlib.suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink()
-        if taken != text:
+        if is_another:
             return ""
         holder = _parse(text)
         whose = f" of pid {holder.pid} on {holder.host}, which is gone," if holder else ", which could not be read,"
@@ -207,7 +207,7 @@ class RunLock:
 
 
 def _parse(text: str) -> Holder | None:
-    """The holder that a lock's text names; None for what is not a lock's text."""
+    """The holder that a lock's text names, or None if it is not a lock's text."""
     try:
         return Holder(**json.loads(text))
     except (ValueError, TypeError, RecursionError):

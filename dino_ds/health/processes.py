@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,28 +23,33 @@ _LAUNCHER_MODULES = (
 
 @dataclass(frozen=True)
 class Process:
-    """`ticks`: its start time in ticks since the machine's; with the pid it identifies a process for good."""
+    """One process. `ticks`: its start time since the machine's; with the pid it identifies a process for good."""
 
     pid: int
     parent: int
     state: str
     ticks: int
 
+    @property
+    def age(self) -> float:
+        """Seconds since it was started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.ticks / os.sysconf("SC_CLK_TCK")
+
 
 def find_process(pid: int) -> Process | None:
-    """None where there is none, or no /proc."""
+    """The process, or None if there is none, or no /proc."""
     fields = _stat(pid)
     return Process(pid, int(fields[1]), fields[0], int(fields[19])) if fields else None
 
 
 def exit_status(pid: int) -> int | None:
-    """As os.waitpid has it, of a process that has ended and whose parent has not waited for it yet; else None."""
+    """The status, as os.waitpid has it, of a process that has ended and that nobody has waited for, or None."""
     fields = _stat(pid)
     return int(fields[49]) if len(fields) > 49 else None
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on, [] where there is none; the name before it may hold spaces and brackets."""
+    """/proc/PID/stat from the state on, or []; the name before it may hold spaces and brackets."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -57,7 +63,7 @@ def alive(pid: int, ticks: int) -> bool:
 
 
 def machine() -> str:
-    """Where a pid is unique: this boot of this machine and the container's pid namespace."""
+    """The scope in which a pid is unique: this boot of this machine and the container's pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -66,7 +72,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process has ended: "by SIGKILL", "with exit code 0", or "" where it is too late to tell."""
+    """How a process has ended: "by SIGKILL", "with exit code 0", or "" if it is too late to tell."""
     status = exit_status(pid)
     if status is None:
         return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dino_ds.health.files import Disk, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
+_UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,6 @@ class Heartbeat:
     code: int = 0
     message: str = ""
 
-    @property
-    def working(self) -> bool:
-        """On a step: not starting, saving or so."""
-        return self.phase in ("data", "step")
-
 
 @dataclass(frozen=True)
 class Failure:
@@ -62,13 +59,20 @@ class Failure:
 
 
 class Heartbeats:
-    """The files of RUN/heartbeats. Reading and writing never raise for what a dying run leaves behind."""
+    """The files of RUN/heartbeats, a new folder for each start of a run.
 
-    def __init__(self, run_dir: Path) -> None:
+    Reading and writing never raise for what a dying run leaves behind, and wait for the disk for a limited time.
+    `of_next_start`: what is there now, of an earlier start, is not read.
+    """
+
+    def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:
         self._run_dir, self.folder = run_dir, run_dir / "heartbeats"
         self._before = run_dir / "heartbeats.before"
-        self.failure_path = self.folder / "first_failure.json"
+        self._failure_path = self.folder / "first_failure.json"
         self.prepared = False
+        self.disk = Disk()
+        # The older folder exists when a start makes its own, whose number is another one then.
+        self._old_folder = self.disk.run(lambda: self.folder.stat().st_ino, 0) if of_next_start else 0
 
     def prepare(self) -> None:
         """Make a new, empty folder; called by rank 0, which holds the lock. Raises OSError.
@@ -106,22 +110,36 @@ class Heartbeats:
         return self.folder / f"rank_{rank:05d}.json"
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace the rank's heartbeat as a whole; nothing where there is no folder."""
-        with contextlib.suppress(OSError), replacing(self.path(heartbeat.rank), on_disk=False) as temporary:
-            temporary.write_text(json.dumps(asdict(heartbeat)) + "\n")
+        """Replace the rank's heartbeat as a whole; nothing if there is no folder."""
+
+        def write() -> None:
+            with replacing(self.path(heartbeat.rank), on_disk=False) as temporary:
+                temporary.write_text(json.dumps(asdict(heartbeat)) + "\n")
+
+        self.disk.run(write, None)
 
     def read(self) -> list[Heartbeat]:
         """Every rank's last heartbeat, in rank order."""
-        found = []
-        for path in sorted(self.folder.glob("rank_*.json")):
-            with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+        return self.disk.run(self._read, [])
+
+    def _read(self) -> list[Heartbeat]:
+        found: list[Heartbeat] = []
+        for path in sorted(self.folder.glob("rank_*.json")) if self._is_new() else []:
+            with contextlib.suppress(*_UNREADABLE):
                 found.append(Heartbeat(**json.loads(path.read_text())))
         return found
 
-    def claim(self, failure: Failure) -> bool:
-        """Whether `failure` is the first of this run: then it is recorded, log.txt has it, and this rank reports it."""
+    def _is_new(self) -> bool:
+        return not self._old_folder or self.folder.stat().st_ino != self._old_folder
+
+    def claim(self, failure: Failure) -> bool | None:
+        """Record `failure` if it is the first of this run; whether it is, then this rank reports it. None if the disk
+        does not answer."""
+        return self.disk.run(lambda: self._claim(failure), None)
+
+    def _claim(self, failure: Failure) -> bool:
         try:
-            first = create_exclusively(self.failure_path, json.dumps(asdict(failure)) + "\n")
+            first = create_exclusively(self._failure_path, json.dumps(asdict(failure)) + "\n")
         except OSError:
             return False
         if first:
@@ -131,15 +149,22 @@ class Heartbeats:
         return first
 
     def first_failure(self) -> Failure | None:
-        try:
-            return Failure(**json.loads(self.failure_path.read_text()))
-        except (OSError, ValueError, TypeError, RecursionError):
+        """The failure that was claimed, by the rank that failed first or by its monitor."""
+
+        def read() -> Failure | None:
+            with contextlib.suppress(*_UNREADABLE):
+                return Failure(**json.loads(self._failure_path.read_text())) if self._is_new() else None
             return None
 
+        return self.disk.run(read, None)
+
     def behind(self, world_size: int) -> list[Heartbeat | int]:
-        """The ranks that hold up the others: silent ones (as numbers, where there is no heartbeat at all), else stopped
-        ones, else those with the fewest moves; [] where all are at the same place."""
-        by_rank = {beat.rank: beat for beat in self.read()}
+        """The ranks that hold up the others: silent ones (as numbers if there is no heartbeat at all), else stopped
+        ones, else those with the fewest moves; [] if all are at the same place or the disk does not answer."""
+        return self.disk.run(lambda: self._behind(world_size), [])
+
+    def _behind(self, world_size: int) -> list[Heartbeat | int]:
+        by_rank = {beat.rank: beat for beat in self._read()}
         times = {}  # by the disk's clock
         for rank in range(world_size):
             with contextlib.suppress(OSError):
@@ -149,48 +174,56 @@ class Heartbeats:
         silent = [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]
         if silent:
             return [by_rank.get(rank, rank) for rank in silent]
-        beats = list(by_rank.values())
-        if stopped := [beat for beat in beats if beat.stopped]:
+        if stopped := [beat for beat in by_rank.values() if beat.stopped]:
             return [*stopped]
-        running = [beat for beat in beats if not beat.ended]
+        running = [beat for beat in by_rank.values() if not beat.ended]
         fewest = min((beat.moves for beat in running), default=0)
         late = [beat for beat in running if beat.moves == fewest]
         return [*late] if len(late) < len(running) else []
 
 
 def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:
-    """A line for people: which ranks hold up the run, since when, and where they are."""
-    if not behind:
-        who, at = "any rank", own
-    else:
-        names = [str(b if isinstance(b, int) else b.rank) for b in behind[:8]]
-        who = f"rank{'s' if len(behind) > 1 else ''} {', '.join(names)}{' ...' if len(behind) > 8 else ''}"
-        first = behind[0]
-        at = own if isinstance(first, int) else first
+    """A human-readable line: which ranks hold up the run, since when, and where they are."""
+    names = [str(b if isinstance(b, int) else b.rank) for b in behind]
+    who = f"rank{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+    at = own if not behind or isinstance(behind[0], int) else behind[0]
     where = at.where if at.where == at.phase else f"{at.phase}: {at.where}"
     state = ", stopped by a signal or debugger" if at.stopped else ""
     host = f" on {at.host}" if behind and at.host != own.host else ""
-    return f"no progress on {who}{host} for {seconds:.0f} s (step {at.step}, {where}{state}); stacks in {stacks}"
+    what = f"{who if behind else 'any rank'}{host} for {seconds:.0f} s (step {at.step}, {where}{state})"
+    return f"no progress on {what}; stacks in {stacks}"
 
 
 def describe_death(who: str, how: str, step: int, where: str) -> str:
-    """A line for people; `who`: "rank 1", `how` as dino_ds.health.processes.death_of returns it."""
+    """A human-readable line; `who`: "rank 1", `how` as dino_ds.health.processes.death_of returns it."""
     memory = "most often because memory has run out"
     why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
     own = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
     return f"{who} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, own)}"
 
 
+def last_checkpoint_step(run_dir: Path) -> int | None:
+    """The step of the newest complete checkpoint, 0 if there is none, or None if the disk does not answer."""
+
+    def read() -> int:
+        with contextlib.suppress(OSError):
+            text = (run_dir / "checkpoints/latest").read_bytes().decode(errors="replace")
+            found = re.fullmatch(r"step_(\d{8,12})", text.strip())
+            return int(found[1]) if found else 0
+        return 0
+
+    # A Disk of its own: a read that hangs here must not keep the caller from reporting the failure.
+    return Disk().run(read, None)
+
+
 def last_checkpoint(run_dir: Path) -> str:
     """Such as "last complete checkpoint: step 500 in RUN/checkpoints", or why it is not known."""
+    step, folder = last_checkpoint_step(run_dir), run_dir / "checkpoints"
+    if step is None:
+        return f"{folder} can't be read: the disk does not answer"
+    return f"last complete checkpoint: step {step} in {folder}" if step else "there is no checkpoint yet"
 
-    def look() -> str:
-        folder = run_dir / "checkpoints"
-        try:
-            digits = "".join(filter(str.isdigit, (folder / "latest").read_text()))
-            return f"last complete checkpoint: step {int(digits)} in {folder}"
-        except (OSError, ValueError):
-            return "there is no checkpoint yet"
 
-    # Not the caller's own Disk: a look that hangs here must not keep the caller from reporting the failure.
-    return Disk().run(look, f"{run_dir}/checkpoints can't be read: the disk does not answer")
+def append_record(path: Path, record: dict[str, object]) -> None:
+    """One line of JSON; nothing if the run folder was never made, or the disk does not answer."""
+    Disk().run(lambda: append_line(path, json.dumps(record)), None)

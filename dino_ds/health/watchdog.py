@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from types import TracebackType
 
 from dino_ds.basics.ranges import tell
 from dino_ds.health.beat import Beat
-from dino_ds.health.monitor import END_SIGNAL, PATIENCE, STACKS_SIGNAL, MonitorArguments
+from dino_ds.health.monitor import MonitorArguments
+from dino_ds.health.monitored import END_SIGNAL, PATIENCE, STACKS_SIGNAL
 
 _EXIT_SECONDS = 10.0
-"""For a monitor to write the last heartbeat."""
+"""Time for a monitor to write the last heartbeat."""
 
 
 def longest_wait(hang_seconds: float) -> float:
@@ -28,24 +30,14 @@ def longest_wait(hang_seconds: float) -> float:
 class Watchdog:
     """Has this rank monitored while the `with` block runs; `beat` is what the rank tells its monitor.
 
-    hang_seconds: see the recipe; with 0 hangs are not looked for, without `ends_hangs` only reported. The rest works as
-    ever.
+    hang_seconds: see the recipe; with 0 hangs are not looked for, without `ends_hangs` only reported.
     """
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float, ends_hangs: bool = True) -> None:
         self.beat = Beat.shared()
         self._stacks = os.fdopen(os.memfd_create("dino_ds_stacks"), "r+b")  # no disk can hold it up
-        self._arguments = MonitorArguments(
-            rank,
-            world_size,
-            os.getpid(),
-            str(run_dir.absolute()),
-            hang_seconds,
-            ends_hangs,
-            time.time(),
-            self.beat.descriptor,
-            self._stacks.fileno(),
-        )
+        job = (rank, world_size, os.getpid(), str(run_dir.absolute()), hang_seconds, ends_hangs, time.time())
+        self._arguments = MonitorArguments(*job, beat=self.beat.descriptor, stacks=self._stacks.fileno())
         self._c = ctypes.CDLL(None)
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 
@@ -60,7 +52,7 @@ class Watchdog:
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._monitor = subprocess.Popen(
             # -S: no packages are needed, and looking for them takes time.
-            [sys.executable, "-S", "-m", "dino_ds.health.monitor", self._arguments.to_json()],
+            [sys.executable, "-S", "-m", "dino_ds.health.monitor", json.dumps(self._arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(self.beat.descriptor, self._stacks.fileno()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -10,32 +11,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError
+from dino_ds.health.files import Disk
 from dino_ds.health.processes import death_by
-from dino_ds.health.records import Heartbeat, describe_death, last_checkpoint
-from dino_ds.launching.guard import Guard, end_all
+from dino_ds.health.records import Heartbeat, Heartbeats, describe_death, last_checkpoint, last_checkpoint_step
+from dino_ds.launching.guard import end_all
 from dino_ds.launching.ranks import End, LocalRanks
-from dino_ds.launching.records import StartRecords, last_checkpoint_step
 
 LOST = PeerError.exit_code
 _TICK_SECONDS = 0.2
 _AFTER_A_FAILURE_SECONDS = 10.0
-"""For the other ranks to notice it, say so and end; with the launcher alone some wait for ever."""
+"""Time for the other ranks to notice it, say so and end; with the launcher alone some wait for ever."""
 _AFTER_AN_END_SECONDS = 600.0
-"""For the others, where one rank has ended well: rank 0 may still be writing."""
+"""Time for the others after one rank has ended well: rank 0 may still be writing."""
 _WITHOUT_LAUNCHER_SECONDS = 60.0
 _LAUNCHER_SECONDS = 1.0
-"""For a launcher after its last rank: Python takes seconds to take torch apart."""
+"""Time for a launcher after its last rank: Python takes seconds to take torch apart."""
 _LAST_WORDS_SECONDS = 5.0
-"""For watchers and loader processes, after the last rank."""
+"""Time for monitors and loader processes after the last rank."""
 _OTHER_MACHINES_SECONDS = 15.0
-"""For the last heartbeat of a rank that ends elsewhere at about the same time."""
+"""Time for the last heartbeat of a rank that ends elsewhere at about the same time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How a start ended. `message`: one line, "" if all is well; `reported`: a rank has printed it already.
 
-    beat: the last heartbeat of `rank`, or of the rank that is furthest, None where there was none; failed_at:
+    beat: the last heartbeat of `rank`, or of the rank that is furthest, or None if there was none; failed_at:
     time.monotonic() of the first failure; seconds: from there until no process was left.
     """
 
@@ -70,31 +71,27 @@ class StopSignals:
 
     @property
     def for_ranks(self) -> int:
-        """What the ranks are sent: a terminal's end is a stop like any other."""
+        """The signal to send to the ranks: a terminal's end is a stop like any other."""
         return signal.SIGTERM if self.first in (None, signal.SIGHUP) else int(self.first or 0)
 
 
 class LaunchAttempt:
     """Runs `argv` in a session of its own; `run` returns when none of its processes is left on this machine.
 
-    on_first_step is called when the run has taken a step that no checkpoint held before.
+    mark: see `guard`. on_first_step is called when the run has taken a step that no checkpoint held before.
     """
 
     def __init__(
-        self,
-        argv: Sequence[str],
-        run_dir: Path,
-        signals: StopSignals,
-        guard: Guard,
-        on_first_step: Callable[[], None] = lambda: None,
+        self, argv: Sequence[str], run_dir: Path, signals: StopSignals, mark: str, on_first_step: Callable[[], None]
     ) -> None:
-        self._run_dir, self._signals, self._guard = run_dir, signals, guard
+        self._run_dir, self._signals, self._mark = run_dir, signals, mark
         self._on_first_step: Callable[[], None] | None = on_first_step
-        self._records = StartRecords(run_dir)
+        self._heartbeats = Heartbeats(run_dir, of_next_start=True)
+        name, _, value = mark.partition("=")
         self._root = subprocess.Popen(
-            list(argv), env=guard.environment, stdin=subprocess.DEVNULL, start_new_session=True
+            list(argv), env={**os.environ, name: value}, stdin=subprocess.DEVNULL, start_new_session=True
         )
-        self._ranks = LocalRanks(self._root)
+        self._ranks = LocalRanks(self._root, mark)
         self._start_step = last_checkpoint_step(run_dir) or 0
         self._signalled: set[int] = set()
         self._killed = self._launcher_lost = False
@@ -115,14 +112,14 @@ class LaunchAttempt:
                 self._kill()
             if self._on_first_step and time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
-                if any(beat.step > self._start_step for beat in self._records.beats().values()):
+                if any(beat.step > self._start_step for beat in self._heartbeats.read()):
                     self._on_first_step()
                     self._on_first_step = None
-        end_all(self._guard.mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
+        end_all(self._mark, 0.0 if self._killed else _LAST_WORDS_SECONDS)
         self._ranks.close()
         until = time.monotonic() + _OTHER_MACHINES_SECONDS
         here = {end.rank for end in self._ranks.ends}
-        while None in self._codes().values() and self._records.beats().keys() - here and time.monotonic() < until:
+        while None in self._codes().values() and self._beats().keys() - here and time.monotonic() < until:
             time.sleep(_TICK_SECONDS)
         return self._outcome()
 
@@ -142,29 +139,29 @@ class LaunchAttempt:
         self._deadline = end if self._deadline is None else min(self._deadline, end)
 
     def _forward_signals(self) -> None:
-        """The first one lets all ranks save, a second one ends everything."""
+        """Ask all ranks to save and stop after the first signal, end everything after a second one."""
         if self._signals.count > 1:
             self._kill()
         elif self._signals.count:
             self._ask_to_stop(self._signals.for_ranks)
 
     def _ask_to_stop(self, number: int) -> None:
-        """Signals every rank of this machine once; DeepSpeed's launcher would do it one by one, and kill them."""
+        """Signal every rank of this machine once; DeepSpeed's launcher would do it one by one, and kill them."""
         if self._ranks.alive:
             for rank in self._ranks.alive.keys() - self._signalled:
                 self._signalled.add(rank)
                 self._ranks.send(rank, number)
         elif not self._signalled and self._root.poll() is None:
             self._signalled.add(-1)
-            if self._records.beats():
-                self._records.ask_to_stop()  # the ranks are on other machines
+            if self._beats():
+                Disk().run((self._run_dir / "stop").touch, None)  # for the ranks on other machines
             else:
                 self._root.terminate()  # nothing to save yet
                 self._set_deadline(_LAST_WORDS_SECONDS)
 
     def _kill(self) -> None:
         self._killed = True
-        end_all(self._guard.mark, 0.0)
+        end_all(self._mark, 0.0)
 
     def _outcome(self) -> Outcome:
         """The run's own end: from the records and exit codes of its ranks, whatever the launcher's exit code is."""
@@ -172,7 +169,7 @@ class LaunchAttempt:
         failed_at = self._failed_at or now
 
         def outcome(code: int, message: str = "", reported: bool = False, rank: int | None = None) -> Outcome:
-            return Outcome(code, message, reported, rank, self._records.beat(rank), failed_at, now - failed_at)
+            return Outcome(code, message, reported, rank, self._beat(rank), failed_at, now - failed_at)
 
         if self._signals.count > 1:
             return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
@@ -185,19 +182,28 @@ class LaunchAttempt:
         if STOPPED in codes.values() and set(codes.values()) <= good:
             lost = f"the launcher was ended; its ranks have stopped; {self._checkpoint}"
             return outcome(LOST, lost) if self._launcher_lost else outcome(STOPPED)
-        if failure := self._records.first_failure():
-            # Of a hang, it is the rank that has noticed it; the message names those that are behind.
+        if failure := self._heartbeats.first_failure():
+            # A hang is recorded by the rank that has noticed it; the message names those that are behind.
             rank = None if failure.kind == "hang" else failure.rank
             return outcome(failure.code or LOST, failure.message, True, rank)
         code, message, rank = self._unrecorded_failure(codes)
         return outcome(code, f"{message}; {self._checkpoint}", rank=rank)
 
+    def _beats(self) -> dict[int, Heartbeat]:
+        return {beat.rank: beat for beat in self._heartbeats.read()}
+
+    def _beat(self, rank: int | None) -> Heartbeat | None:
+        """The last heartbeat of this rank, else of the rank that is furthest, or None before the first."""
+        beats = self._beats()
+        furthest = max(beats.values(), key=lambda beat: beat.step, default=None)
+        return furthest if rank is None else beats.get(rank, furthest)
+
     def _codes(self) -> dict[int, int | None]:
-        """Rank -> exit code, minus the signal's number, or None for a rank that has not finished as far as is known.
+        """Exit codes by rank: minus the signal's number, or None for a rank that has not finished as far as is known.
 
         A rank of another machine counts if it has a heartbeat here: else that machine has a supervisor of its own.
         """
-        beats, ends = self._records.beats(), {end.rank: end for end in self._ranks.ends if end.rank is not None}
+        beats, ends = self._beats(), {end.rank: end for end in self._ranks.ends if end.rank is not None}
         codes: dict[int, int | None] = {}
         for rank in sorted(ends.keys() | beats.keys()):
             end, beat = ends.get(rank), beats.get(rank)
@@ -210,9 +216,9 @@ class LaunchAttempt:
         return codes
 
     def _unrecorded_failure(self, codes: dict[int, int | None]) -> tuple[int, str, int | None]:
-        """For a failure that no rank has recorded: code, message, rank."""
+        """Code, message and rank of a failure that no rank has recorded."""
         for end in self._ranks.ends:
-            who, beat = "the launcher" if end.rank is None else f"rank {end.rank}", self._records.beat(end.rank)
+            who, beat = "the launcher" if end.rank is None else f"rank {end.rank}", self._beat(end.rank)
             step, where = (beat.step, beat.where) if beat else (0, "start")
             if end.killed_by:
                 return LOST, describe_death(who, death_by(end.killed_by), step, where), end.rank

@@ -14,52 +14,35 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
 _GRACE_SECONDS = 4.0
-"""For ranks, which see that their launcher is gone, to save and end by themselves."""
+"""Time for ranks, which see that their launcher is gone, to save and end by themselves."""
 _KERNEL_SECONDS = 30.0
 
 
-class Guard:
-    """A `with` block around the run; every process of the run must be started with `environment`."""
-
-    def __init__(self) -> None:
-        self._name, self._value = "DINO_DS_SUPERVISOR", f"{os.getpid()}.{time.time_ns()}"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, self._name: self._value}
-
-    @property
-    def mark(self) -> str:
-        return f"{self._name}={self._value}"
-
-    def __enter__(self) -> Guard:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, self.mark],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # not in the group that a terminal or killpg ends
-        )
-        return self
-
-    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(b"the end")
-            self._process.stdin.close()
-        self._process.wait()
+@contextlib.contextmanager
+def guard() -> Iterator[str]:
+    """A `with` block around a run; yields NAME=VALUE, for the environment of every process of the run."""
+    mark = f"DINO_DS_SUPERVISOR={os.getpid()}.{time.time_ns()}"
+    # In a session of its own, not in the group that a terminal or killpg ends.
+    command = [sys.executable, "-I", "-S", __file__, mark]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            yield mark
+        finally:
+            with contextlib.suppress(OSError):
+                process.communicate(b"the end")
 
 
-def marked_processes(mark: str) -> Iterator[int]:
-    """Living processes, but this one, with `mark` (NAME=VALUE) in the environment they were started with."""
-    wanted = mark.encode()
+def marked_processes(mark: str) -> dict[int, dict[str, str]]:
+    """Environments by pid: of all living processes, but this one, that were started with `mark` in theirs."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if pid != os.getpid():
-            with contextlib.suppress(OSError):  # another user's, or gone
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    yield pid
+        with contextlib.suppress(OSError):  # another user's, or gone
+            variables = (folder / "environ").read_text(errors="replace").split("\0")
+            if mark in variables and int(folder.name) != os.getpid():
+                found[int(folder.name)] = dict(v.split("=", 1) for v in variables if "=" in v)
+    return found
 
 
 def end_all(mark: str, grace_seconds: float) -> None:
@@ -68,7 +51,7 @@ def end_all(mark: str, grace_seconds: float) -> None:
     A process that waits in the kernel for a dead disk can't be killed: it is left after half a minute.
     """
     kill_at = time.monotonic() + grace_seconds
-    while (remaining := list(marked_processes(mark))) and time.monotonic() < kill_at + _KERNEL_SECONDS:
+    while (remaining := marked_processes(mark)) and time.monotonic() < kill_at + _KERNEL_SECONDS:
         if time.monotonic() > kill_at:
             for pid in remaining:
                 with contextlib.suppress(ProcessLookupError):

@@ -10,9 +10,8 @@ import subprocess
 import time
 from dataclasses import dataclass
 
-import psutil
-
 from dino_ds.health.processes import exit_status, find_process
+from dino_ds.launching.guard import marked_processes
 
 _SEARCH_SECONDS = 0.2
 _POLL_SECONDS = 0.05
@@ -20,7 +19,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class End:
-    """`status` as os.waitpid gives it, None where the parent was faster; `rank` None: a launcher."""
+    """The end of a rank, or of a launcher (`rank` None). `status` as os.waitpid gives it, None if nobody saw it."""
 
     rank: int | None
     status: int | None
@@ -32,7 +31,7 @@ class End:
 
     @property
     def code(self) -> int | None:
-        """The exit code; None after a signal, or where nobody saw it."""
+        """The exit code, or None after a signal, or if nobody saw it."""
         return None if self.status is None or self.killed_by else os.WEXITSTATUS(self.status)
 
 
@@ -56,14 +55,14 @@ class _Process:
 
 
 class LocalRanks:
-    """The processes of a launcher (`root`) and its children; `ends` in order of time.
+    """The processes of a launcher (`root`) and its children, which carry `mark` (see `guard`); `ends` in order of time.
 
     Ranks are the topmost processes with RANK in their environment.
     """
 
-    def __init__(self, root: subprocess.Popen[bytes]) -> None:
+    def __init__(self, root: subprocess.Popen[bytes], mark: str) -> None:
         self.ends: list[End] = []
-        self._root, self._seen = root, {root.pid}
+        self._root, self._mark, self._seen = root, mark, {root.pid}
         self._watched = [_Process(root.pid, None)]
         self._ranks = set[int]()
         self._expected: int | None = None
@@ -72,12 +71,12 @@ class LocalRanks:
 
     @property
     def alive(self) -> dict[int, int]:
-        """Rank -> pid."""
+        """Pids by rank."""
         return {w.rank: w.pid for w in self._watched if w.rank is not None}
 
     @property
     def launcher_alive(self) -> bool:
-        return any(w.rank is None and w.pid == self._root.pid for w in self._watched)
+        return any(w.pid == self._root.pid for w in self._watched)
 
     @property
     def over(self) -> bool:
@@ -96,67 +95,56 @@ class LocalRanks:
         for watched in list(self._watched):
             if watched.descriptor in ready or (watched.descriptor is None and watched.ended()):
                 new.append(End(watched.rank, exit_status(watched.pid)))
-                self._watched.remove(watched)
-                watched.close()
-                self._reap(watched.pid)
+                self._forget(watched)
         new.sort(key=lambda end: not end.killed_by)
         self.ends += new
         return new
 
     def send(self, rank: int, number: int) -> None:
-        """A signal to a living rank."""
+        """Send a signal to a living rank."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.alive[rank], number)
 
     def end_launchers(self) -> None:
-        """Kill them; how they end no longer matters."""
+        """Kill the launchers; how they end no longer matters."""
         for watched in [w for w in self._watched if w.rank is None]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(watched.pid, signal.SIGKILL)
-            self._watched.remove(watched)
-            watched.close()
+            self._forget(watched)
 
     def close(self) -> None:
-        """Every process has been ended."""
+        """Clear up when every process has ended."""
         self.poll(0.0)
-        for watched in self._watched:
-            watched.close()
-        for pid in self._seen:
-            self._reap(pid)
+        for watched in list(self._watched):
+            self._forget(watched)
 
-    def _reap(self, pid: int) -> None:
-        """Orphans become children of this process."""
-        if pid == self._root.pid:
+    def _forget(self, watched: _Process) -> None:
+        self._watched.remove(watched)
+        watched.close()
+        if watched.pid == self._root.pid:
             self._root.poll()
-            return
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
 
     def _search(self) -> None:
         now = time.monotonic()
         if now - self._searched < _SEARCH_SECONDS:
             return
         self._searched = now
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self._root.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error, ValueError):
-                    if process.pid not in self._seen:
-                        self._register(process)
+        marked = marked_processes(self._mark)
+        for pid in marked.keys() - self._seen:
+            process, own = find_process(pid), marked[pid]
+            # An orphan is no rank, but what a rank has started that ended before it was looked at.
+            above = marked.get(process.parent) if process else None
+            if process is None or above is None:
+                continue
+            if "RANK" in own and "RANK" not in above:
+                self._watch(pid, int(own["RANK"]))
+                self._world_size = int(own.get("WORLD_SIZE", 1))
+                self._expected = int(own.get("LOCAL_SIZE") or own.get("LOCAL_WORLD_SIZE") or 1)
+            elif "RANK" not in own and process.age > 1.0:  # a younger one may still become a rank
+                self._watch(pid, None)
 
-    def _register(self, process: psutil.Process) -> None:
-        environment = process.environ()
-        if process.ppid() in (os.getpid(), 1):
-            return  # an orphan: what a rank has started that ended before it was looked at
-        if "RANK" in environment:
-            rank = int(environment["RANK"])
-            if rank not in self._ranks:  # else a process that the rank has started
-                self._ranks.add(rank)
-                self._add(process.pid, rank)
-                self._world_size = int(environment.get("WORLD_SIZE", 1))
-                self._expected = int(environment.get("LOCAL_SIZE") or environment.get("LOCAL_WORLD_SIZE") or 1)
-        elif process.create_time() < time.time() - 1.0:  # a younger one may still become a rank
-            self._add(process.pid, None)
-
-    def _add(self, pid: int, rank: int | None) -> None:
+    def _watch(self, pid: int, rank: int | None) -> None:
         self._seen.add(pid)
         self._watched.append(_Process(pid, rank))
+        if rank is not None:
+            self._ranks.add(rank)

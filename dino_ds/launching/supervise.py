@@ -6,12 +6,10 @@ DeepSpeed's launcher.
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +17,20 @@ from dino_ds.basics.ports import find_free_port, port_is_free
 from dino_ds.errors import ConfigError, StorageError, UserError
 from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
+from dino_ds.health.records import append_record, last_checkpoint_step
 from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
-from dino_ds.launching.guard import Guard
-from dino_ds.launching.records import append_record, last_checkpoint_step
+from dino_ds.launching.guard import guard
 
-_CHILD_SUBREAPER = 36
 _DEADLY = 3
-"""Deaths in a row at one step after which the step is to blame."""
+"""Number of deaths in a row at one step after which the step is to blame."""
 _FINAL = (0, 2, 3, 4, 7, 75)
 """Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 _FIRST_WAIT_STORAGE = 30.0
 _LOCK_SECONDS = 120.0
-"""For the lock of a run folder whose holder, on another machine, has gone."""
+"""Time to wait for the lock of a run folder whose holder, on another machine, has gone."""
 _NAMING_SECONDS = 600.0
-"""For listing the images again."""
+"""Time for listing the images again."""
 
 
 def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
@@ -46,18 +43,19 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
     a person must fix (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would
     give them again.
     """
-    with StopSignals() as signals, Guard() as guard, _adopted_orphans():
+    with StopSignals() as signals, guard() as mark:
         words, restarts, in_vain, failed_at, deaths = list(argv), 0, 0, 0.0, list[int | None]()
         saved = last_checkpoint_step(run_dir) or 0
         while True:
             on_first_step = partial(_record_start, run_dir, restarts, failed_at)
-            outcome = LaunchAttempt(words, run_dir, signals, guard, on_first_step).run()
+            outcome = LaunchAttempt(words, run_dir, signals, mark, on_first_step).run()
             failed_at = outcome.failed_at
             if outcome.message and not outcome.reported:
                 _print(f"error: {outcome.message}")
             if signals.count or outcome.code in _FINAL or max_restarts == 0:
                 return outcome.code
-            step = outcome.beat.step if outcome.beat and outcome.beat.working else None
+            beat = outcome.beat
+            step = beat.step if beat and beat.phase in ("data", "step") else None  # not while it starts or saves
             deaths.append(step)
             if step is not None and deaths[-_DEADLY:] == [step] * _DEADLY:
                 _print(f"error: {_suspect_step(run_dir, step)}")
@@ -83,9 +81,9 @@ def _back_off(code: int, in_vain: int) -> float:
 
 
 def _report_restart(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome, wait: float) -> None:
-    """One line on the console, one in RUN/restarts.jsonl."""
-    checkpoint = last_checkpoint_step(run_dir)
-    begin = "the beginning" if checkpoint is None else f"step {checkpoint}"
+    """Write a line to the console and one to RUN/restarts.jsonl."""
+    checkpoint = last_checkpoint_step(run_dir) or None
+    begin = f"step {checkpoint}" if checkpoint else "the beginning"
     _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
     record = {
         "time": now(),
@@ -102,7 +100,7 @@ def _report_restart(run_dir: Path, restarts: int, max_restarts: int, outcome: Ou
 
 
 def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
-    """The first new step after a restart: how long training has stood still."""
+    """Write down how long training has stood still until the first new step after a restart."""
     if restart:
         seconds = round(time.monotonic() - failed_at, 1)
         append_record(run_dir / "restarts.jsonl", {"restart": restart, "restart_seconds": seconds})
@@ -125,9 +123,9 @@ def _suspect_step(run_dir: Path, done: int) -> str:
 
 
 def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
-    """Until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
+    """Wait until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
 
-    False where a signal came.
+    False if a signal came.
     """
     begin, announced = time.monotonic(), False
     while not signals.count:
@@ -144,7 +142,7 @@ def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
 
 
 def _in_use(run_dir: Path) -> str:
-    """By whom; "" where the folder is free, or the disk does not answer: the run itself will say so."""
+    """Who uses the folder, or "" if it is free, or the disk does not answer: the run itself will say so."""
 
     def look() -> str:
         try:
@@ -156,23 +154,12 @@ def _in_use(run_dir: Path) -> str:
     return Disk().run(look, "")
 
 
-@contextmanager
-def _adopted_orphans() -> Iterator[None]:
-    """What loses its parent becomes a child of this process (Linux), where it can be waited for."""
-    c = ctypes.CDLL(None, use_errno=True)
-    c.prctl(_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        c.prctl(_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
 def _print(text: str) -> None:
     print(f"dino_ds: {text}", file=sys.stderr, flush=True)
 
 
 def _resumed(argv: Sequence[str]) -> list[str]:
-    """The same command with `--resume auto`, and another --master_port where its own is taken; one that other machines
+    """The same command with `--resume auto`, and another --master_port if its own is taken; one that other machines
     must know stays."""
     script = next(i for i, word in enumerate(argv) if Path(word).name == "train.py")
     launcher, given = list(argv[: script + 1]), list(argv[script + 1 :])
@@ -182,7 +169,7 @@ def _resumed(argv: Sequence[str]) -> list[str]:
 
 
 def without(words: Sequence[str], *names: str) -> list[str]:
-    """Without these options of a command line and their values."""
+    """The words of a command line but for these options and their values."""
     kept, dropped = list[str](), False
     for word in words:
         value, dropped = dropped and not word.startswith("-"), word in names

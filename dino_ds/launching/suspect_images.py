@@ -12,11 +12,11 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import ResumableSampler, steps_per_epoch
 from dino_ds.data.sources import build_source
-from dino_ds.launching.records import last_checkpoint_step
+from dino_ds.health.records import last_checkpoint_step
 
 
 def write_step_images(run_dir: Path, done: int) -> Path:
-    """RUN/suspect_images-STEP.txt: the global batch of the step after `done`. Raises UserError if it can't be known."""
+    """Write the global batch of the step after `done` to RUN/suspect_images-STEP.txt. Raises UserError if unknown."""
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
     data = recipe.data
     source = build_source(data.source, data.root, "train", download=False)
@@ -38,13 +38,13 @@ def write_step_images(run_dir: Path, done: int) -> Path:
 def _saved_state(run_dir: Path) -> tuple[int, dict[str, Any]]:
     """The last checkpoint's step, position and counters."""
     step = last_checkpoint_step(run_dir)
-    if step is None:
+    if not step:
         return 0, {"position": {}, "skipped_steps": 0}
     return step, read_manifest(run_dir / "checkpoints" / step_name(step)).state
 
 
 def _skipped_steps(run_dir: Path, done: int) -> int:
-    """As of the last line of metrics that is not after step `done`."""
+    """How many steps were skipped, by the last line of metrics that is not after step `done`."""
     skipped = 0
     path = run_dir / "metrics.jsonl"
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:

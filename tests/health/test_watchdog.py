@@ -18,11 +18,19 @@ from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.files import Disk
-from dino_ds.health.monitor import MonitorProcess, limit_of
+from dino_ds.health.monitored import Progress
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
+from dino_ds.health.records import (
+    Failure,
+    Heartbeat,
+    Heartbeats,
+    append_record,
+    describe_death,
+    describe_hang,
+    last_checkpoint,
+    last_checkpoint_step,
+)
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.launching.records import StartRecords, append_record, last_checkpoint_step
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, train_tiny
 
@@ -69,15 +77,14 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
 def test_work_inside_a_phase_is_progress_that_is_not_compared():
     """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
     beat = Beat()
-    monitor = object.__new__(MonitorProcess)
-    monitor._beat, monitor._moves, monitor._idle, monitor._slowest = beat, (-1, 0), 0.0, 0.0
+    progress = Progress(beat)
     beat.enter("evaluate", 5)
     moves, idle = beat.moves, []
     for breathes in (False, False, True, False):
         if breathes:
             beat.tick()
-        monitor._count(10.0)
-        idle.append(monitor._idle)
+        progress.add(10.0)
+        idle.append(progress.seconds)
     assert idle == [0.0, 10.0, 0.0, 10.0] and beat.moves == moves
 
 
@@ -94,6 +101,11 @@ def test_the_first_failure_is_claimed_once(heartbeats, tmp_path):
     first, second = (Failure(rank, "here", 3, "error", 2, f"by rank {rank}") for rank in (1, 0))
     assert heartbeats.claim(first) and not heartbeats.claim(second)
     assert heartbeats.first_failure() == first
+    late = Heartbeats(tmp_path, of_next_start=True)
+    assert late.first_failure() is None
+    heartbeats.prepare()
+    heartbeats.claim(second)
+    assert late.first_failure() == second  # of the start after it
     assert not Heartbeats(tmp_path / "nowhere").claim(first)
     heartbeats.remove()
     assert not heartbeats.folder.exists()
@@ -101,15 +113,15 @@ def test_the_first_failure_is_claimed_once(heartbeats, tmp_path):
 
 @pytest.mark.slow
 def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
-    """A FIFO that nobody writes to stands for it; a supervisor's view of the run folder too."""
+    """A FIFO that nobody writes to stands for it; nor a supervisor, which reads the run folder."""
     monkeypatch.setattr(Disk.__init__, "__defaults__", (0.2,))
-    records = StartRecords(tmp_path)
+    heartbeats = Heartbeats(tmp_path, of_next_start=True)
     for name in ("checkpoints/latest", "heartbeats/rank_00000.json", "restarts.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     assert last_checkpoint(tmp_path).endswith("the disk does not answer")
     assert last_checkpoint_step(tmp_path) is None
-    assert records.beats() == {} and records.first_failure() is None
+    assert heartbeats.read() == [] and heartbeats.first_failure() is None
     append_record(tmp_path / "restarts.jsonl", {})
     disk, later = Disk(), threading.Event()
     assert disk.run(later.wait, False) is False
@@ -202,14 +214,15 @@ def test_a_death_is_described_as_far_as_it_was_seen(how, line):
 
 def test_limits_follow_from_where_the_rank_is():
     beat = Beat()
-    assert limit_of(beat, 10) == 30
+    progress = Progress(beat)
+    assert progress.limit(10) == 30
     beat.enter("step", 0)
-    assert limit_of(beat, 10) == 30  # kernels are compiled
+    assert progress.limit(10) == 30  # kernels are compiled
     beat.warm = True
-    assert limit_of(beat, 10) == 10
+    assert progress.limit(10) == 10
     for phase, limit in (("save", 30), ("evaluate", 30), ("data", 10), ("end", 10)):
         beat.enter(phase, 7)
-        assert limit_of(beat, 10) == limit
+        assert progress.limit(10) == limit
     assert longest_wait(10) > 30
     assert longest_wait(0) == 1800
 

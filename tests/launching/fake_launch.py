@@ -107,7 +107,7 @@ def launcher_main(run_dir: Path, plan: list[list[list[str]]], train_words: list[
         file.write(" ".join(train_words) + "\n")
     ranks = plan[min(number, len(plan) - 1)]
     own = ranks.pop() if ranks[-1][0].startswith("launcher") else []
-    (run_dir / "heartbeats").mkdir(exist_ok=True)
+    Heartbeats(run_dir).prepare()
     time.sleep(2.5 if own and own[0].endswith("late") else 0)
     processes = []
     for rank, words in enumerate(ranks):

@@ -55,7 +55,7 @@ def supervised(tmp_path, monkeypatch):
     code and the words of each start."""
     monkeypatch.setattr(module, "_FIRST_WAIT", 0.0)
     monkeypatch.setattr(module, "_FIRST_WAIT_STORAGE", 0.0)
-    monkeypatch.setattr(module, "Guard", contextlib.nullcontext)
+    monkeypatch.setattr(module, "guard", contextlib.nullcontext)
 
     def run(ends, max_restarts, *words):
         starts, left = [], iter(ends)
@@ -257,28 +257,24 @@ def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, c
 
 
 @pytest.mark.slow
-def test_what_a_rank_leaves_is_no_rank(monkeypatch):
-    """Its environment names the rank, too: where that ended between the list of processes and a look at them."""
-    tree = "RANK=0 WORLD_SIZE=1 sh -c 'sleep 1000 & wait' & wait"
-    children = psutil.Process.children
-
-    def ended_meanwhile(launcher, recursive):
-        rank, left = children(launcher, recursive=recursive)
+def test_what_a_rank_leaves_is_no_rank():
+    """Its environment names the rank, too: in the rank's life, and after it ended before it was looked at."""
+    tree, mark = "RANK=0 WORLD_SIZE=2 sh -c 'sleep 1000 & wait' & wait", f"DINO_DS_SUPERVISOR={os.getpid()}.0"
+    environment = dict([*os.environ.items(), mark.split("=")])
+    with subprocess.Popen(["sh", "-c", tree], env=environment) as launcher:
+        while len(below := psutil.Process(launcher.pid).children(recursive=True)) < 2:
+            time.sleep(0.01)
+        rank, left = below
+        ranks = LocalRanks(launcher, mark)
+        ranks.poll(0.0)
+        assert ranks.alive == {0: rank.pid}
         rank.kill()
-        while left.ppid() != os.getpid():
+        while left.ppid() == rank.pid:
             time.sleep(0.01)
-        return [rank, left]
-
-    with module._adopted_orphans(), subprocess.Popen(["sh", "-c", tree]) as launcher:
-        while len(children(psutil.Process(launcher.pid), recursive=True)) < 2:
-            time.sleep(0.01)
-        _, left = children(psutil.Process(launcher.pid), recursive=True)
-        monkeypatch.setattr(psutil.Process, "children", ended_meanwhile)
-        ranks = LocalRanks(launcher)
+        ranks = LocalRanks(launcher, mark)
         ranks.poll(0.0)
         assert ranks.alive == {}
         left.kill()
-        left.wait()
 
 
 @pytest.mark.slow
