@@ -192,13 +192,13 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        sampled = sampled if channels == 3 else [_without_colours(one) for one in sampled]
+        sampled = sampled if channels == 3 else [_without_colors(one) for one in sampled]
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
         yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
-def _without_colours(crop: CropParameters) -> CropParameters:
+def _without_colors(crop: CropParameters) -> CropParameters:
     """What is done to images that are not RGB."""
     jitter = tuple(one for one in crop.jitter if one[0] not in ("saturation", "hue"))
     return replace(crop, jitter=jitter, gray=False)

@@ -1,6 +1,6 @@
 """`dino-ds attention-video`: a clip with what the teacher looks at laid over it.
 
-As facebookresearch/dino `video_generation.py`, but with colours that mean the same in all frames.
+As facebookresearch/dino `video_generation.py`, but with colors that mean the same in all frames.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.report.clip import FORMS, clip_writer, has_av, import_av, open_clip, survey
 from dino_ds.report.model_options import MAPS_AT_ONCE, in_parts, load_for_pictures, side_of
-from dino_ds.report.pictures.draw import MASS, coat, head_colours, heat, overlay
-from dino_ds.report.pictures.maps import PatchColours, mass_mask
+from dino_ds.report.pictures.draw import MASS, coat, head_colors, heat, overlay
+from dino_ds.report.pictures.maps import PatchColors, mass_mask
 from dino_ds.weights.load import Backbone
 
 _SAMPLE = 16
 _SLOWEST, _FASTEST = 0.01, 1000.0
 """Frames a second. A GIF knows 655 seconds a frame at most."""
 _LIGHTEST = 0.995
-"""Part of the sample's patches that are darker than the lightest colour."""
+"""Part of the sample's patches that are darker than the lightest color."""
 _MOST_PATCHES = 65536
 _SHORT = 240
 """Pixels that a frame's shorter side should have at least where patches are small."""
@@ -131,19 +131,19 @@ def _shown(frame: np.ndarray, height: int, width: int) -> Tensor:
 
 
 def _painter(backbone: Backbone, sample: Tensor, show: str, head: int | None) -> Paint:
-    """`sample` (n, 3, h, w), frames of all parts of the clip, decides once on the colours: nothing flickers.
+    """`sample` (n, 3, h, w), frames of all parts of the clip, decides once on the colors: nothing flickers.
 
     Raises ConfigError where there is no such head.
     """
     if show == "pca":
-        colours = PatchColours(in_parts(backbone.patch_tokens, sample).flatten(0, 2))
+        colors = PatchColors(in_parts(backbone.patch_tokens, sample).flatten(0, 2))
         return lambda images, shown: [
-            coat(picture, colour)
-            for picture, colour in zip(shown, colours(in_parts(backbone.patch_tokens, images)), strict=True)
+            coat(picture, color)
+            for picture, color in zip(shown, colors(in_parts(backbone.patch_tokens, images)), strict=True)
         ]
     if show == "heads":
         return lambda images, shown: [
-            overlay(picture, maps * mass_mask(maps, MASS), head_colours(len(maps)))
+            overlay(picture, maps * mass_mask(maps, MASS), head_colors(len(maps)))
             for picture, maps in zip(shown, in_parts(backbone.attention, images), strict=True)
         ]
 

@@ -195,7 +195,7 @@ def _mp4(path: Path, fps: float) -> Iterator[AddFrame]:
         stream.pix_fmt, stream.options = "yuv420p", options
 
         def add(frame: np.ndarray) -> None:
-            # Colours are at half the resolution: odd sides get their last row or column twice.
+            # Colors are at half the resolution: odd sides get their last row or column twice.
             even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
             if not stream.is_open:
                 stream.height, stream.width = even.shape[:2]
@@ -207,7 +207,7 @@ def _mp4(path: Path, fps: float) -> Iterator[AddFrame]:
 
 @contextlib.contextmanager
 def _gif(path: Path, fps: float) -> Iterator[AddFrame]:
-    """256 colours a frame, for ever. Pillow's own writer keeps all frames until the last one is there."""
+    """256 colors a frame, for ever. Pillow's own writer keeps all frames until the last one is there."""
     numbers = itertools.count()
     with path.open("wb") as file:
 

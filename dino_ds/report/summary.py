@@ -11,14 +11,8 @@ from dino_ds.basics.digits import short
 from dino_ds.costs.memory import count_parameters
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.pictures.charts import summarise_knn
+from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics
-
-_OF_TERMS = (
-    *("dino_loss", "dino_cross_entropy", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl"),
-    *("koleo_loss", "gram_loss"),
-)
-"""Keys of runs with other terms than DINO's alone."""
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
@@ -34,7 +28,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
-        **{key: _last(metrics[key]) for key in _OF_TERMS if key in metrics.curves},
+        **{key: _last(metrics[key]) for key in find_others(metrics) if not key.startswith(EVALUATED)},
         "knn": summarise_knn(metrics),
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),

@@ -105,13 +105,13 @@ def _paths(line: Line, frame: Frame) -> Iterator[dict[str, Any]]:
     is_long = line.curve.is_long() and line.kind not in ("dots", "hidden")
     drawn = list(_commands(line.curve.means(), frame.log)) if is_long else exact
     if is_long:
-        yield {"css": f"c{line.colour} faint", "name": line.name, "d": "".join(exact)}
+        yield {"css": f"c{line.color} faint", "name": line.name, "d": "".join(exact)}
     if line.kind == "area" and len(drawn) > 1:
-        yield {"css": f"c{line.colour} fill", "d": _outline(drawn, line.base, frame)}
+        yield {"css": f"c{line.color} fill", "d": _outline(drawn, line.base, frame)}
     named = {} if is_long else {"name": line.name}
-    yield {"css": f"c{line.colour} {line.kind}", **named, "d": "".join(drawn)}
+    yield {"css": f"c{line.color} {line.kind}", **named, "d": "".join(drawn)}
     if (line.kind == "dots" and len(drawn) <= _MOST_DOTS) or len(drawn) == 1:
-        yield {"css": f"c{line.colour} dot", "d": "".join(f"M{command[1:]}h0" for command in drawn)}
+        yield {"css": f"c{line.color} dot", "d": "".join(f"M{command[1:]}h0" for command in drawn)}
 
 
 def _outline(commands: Sequence[str], base: Curve | None, frame: Frame) -> str:

@@ -21,10 +21,10 @@ def mass_mask(attention: Tensor, mass: float) -> Tensor:
     return mask.unflatten(-1, attention.shape[-2:])
 
 
-class PatchColours:
+class PatchColors:
     """The first three principal components of patch tokens as RGB.
 
-    Fitted once, to the tokens (n, d) of all images or frames, so that equal colours mean equal things and nothing
+    Fitted once, to the tokens (n, d) of all images or frames, so that equal colors mean equal things and nothing
     flickers or changes its sign from one to the next. A component's sign is arbitrary: its largest weight is positive.
     Source: DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid.
     """
@@ -37,7 +37,7 @@ class PatchColours:
         self.axes = axes / (variances.sqrt() + 1e-12)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Tokens (..., d) -> colours (..., 3) in [0, 1]."""
+        """Tokens (..., d) -> colors (..., 3) in [0, 1]."""
         return torch.sigmoid(2 * ((tokens.double() - self.mean) @ self.axes)).float()
 
 
