@@ -1,4 +1,4 @@
-"""A picture: images with the boxes of their crops drawn on them, beside them the crops as the network sees them."""
+"""A picture: images with the boxes of their crops drawn on them, next to the crops as the network sees them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Image.Image:
 
 
 def describe(crop: CropParameters) -> str:
-    """What was done to a crop, in words."""
+    """The operations on a crop, in words."""
     left, top, right, bottom = crop.box
     words = [f"{right - left} x {bottom - top} at {left}, {top}"]
     words += [f"turned left by {90 * crop.turns} degrees"] if crop.turns else []

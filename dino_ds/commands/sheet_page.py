@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 _ORIGINAL_SIDE = 480
 """Longer side in the page, pixels."""
 _ORIGINAL_HEIGHT = 330
-"""At most, as shown."""
+"""Greatest height in the page, pixels."""
 _CROP_SIDE = 128
 """Smaller crops are shown enlarged, in whole pixels, up to it."""
 _LISTED = 200

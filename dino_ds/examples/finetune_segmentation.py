@@ -87,7 +87,7 @@ def predict(network: Segmenter, data: Masked, index: int) -> tuple[np.ndarray, n
 
 
 def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, dict[str, float]]:
-    """Intersection over union of all images, percent: the mean over classes, and that of each that is somewhere."""
+    """Intersection over union of all images, percent: the mean over classes, and each class that is somewhere."""
     n = len(classes)
     counts = np.zeros((n, n))
     for index in range(len(data)):
@@ -100,7 +100,7 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, di
 
 
 def overlay(network: Segmenter, data: Masked, path: Path) -> None:
-    """The first four images, each beside its mask and what was found, half transparent."""
+    """Draw the first four images, each next to its mask and to the classes found, half transparent."""
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])

@@ -28,7 +28,7 @@ RULE = "rule of thumb"
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of advice: `flags` of `train` that follow from it, `value` for people, and why, with a source."""
+    """One piece of advice: `flags` of `train` that follow from it, a readable `value`, and why, with a source."""
 
     setting: str
     value: str

@@ -53,7 +53,7 @@ def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_pat
 
 
 def _look_at_the_rest(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> list[Finding]:
-    """What needs torch, which is imported only now: the page is printed also where it does not load."""
+    """Findings that need torch, imported only now: the page is printed also if it does not load."""
     from dino_ds.planning.doctor_machine import look_at_gpus, look_at_network, look_at_system
     from dino_ds.planning.doctor_speed import measure_data, measure_sums
 

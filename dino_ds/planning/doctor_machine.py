@@ -1,4 +1,4 @@
-"""What `doctor` finds about the machine: GPUs, memory, limits of processes, disks, network."""
+"""Findings of `doctor` about the machine: GPUs, memory, limits of processes, disks, network."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def look_at_gpus(config: DsConfig, recipe: Recipe) -> Iterator[Finding]:
 
 
 def look_at_system(recipe: Recipe, run_dir: Path) -> Iterator[Finding]:
-    """Memory, shared memory for the recipe's batches, limits of processes, and the disks, also that of the runs."""
+    """Memory, shared memory for the recipe's batches, limits of processes, and the disks."""
     total, free = host_memory_gib()
     text = f"{len(usable_cores())} cores, {free:.1f} of {total:.1f} GiB memory free"
     yield judge("memory", text, "end other programs, or give the container more: a rank needs about 2 GiB", free < 2)

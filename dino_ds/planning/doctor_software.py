@@ -1,4 +1,4 @@
-"""What `doctor` finds about software: versions and whether they fit together, compilers, the libraries' reports."""
+"""Findings of `doctor` about software: versions and whether they fit together, compilers, the libraries' reports."""
 
 from __future__ import annotations
 

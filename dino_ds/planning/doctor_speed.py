@@ -1,4 +1,4 @@
-"""What `doctor` measures: how fast the images can be read, and how fast two processes sum a tensor."""
+"""Measurements of `doctor`: the speed of reading images, and of a sum over two processes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measure_data(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _timed(act: Callable[[Any], object], things: list[Any]) -> tuple[int, float, int]:
-    """How many of the things were done in the time allowed, in how many seconds, and how many were unreadable."""
+    """Things done in the time allowed, the seconds that it took, and the number of unreadable images."""
     done = bad = 0
     begin = time.perf_counter()
     for thing in things:

@@ -1,6 +1,6 @@
 """`dino-ds attention-video`: a clip with what the teacher looks at laid over it.
 
-As facebookresearch/dino `video_generation.py`, but with colors that mean the same in all frames.
+Like facebookresearch/dino `video_generation.py`, but with colors that mean the same in all frames.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Paint = Callable[[Tensor, Tensor], list[np.ndarray]]
 
 
 def run(options: AttentionVideoOptions) -> None:
-    """Every frame of `clip`, painted, into `out`. Raises ConfigError, DataError, CheckpointError."""
+    """Paint every frame of `clip` into `out`. Raises ConfigError, DataError, CheckpointError."""
     if options.head is not None and options.show != "attention":
         raise ConfigError(f"--head {options.head} is for --show attention; --show {options.show} has all heads")
     path, form = _destination(options.clip, options.out, options.format)
@@ -84,7 +84,7 @@ def run(options: AttentionVideoOptions) -> None:
 
 
 def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, str]:
-    """Where to and how. Raises ConfigError, also for what exists already."""
+    """The path to write and its format. Raises ConfigError, also if the path exists already."""
     ending = Path(out).suffix.lower().removeprefix(".") if out else ""
     if form is None and ending in FORMS:
         form = ending

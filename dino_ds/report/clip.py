@@ -24,7 +24,7 @@ from dino_ds.data.images import FORMATS, to_rgb
 from dino_ds.errors import ConfigError, DataError
 
 IMAGES_FPS = 25.0
-"""Of a folder of images, which doesn't say it."""
+"""Rate of a folder of images, which doesn't tell its own."""
 _ANIMATED = (".gif", ".webp", ".png", ".apng")
 _CONTAINERS = "mov matroska avi mpeg mpegts mpegvideo h264 hevc m4v ivf av1 obu mjpeg flv asf ogg mxf dv yuv4mpegpipe"
 """FFmpeg's names of what is read: others draw text files, or are lists of further files and addresses to open."""
@@ -99,7 +99,7 @@ def import_av() -> Any:
 
 
 def _images(paths: Sequence[str], name: str) -> Clip:
-    """In the order of their names, where numbers count as numbers."""
+    """A clip of images in the order of their names, in which numbers count as numbers."""
     found = sorted((path for path in paths if path.lower().endswith(EXTENSIONS)), key=_natural)
     if not found:
         raise DataError(f"{name} has no frames: looked for {' '.join(EXTENSIONS)} in {len(paths)} files")
@@ -120,7 +120,7 @@ def _natural(path: str) -> list[Any]:
 
 
 def _animation(path: str) -> Clip:
-    """By Pillow."""
+    """An animated image, read by Pillow."""
 
     def frames() -> Iterator[np.ndarray]:
         index = 0
@@ -175,7 +175,10 @@ def _broken(path: str, index: int, error: Exception) -> DataError:
 
 @contextlib.contextmanager
 def clip_writer(path: Path, form: str, fps: float) -> Iterator[AddFrame]:
-    """`form` is a key of FORMS. What was begun is removed after an error. Raises OSError; ConfigError without PyAV."""
+    """A writer of frames; `form` is a key of FORMS. An unfinished file is removed after an error.
+
+    Raises OSError, or ConfigError without PyAV.
+    """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         with FORMS[form](partial, fps) as add:

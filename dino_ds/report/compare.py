@@ -33,7 +33,7 @@ _EVALUATED_ON = (
     *("data.source", "data.root", "crops.global_size"),
     *("eval.root", "eval.k", "eval.temperature", "eval.bank_images", "eval.test_images"),
 )
-"""What an accuracy depends on besides the network: where it differs accuracies can't be compared."""
+"""Settings that an accuracy depends on besides the network: if they differ accuracies can't be compared."""
 _NO_BEST = ("_train", "regularisation", "feature_std", "uniformity", "alignment", "rankme")
 """Ends of names of figures that are not better for being higher."""
 _MOST_IN_LEGENDS = 4

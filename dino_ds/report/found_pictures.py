@@ -1,4 +1,4 @@
-"""The PNG files of a run's `pictures` folder, put into the page: those of training steps as strips through time."""
+"""The PNG files of a run's `pictures` folder, put into the page; pictures of training steps are strips through time."""
 
 from __future__ import annotations
 

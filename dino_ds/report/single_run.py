@@ -95,7 +95,7 @@ def _loss_parts(metrics: Metrics) -> str:
 
 
 def _images(run: RunFiles) -> str:
-    """Such as "2,880 images of photos"."""
+    """The images in words, such as "2,880 images of photos"."""
     count, _, place = run.log.facts.get("images", "").partition(";")[0].partition(" in ")
     if not count.isdecimal():
         return "images that log.txt does not name"

@@ -43,7 +43,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
 
 
 def trained(run: RunFiles) -> str:
-    """Such as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
+    """The network, such as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"
     model = run.recipe.model
@@ -71,7 +71,7 @@ def mean_rate(metrics: Metrics) -> float | None:
 
 
 def _last(curve: Curve) -> float | None:
-    """None where the last value is not there or not finite."""
+    """The last value, or None if there is none or it is not finite."""
     return curve.last if math.isfinite(curve.last) else None
 
 

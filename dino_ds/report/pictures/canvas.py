@@ -78,7 +78,7 @@ class Sheet:
 
 
 def shortened(text: str) -> str:
-    """As much of a text as fits under a picture."""
+    """The part of a text that fits under a picture."""
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 

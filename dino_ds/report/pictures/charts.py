@@ -1,4 +1,4 @@
-"""Which curves of a run are shown and how: one description for the report's page and for the picture `curves.png`."""
+"""The curves of a run and their looks: one description for the report's page and for the picture `curves.png`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """How one key of metrics.jsonl is shown; its numbers times `factor` are in `unit`."""
+    """The look of one key of metrics.jsonl; its numbers times `factor` are in `unit`."""
 
     key: str
     title: str
@@ -158,7 +158,7 @@ def knn_chart(metrics: Metrics) -> Chart:
 
 
 def rolling_chart(series: Series, metrics: Metrics) -> Chart:
-    """Each logging window is faint, with the mean of the last five over it."""
+    """A chart of each logging window, faint, with the mean of the last five over it."""
     rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
     lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
     lines += [Line("mean of five", rolling, 1)] if len(rolling) else []
@@ -166,7 +166,7 @@ def rolling_chart(series: Series, metrics: Metrics) -> Chart:
 
 
 def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """The newest and the best accuracy of the teacher, each with its step, beside its baselines, in percent; None
+    """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 
     The untrained network is the teacher at step 0.

@@ -21,12 +21,12 @@ MASS = 0.6
 _HEADS = 12
 """Heads that get a column of their own."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
-"""Of a neighbour of the query's class, and of another: blue and orange, which most people tell apart."""
+"""Frames of a neighbour of the query's class, and of another: blue and orange, which most people tell apart."""
 
 
 class PatchModel(Protocol):
-    """What a model must have to be drawn: images (b, 3, h, w) -> tokens (b, rows, columns, d), and of a ViT the CLS
-    token's attention (b, heads, rows, columns)."""
+    """A model that can be drawn: images (b, 3, h, w) -> tokens (b, rows, columns, d), and a ViT's attention of the CLS
+    token (b, heads, rows, columns)."""
 
     is_vit: bool
 
@@ -38,7 +38,7 @@ class PatchModel(Protocol):
 def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict[str, Figure]:
     """Normalised images (b, c, h, w), on the model's device -> the figures "attention" and "pca".
 
-    Of a network without attention the second is "similarity", of the patches in the middle.
+    The second is "similarity", of the patches in the middle, if a network has no attention.
     """
     pictures = picture_of(images.cpu(), mean, std)
     tokens = model.patch_tokens(images).float().cpu()
@@ -83,7 +83,7 @@ def draw_pca(pictures: Tensor, tokens: Tensor, attention: Tensor | None = None) 
     """Pictures (b, H, W, 3) and patch tokens (b, h, w, d): images above, the first three components as RGB below.
 
     One PCA for all. With `attention` (b, heads, h, w) the background, one side of the first component, is black and
-    the colors are those of the rest alone.
+    the rest alone decides on the colors.
     """
     mask = torch.ones(tokens.shape[:3], dtype=torch.bool) if attention is None else foreground(tokens, attention)
     colors = PatchColors(tokens[mask])(tokens) * mask[..., None]
@@ -119,9 +119,9 @@ def draw_neighbours(
     captions: Sequence[Sequence[str]],
     same_class: Sequence[Sequence[bool | None]],
 ) -> Figure:
-    """A row a query: the image, then its nearest neighbours; pictures (h, w, 3). A caption each, the query's first.
+    """Draw a row for each query: the image, then its nearest neighbours; pictures (h, w, 3), with captions.
 
-    same_class: whether each neighbour is of the query's class, for the color of its frame; None: no class is known.
+    same_class: whether each neighbour is of the query's class, or None if no class is known, for its frame's color.
     """
     known = any(same is not None for row in same_class for same in row)
     titles = ["query (blue: its class)" if known else "query", *[str(i + 1) for i in range(max(map(len, neighbours)))]]

@@ -44,7 +44,7 @@ class PatchColors:
 def foreground(tokens: Tensor, attention: Tensor) -> Tensor:
     """Tokens (b, h, w, d) and attention (b, heads, h, w) -> a mask (b, h, w): one side of the first component.
 
-    Of the two sides the one at which the CLS token looks more, on average over its patches.
+    It is the side at which the CLS token looks more, on average over its patches.
     Source: DINOv2 (arXiv 2304.07193), figures 1 and 9, which leave out patches with a negative score; but which side is
     negative is a matter of chance (facebookresearch/dinov2 issue 292).
     """
