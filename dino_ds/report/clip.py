@@ -21,7 +21,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import EXTENSIONS, NamedFiles
 from dino_ds.data.images import FORMATS, to_rgb
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError, DataError, one_line
 
 IMAGES_FPS = 25.0
 """Rate of a folder of images, which doesn't tell its own."""
@@ -30,7 +30,7 @@ _CONTAINERS = "mov matroska avi mpeg mpegts mpegvideo h264 hevc m4v ivf av1 obu 
 """FFmpeg's names of what is read: others draw text files, or are lists of further files and addresses to open."""
 
 AddFrame = Callable[[np.ndarray], None]
-"""Takes the next frame, uint8 (h, w, 3); all have one size."""
+"""Adds the next frame, uint8 (h, w, 3); all have one size."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +123,16 @@ def _animation(path: str) -> Clip:
     """An animated image, read by Pillow."""
 
     def frames() -> Iterator[np.ndarray]:
-        index = 0
-        try:
-            with Image.open(path, formats=FORMATS) as image:
-                for frame in ImageSequence.Iterator(image):
-                    yield np.asarray(to_rgb(frame.copy()))
-                    index += 1
-        except Exception as error:  # decoders raise anything on broken files
-            raise _broken(path, index, error) from None
+        with Image.open(path, formats=FORMATS) as image:
+            for frame in ImageSequence.Iterator(image):
+                yield np.asarray(to_rgb(frame.copy()))
 
     try:
         with Image.open(path, formats=FORMATS) as image:
             milliseconds = float(image.info.get("duration") or 0)
-    except Exception as error:
+    except Exception as error:  # decoders raise anything on broken files
         raise _broken(path, 0, error) from None
-    return Clip(path, 1000 / milliseconds if milliseconds else IMAGES_FPS, frames)
+    return Clip(path, 1000 / milliseconds if milliseconds else IMAGES_FPS, lambda: _counted(path, frames(), Exception))
 
 
 def _video(path: str) -> Clip:
@@ -145,18 +140,13 @@ def _video(path: str) -> Clip:
     allowed = {"format_whitelist": _CONTAINERS.replace(" ", ","), "protocol_whitelist": "file"}
 
     def frames() -> Iterator[np.ndarray]:
-        index = 0
-        try:
-            with av.open(path, options=allowed) as container:
-                if not container.streams.video:
-                    raise DataError(f"{path} has no video in it")
-                container.streams.video[0].thread_type = "AUTO"
-                for frame in container.decode(video=0):
-                    # Phones write what they see and how they were held.
-                    yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
-                    index += 1
-        except av.FFmpegError as error:
-            raise _broken(path, index, error) from None
+        with av.open(path, options=allowed) as container:
+            if not container.streams.video:
+                raise DataError(f"{path} has no video in it")
+            container.streams.video[0].thread_type = "AUTO"
+            for frame in container.decode(video=0):
+                # Phones write what they see and how they were held.
+                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
 
     try:
         with av.open(path, options=allowed) as container:
@@ -165,12 +155,22 @@ def _video(path: str) -> Clip:
         raise DataError(f"{path} is not a video: it must be one of FFmpeg's {_CONTAINERS}") from None
     except av.FFmpegError as error:
         raise _broken(path, 0, error) from None
-    return Clip(path, float(rate) if rate else IMAGES_FPS, frames)
+    return Clip(path, float(rate) if rate else IMAGES_FPS, lambda: _counted(path, frames(), av.FFmpegError))
+
+
+def _counted(path: str, frames: Iterator[np.ndarray], errors: type[Exception]) -> Iterator[np.ndarray]:
+    """The frames; one of the errors becomes a DataError with the frame's number."""
+    index = 0
+    try:
+        for frame in frames:
+            yield frame
+            index += 1
+    except errors as error:
+        raise _broken(path, index, error) from None
 
 
 def _broken(path: str, index: int, error: Exception) -> DataError:
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
-    return DataError(f"{path} can't be read at frame {index}: {reason}")
+    return DataError(f"{path} can't be read at frame {index}: {getattr(error, 'strerror', None) or one_line(error)}")
 
 
 @contextlib.contextmanager

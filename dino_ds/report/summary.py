@@ -43,7 +43,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
 
 
 def trained(run: RunFiles) -> str:
-    """The network, such as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
+    """The network as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"
     model = run.recipe.model
