@@ -29,7 +29,7 @@ _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
 
 
 def check(options: EmbedOptions) -> None:
-    """What can be known at once, without torch. Raises ConfigError."""
+    """Refuse options that are wrong without a look at images or weights. Raises ConfigError."""
     place = Path(options.out).expanduser()
     if place.suffix not in _ENDINGS:
         raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
@@ -63,9 +63,11 @@ def run(options: EmbedOptions) -> None:
 
 
 def write(options: EmbedOptions) -> dict[str, Any]:
-    """Write the file, and return what it is; every rank calls it. Rows are in the order of the source's images, which
-    of a folder is that of their sorted paths; an image that can't be read has a row of NaN and is named. Raises
-    UserError."""
+    """Write the file, and return its description; every rank calls it. Raises UserError.
+
+    Rows are in the order of the source's images, a folder's by their sorted paths; an image that can't be read has a
+    row of NaN and is named.
+    """
     from dino_ds.commands.embedding_parts import Parts, put_together
     from dino_ds.data.eval_crops import EvalCrop
     from dino_ds.engine import distributed
@@ -131,7 +133,7 @@ def _facts(model: Backbone, source: Source, what: str, size: int, value_range: V
 
 
 def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
-    """Of one row. Raises ConfigError for patches of a network that gives none."""
+    """The shape of one row. Raises ConfigError for patches of a network that gives none."""
     if what == "cls":
         return (model.width,)
     if not model.has_patches:

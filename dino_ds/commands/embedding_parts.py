@@ -34,7 +34,7 @@ Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
 """Images of a part, and bytes of one of maps, at most: what an interruption costs a rank."""
 _FEW, _PARTS = 64, 64
-"""Few images are cut into so many parts, of so many at least, for ranks to share."""
+"""The least images of a part, and the parts into which few images are cut for ranks to share."""
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 """Facts of an embedding that are told in words of their own."""
 
@@ -112,7 +112,7 @@ class Parts:
             return None
 
     def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
-        """Content of the JSON next to a part: the CRC32 of its file, and that of all it belongs to. Raises OSError."""
+        """Content of the JSON next to a part: CRC32s of its file and of all that it belongs to. Raises OSError."""
         of = zlib.crc32(f"{self._about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
         return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
 
@@ -176,13 +176,13 @@ def put_together(place: Path, parts: Parts, source: Source) -> None:
 
 
 def _label_of(source: Source, index: int) -> tuple[int, str]:
-    """Of an image its label, -1 for none, and the name of the class, "" for none."""
+    """An image's label, or -1, and the name of its class, or ""."""
     label = -1 if source.labels is None else int(source.labels[index])
     return label, source.classes[label] if source.classes and label >= 0 else ""
 
 
 def _write_npy(place: Path, parts: Parts, source: Source) -> None:
-    """The array, and beside it a .csv with name, label and class of every row."""
+    """Write the array, and next to it a .csv with name, label and class of every row."""
     # Both at the end: a .csv alone, after an interruption, would be taken for somebody else's.
     with replacing(place.with_suffix(".csv")) as names, replacing(place) as array:
         with names.open("w", newline="") as file:
@@ -222,8 +222,10 @@ def _write_csv(place: Path, parts: Parts, source: Source) -> None:
 
 
 def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
-    """Columns name, label, class, features; a row group a part. Of maps the features are flat, and the metadata of the
-    file has their shape."""
+    """Write columns name, label, class and features, a row group for each part.
+
+    Maps are flat, and the metadata of the file has their shape.
+    """
     parquet = import_parquet()
     import pyarrow
 

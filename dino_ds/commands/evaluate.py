@@ -43,7 +43,7 @@ _CONCERNS = {
 
 
 class Evaluated(NamedTuple):
-    """What rank 0 knows at the end, or where an evaluation has failed."""
+    """Results and notes on rank 0, at the end or where an evaluation has failed."""
 
     results: dict[str, Any]
     subject: EvalContext
@@ -63,9 +63,9 @@ def run(options: EvalOptions) -> None:
 
 
 def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
-    """Every evaluation of `evals`, by all ranks of the launcher; each result is written as soon as it is there.
+    """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is there.
 
-    On rank 0 `show` gets them all, where one fails those before it. Raises ConfigError, DataError, CheckpointError.
+    On rank 0 `show` gets the results, also those before one that fails. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
     init_distributed()
@@ -118,7 +118,7 @@ def _timed(name: str, subject: EvalContext, about: dict[str, Any], options: Eval
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: those that are named, else those of the run. A folder alone has no test images."""
+    """Training and test images: the named ones, else the run's. A folder alone has no test images."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
         data = recipe.data

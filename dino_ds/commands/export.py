@@ -68,7 +68,7 @@ def run(options: ExportOptions) -> None:
 
 
 def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
-    """How images are prepared, where the program that loads the export does not do it or does it in another way."""
+    """A note on preparing images if the program that loads the export does not, or does it in another way."""
     size = model.image_size
     if format in _OF_THE_HUB:
         by_size = format == "hf" and model.is_vit  # transformers prepares images for other networks by timm's transform

@@ -44,11 +44,11 @@ _MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
 _NAMES = 10_000
 _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
-"""Of the recipe's crops: what is said where it is not the preset's."""
+"""Options of crops that the title names if they differ from the preset's."""
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> None:
-    """Write a sheet of `images` images with their crops to `out` (.png) and a page with more beside it (.html), and
+    """Write a sheet of `images` images with their crops to `out` (.png) and a page with more next to it (.html), and
     print statistics of `sample` images drawn at random (0 = all).
 
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
@@ -157,7 +157,7 @@ def _class_folder(source: Source, root: str | None) -> str | None:
 
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
-    """Which share of crops holds fewer pixels than the network gets, by drawing the crops of up to 2,000 images."""
+    """The share of crops with fewer pixels than the network gets, among crops drawn for up to 2,000 images."""
     multicrop = MultiCrop.of(recipe)
     small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
     for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
@@ -192,14 +192,14 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        sampled = sampled if channels == 3 else [_without_colours(one) for one in sampled]
+        sampled = sampled if channels == 3 else [_without_colors(one) for one in sampled]
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
         yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
 
 
-def _without_colours(crop: CropParameters) -> CropParameters:
-    """What is done to images that are not RGB."""
+def _without_colors(crop: CropParameters) -> CropParameters:
+    """The operations of a crop that are done to images that are not RGB."""
     jitter = tuple(one for one in crop.jitter if one[0] not in ("saturation", "hue"))
     return replace(crop, jitter=jitter, gray=False)
 

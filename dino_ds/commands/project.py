@@ -103,7 +103,7 @@ def run(options: InitOptions) -> None:
 
 
 def _slow_on_cpu(recipe: Recipe) -> str:
-    """How long a step takes on a CPU, where that is too long to train."""
+    """A warning on the time of a step on a CPU if it is too long to train, else ""."""
     batch = recipe.data.global_batch
     with suppress(NotEstimated):
         seconds = batch * sum(recipe_step_flops(recipe, False).values()) / _CPU_FLOPS

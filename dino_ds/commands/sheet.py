@@ -1,4 +1,4 @@
-"""A picture: images with the boxes of their crops drawn on them, beside them the crops as the network sees them."""
+"""A picture: images with the boxes of their crops drawn on them, next to the crops as the network sees them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dino_ds.data.multicrop import CropParameters
 
-GLOBAL_COLOUR, LOCAL_COLOUR = "#e8590c", "#1c7ed6"
+GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
 _ROW = 192
 """Pixels: height of an image, and of a global crop."""
 _ORIGINAL_WIDTH = 264
@@ -34,8 +34,8 @@ class Seen:
     crops: list[Image.Image]
     num_global: int
 
-    def colour(self, crop: int) -> str:
-        return GLOBAL_COLOUR if crop < self.num_global else LOCAL_COLOUR
+    def color(self, crop: int) -> str:
+        return GLOBAL_COLOR if crop < self.num_global else LOCAL_COLOR
 
 
 def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Image.Image:
@@ -53,7 +53,7 @@ def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Image.Image:
 
 
 def describe(crop: CropParameters) -> str:
-    """What was done to a crop, in words."""
+    """The operations on a crop, in words."""
     left, top, right, bottom = crop.box
     words = [f"{right - left} x {bottom - top} at {left}, {top}"]
     words += [f"turned left by {90 * crop.turns} degrees"] if crop.turns else []
@@ -67,14 +67,14 @@ def describe(crop: CropParameters) -> str:
 
 def _draw_title(sheet: Image.Image, title: str, row: Seen) -> None:
     draw = ImageDraw.Draw(sheet)
-    legend = [("global crops", GLOBAL_COLOUR)]
-    legend += [("local crops", LOCAL_COLOUR)] if len(row.crops) > row.num_global else []
+    legend = [("global crops", GLOBAL_COLOR)]
+    legend += [("local crops", LOCAL_COLOR)] if len(row.crops) > row.num_global else []
     room = sheet.width - 2 * _MARGIN - sum(draw.textlength(text, font=_font(13)) + 16 for text, _ in legend)
     while draw.textlength(title, font=_font(13)) > room:
         title = f"{title.rstrip('…')[:-1]}…"
     x = float(_MARGIN)
-    for text, colour in [(title, _INK), *legend]:
-        draw.text((x, _MARGIN), text, fill=colour, font=_font(13))
+    for text, color in [(title, _INK), *legend]:
+        draw.text((x, _MARGIN), text, fill=color, font=_font(13))
         x += draw.textlength(text, font=_font(13)) + 16
 
 
@@ -93,7 +93,7 @@ def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
         left = x + min(number, large) * (_ROW + _GAP) + column * (_LOCAL_SIDE + _GAP)
         top = y + line * (_LOCAL_SIDE + _GAP)
         sheet.paste(_scaled(crop, (side, side)), (left, top))
-        _draw_tag(draw, (left, top, left + _tag_width(draw, number), top + _TAG_HEIGHT), number, row.colour(number))
+        _draw_tag(draw, (left, top, left + _tag_width(draw, number), top + _TAG_HEIGHT), number, row.color(number))
 
 
 def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
@@ -103,11 +103,11 @@ def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> N
         right, bottom = max(left, right - 1), max(top, bottom - 1)  # of a very long image less than a pixel
         boxes.append((_MARGIN + left, y + top, _MARGIN + right, y + bottom))
     for number in reversed(range(len(boxes))):
-        draw.rectangle(boxes[number], outline=row.colour(number), width=2 if number < row.num_global else 1)
+        draw.rectangle(boxes[number], outline=row.color(number), width=2 if number < row.num_global else 1)
     taken: list[_Box] = []
     for number, box in enumerate(boxes):
         taken.append(_free_corner(box, _tag_width(draw, number), taken))
-        _draw_tag(draw, taken[-1], number, row.colour(number))
+        _draw_tag(draw, taken[-1], number, row.color(number))
 
 
 def _free_corner(box: _Box, width: float, taken: list[_Box]) -> _Box:
@@ -120,8 +120,8 @@ def _free_corner(box: _Box, width: float, taken: list[_Box]) -> _Box:
     return next(free, places[0])
 
 
-def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, colour: str) -> None:
-    draw.rectangle(place, fill=colour)
+def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, color: str) -> None:
+    draw.rectangle(place, fill=color)
     middle = ((place[0] + place[2] + 1) / 2, (place[1] + place[3]) / 2)
     draw.text(middle, str(number + 1), fill=_PAPER, font=_font(10), anchor="mm")
 

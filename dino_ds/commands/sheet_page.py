@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from dino_ds.commands.sheet import GLOBAL_COLOUR, LOCAL_COLOUR, Seen, describe
+from dino_ds.commands.sheet import GLOBAL_COLOR, LOCAL_COLOR, Seen, describe
 from dino_ds.planning.data_report import bin_name, channel_flags, duplicates_sentence
 from dino_ds.report.html import build_document, embedded_picture
 
@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 _ORIGINAL_SIDE = 480
 """Longer side in the page, pixels."""
 _ORIGINAL_HEIGHT = 330
-"""At most, as shown."""
+"""Greatest height in the page, pixels."""
 _CROP_SIDE = 128
 """Smaller crops are shown enlarged, in whole pixels, up to it."""
 _LISTED = 200
@@ -30,8 +30,8 @@ def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
         title=title,
         found=found,
         rows=[_card(number, row) for number, row in enumerate(rows)],
-        global_colour=GLOBAL_COLOUR,
-        local_colour=LOCAL_COLOUR,
+        global_color=GLOBAL_COLOR,
+        local_color=LOCAL_COLOR,
         **_statistics(found),
     )
     style, script = (_HERE / name for name in ("sheet.css", "sheet.js"))
@@ -67,7 +67,7 @@ def _statistics(found: dict[str, Any]) -> dict[str, Any]:
         ("Shorter side, pixels", [(bin_name(b), b["images"]) for b in found["shorter_side"]["histogram"]]),
         ("Width / height", [(bin_name(b), b["images"]) for b in found["aspect_ratio"]["histogram"]]),
         ("File formats", list(found["formats"].items())),
-        ("Colour modes", list(found["modes"].items())),
+        ("Color modes", list(found["modes"].items())),
     ]
     if found["classes"] is not None:
         counts = sorted(found["classes"]["counts"].items(), key=lambda item: -item[1])

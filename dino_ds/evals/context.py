@@ -1,4 +1,4 @@
-"""What evaluations are given: a frozen model, settings, images and their features, after training and during it."""
+"""Input of evaluations: a frozen model, settings, images and their features, after training and during it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NamedSources = Callable[[], tuple[Source | None, Source | None]]
 
 @dataclass(frozen=True)
 class Settings:
-    """How to evaluate.
+    """Settings of evaluations.
 
-    ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side (None: the
-    model's); images: most training images, and test images unless `test_images` is given (None: all); workers: loader
-    processes per rank (None: by the cores); benchmark_root: folder of DAVIS and the like; epochs and batch (images of
-    all ranks) of classifiers trained by gradient descent; value_range: of images deeper than 8 bits (None: such images
-    are unreadable).
+    ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side, or None
+    for the model's; images: most training images, and test images unless `test_images` is given, or None for all;
+    workers: loader processes per rank, or None for a number that fits the cores; benchmark_root: folder of DAVIS and
+    the like; epochs and batch (images of all ranks) of classifiers trained by gradient descent; value_range: the range
+    of images deeper than 8 bits, or None, and they are unreadable.
     """
 
     ks: tuple[int, ...] = (10, 20, 100, 200)
@@ -49,7 +49,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Labelled:
-    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1: none is known."""
+    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1 is an unknown one."""
 
     features: Tensor
     labels: Tensor
@@ -59,7 +59,7 @@ class Labelled:
 class EvalContext:
     """A model, settings and images. Features are computed at first use, once, each rank its share.
 
-    `sources` returns training and test images, None where none are named; it is called when they are first needed.
+    `sources` returns training and test images, or None for unnamed ones; it is called when they are first needed.
     `give_up` is asked after each batch. `notes` collects what could not be read or was left out.
 
     All ranks must use everything here together, and get the same.
@@ -85,7 +85,7 @@ class EvalContext:
 
     @property
     def crop(self) -> EvalCrop:
-        """What the model sees of an image."""
+        """The part of an image that the model sees."""
         return EvalCrop(self.size, self.backbone.normalisation)
 
     @cached_property
@@ -102,12 +102,12 @@ class EvalContext:
 
     @property
     def train_source(self) -> Source:
-        """Labelled. Raises DataError where there are none."""
+        """The labelled training images. Raises DataError if there are none."""
         return self._labelled_sources[0]
 
     @property
     def test_source(self) -> Source:
-        """Labelled, with no class that the training images lack. Raises DataError where there are none."""
+        """The labelled test images, with no class that training lacks. Raises DataError if there are none."""
         return self._labelled_sources[1]
 
     @property
@@ -147,7 +147,7 @@ class EvalContext:
 
     @property
     def test_limit(self) -> int | None:
-        """The most test images, or images without labels; None: all."""
+        """The most test images, or images without labels, or None for all."""
         return self.settings.test_images or self.settings.images
 
     @cached_property
@@ -182,7 +182,7 @@ class EvalContext:
 
     @property
     def image_counts(self) -> tuple[int | None, int | None]:
-        """How many training and other images have been used so far; None: none."""
+        """Numbers of training and of other images used so far, or None if none were."""
         train, others = self.__dict__.get("train_indices"), self.__dict__.get("any_indices")
         return None if train is None else len(train), None if others is None else len(others)
 
@@ -208,7 +208,7 @@ class EvalContext:
         what: str = "images",
         batch: int = BATCH,
     ) -> tuple[Tensor, Tensor, list[str]]:
-        """What `describe` makes of transformed images (b, ...), FP32, in the order of `indices`, with their labels.
+        """Describe transformed images (b, ...): results in FP32, in the order of `indices`, with their labels.
 
         Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
         Raises GaveUp, DataError.

@@ -32,9 +32,12 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True)
 class Reading:
-    """How images are read for an evaluation: prepared by `transform`, loaded by `workers` processes (None: by the
-    cores), files as `channels` channels, values deeper than 8 bits scaled by `value_range`. With `batch` 1 images may
-    be of any sizes. `progress` names a bar on rank 0 (None: no bar); `give_up` is asked after each batch."""
+    """Way of reading images for an evaluation: prepared by `transform`, loaded by `workers` processes (or None for a
+    number that fits the cores), files as `channels` channels, values deeper than 8 bits scaled by `value_range`.
+
+    With `batch` 1 images may be of any sizes. `progress` names a bar on rank 0, or is None for no bar; `give_up` is
+    asked after each batch.
+    """
 
     transform: Callable[[Any], Tensor]
     workers: int | None = None

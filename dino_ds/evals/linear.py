@@ -18,7 +18,7 @@ from dino_ds.engine import distributed
 from dino_ds.evals.features import GaveUp
 
 REGULARISATIONS = tuple(10.0**exponent for exponent in range(-6, 3))
-"""Candidate weights of |W|^2 / 2 beside the mean cross-entropy."""
+"""Candidate weights of |W|^2 / 2 next to the mean cross-entropy."""
 _HELD_OUT = 0.1
 _ROWS = 65536
 """Images whose logits are in memory at once: a quarter of a GB for 1000 classes instead of three times 5 GB."""
@@ -55,8 +55,8 @@ def fit_linear(
 ) -> LinearProbe:
     """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
 
-    Of several regularisations the one that is best on a tenth of the images, held out, is fitted to all of them; of one
-    image nothing can be held out, and the first is taken. Raises GaveUp (`minimise`).
+    The regularisation that is best on a tenth of the images, held out, is fitted to all of them; a single image can't
+    be held out, and the first regularisation is taken. Raises GaveUp (`minimise`).
     """
     best, start = regularisations[0], None
     if len(regularisations) > 1 and len(labels) > 1:

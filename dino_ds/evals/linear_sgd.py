@@ -25,15 +25,15 @@ from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, LabelledImages, Reading, loaded
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
-"""For a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
+"""Learning rates for a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
 BLOCKS = 4
 _MOMENTUM = 0.9
 _REFERENCE_BATCH = 256
 _INITIAL_STD = 0.01
 
 Kind = tuple[int, bool]
-"""Which features a classifier sees: CLS tokens of how many last blocks; with the mean of the last block's patches?
-Their sum is the number of vectors."""
+"""Features that a classifier sees: CLS tokens of the last n blocks, and whether with the mean of the last block's
+patches. The sum of both is the number of vectors."""
 
 
 def linear_sgd(context: EvalContext) -> dict[str, float]:

@@ -20,7 +20,7 @@ RESULTS = "evaluations.json"
 
 
 def name_images(source: str, root: str | None) -> str:
-    """What images are called in public: without the folders above them."""
+    """The public name of images: without the folders above them."""
     if root is None or (source != "folder" and ":" not in source):
         return source
     place = Path(os.path.abspath(root))
@@ -28,7 +28,7 @@ def name_images(source: str, root: str | None) -> str:
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
-    """By evaluation; none where the file is absent. Raises OSError, ValueError."""
+    """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
     found = read_object(path) if path.is_file() else {}
     # Runs made before results had their step: no step, no use.
     return {
@@ -43,7 +43,7 @@ def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
 
 
 def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is not finite, such as the precision of a search for nothing, is null: JSON has no NaN."""
+    """Values with null for numbers that are not finite, such as the precision of a search for nothing."""
     return {
         name: {**kept, "results": {key: v if math.isfinite(v) else None for key, v in kept["results"].items()}}
         for name, kept in results.items()

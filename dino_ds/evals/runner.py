@@ -28,16 +28,16 @@ from dino_ds.run.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
 
 _SMALLEST_PATCH, _SMALL_IMAGE = 4, 64
-"""Sides in pixels: no smaller patch is advised, and crops of up to so many call for weak augmentation."""
+"""Sides in pixels: the smallest patch that is advised, and the largest crops that call for weak augmentation."""
 Results = dict[str, dict[str, Any]]
-"""By evaluation, as RUN/evaluations.json keeps them."""
+"""Results by evaluation, as RUN/evaluations.json keeps them."""
 
 
 class EvalRunner(AtStep):
     """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
 
-    Of k-NN it keeps the accuracy (percent) of raw pixels, of the untrained network and of the newest teacher, and the
-    step of that. All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not
+    It keeps the k-NN accuracies (percent) of raw pixels, of the untrained network and of the newest teacher, and its
+    step. All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not
     possible.
     """
 
@@ -130,9 +130,9 @@ class EvalRunner(AtStep):
         return True
 
     def evaluate(self, moment: Moment) -> Results | None:
-        """The results at a moment; None, on all ranks, where a stop was requested on one of them.
+        """The results at a moment, or None, on all ranks, if a stop was requested on one of them.
 
-        What can't be evaluated is an error of the data at step 0; later it is left out and noted. Training's random
+        Data that can't be evaluated is an error at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
         teacher = live_teacher(moment.teacher, self._size, self._normalisation)
@@ -195,7 +195,7 @@ class EvalRunner(AtStep):
         return lines
 
     def knn_summary(self) -> str:
-        """k-NN beside its baselines: raw pixels, chance, and the network before training."""
+        """k-NN next to its baselines: raw pixels, chance, and the network before training."""
         untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 

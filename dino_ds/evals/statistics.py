@@ -1,4 +1,4 @@
-"""What features look like: spread out or collapsed, along how many directions, how near to what should be near."""
+"""Shape of features: spread out or collapsed, along how many directions, how near to what should be near."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def alignment(first: Tensor, second: Tensor) -> float:
 
 @torch.no_grad()
 def label_purity(features: Tensor, labels: Tensor, k: int) -> float:
-    """Of the k nearest others (n, d) of each image, by cosine, how many have its label (n,): mean in percent; k < n.
+    """Mean percentage of the k nearest others (n, d) of each image, by cosine, that have its label (n,); k < n.
 
     Every rank must call it with the same rows; each searches for its share.
     """

@@ -178,9 +178,9 @@ def describe_result(
     about: Mapping[str, Any],
     data: str | None = None,
 ) -> dict[str, Any]:
-    """What is kept of one evaluation (evals/results.py).
+    """Entry of one evaluation in evaluations.json (evals/results.py).
 
-    about: "step" and "images" of the model; data: what its images are called, but for a benchmark, which has its own.
+    about: "step" and "images" of the model; data: the name of its images, but for a benchmark, which has its own.
     """
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
     return {

@@ -57,10 +57,9 @@ def create(name: str, arguments: dict[str, Any], pretrained: bool = False) -> tu
 
 
 def load_teacher(model: str, classes: int, random: bool = False) -> tuple[Any, dict[str, Any]]:
-    """timm's network for images of any size with a new head, and what is known of it: timm_name, timm_arguments, mean,
-    std.
+    """timm's network for images of any size with a new head, and its facts: timm_name, timm_arguments, mean, std.
 
-    model: a run folder, a .safetensors file with the .json of its name beside it, or timm's name of released weights.
+    model: a run folder, a .safetensors file with the .json of its name next to it, or timm's name of released weights.
     random: the same network without the weights. Ends the program if it can't.
     """
     path = Path(model) / "teacher.safetensors" if Path(model).is_dir() else Path(model)
@@ -136,7 +135,7 @@ def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any
 
 @torch.no_grad()
 def accuracy(network: Any, loader: DataLoader[Any], classes: list[str]) -> tuple[float, dict[str, float]]:
-    """(of all images, of those of each class), percent."""
+    """Accuracies in percent: of all images, and of each class."""
     found = torch.zeros(2, len(classes))
     for images, labels in loader:
         right = network.eval()(images.to(DEVICE)).argmax(1).cpu() == labels

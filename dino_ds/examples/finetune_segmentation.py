@@ -27,8 +27,8 @@ from torchvision.transforms import v2
 from dino_ds.examples.finetune_classification import DEVICE, fail, fit, load_teacher, open_upright, parser
 
 UNKNOWN = 255
-COLOURS = np.random.default_rng(3).integers(40, 256, (256, 3), dtype=np.uint8)
-COLOURS[0], COLOURS[UNKNOWN] = 0, 255
+COLORS = np.random.default_rng(3).integers(40, 256, (256, 3), dtype=np.uint8)
+COLORS[0], COLORS[UNKNOWN] = 0, 255
 
 
 class Segmenter(nn.Module):
@@ -87,7 +87,7 @@ def predict(network: Segmenter, data: Masked, index: int) -> tuple[np.ndarray, n
 
 
 def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, dict[str, float]]:
-    """Intersection over union of all images, percent: the mean over classes, and that of each that is somewhere."""
+    """Intersection over union of all images, percent: the mean over classes, and each class that is somewhere."""
     n = len(classes)
     counts = np.zeros((n, n))
     for index in range(len(data)):
@@ -100,12 +100,12 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, di
 
 
 def overlay(network: Segmenter, data: Masked, path: Path) -> None:
-    """The first four images, each beside its mask and what was found, half transparent."""
+    """Draw the first four images, each next to its mask and to the classes found, half transparent."""
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])
         found, mask = predict(network, data, index)
-        tinted = [Image.blend(image, Image.fromarray(COLOURS[each]), 0.5) for each in (mask, found)]
+        tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in (mask, found)]
         rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted)]))
     Image.fromarray(np.vstack(rows)).save(path)
 

@@ -124,7 +124,7 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
-    """What `dino-ds train` gets beside the recipe."""
+    """Options of `dino-ds train` in addition to the recipe."""
     flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
@@ -134,14 +134,14 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> di
 
 
 def _test_images(options: AdviseOptions) -> str | None:
-    """The folder of labelled test images beside a folder `train`, if there is one."""
+    """The folder of labelled test images next to a folder `train`, if there is one."""
     if options.source != "folder" or options.root is None or Path(options.root).name != "train":
         return None
     return next((str(one) for name in _TESTS if (one := Path(options.root).with_name(name)).is_dir()), None)
 
 
 def _predict(recipe: Recipe, images: int, cluster: Cluster) -> dict[str, Any]:
-    """By the planner, as `train` chooses its ds config. Raises ConfigError."""
+    """The planner's prediction with the ds config that `train` would choose. Raises ConfigError."""
     best = recommend(recipe, cluster, FILLED * cluster.gpu.memory_gib)
     steps = recipe.length.in_steps(recipe.data.global_batch, images // recipe.data.global_batch)
     hours = steps * best.time.seconds / 3600

@@ -13,8 +13,8 @@ _NAMED = 20
 
 
 def report(found: dict[str, Any]) -> str:
-    """What `summarise` found, plus source, root, class_folder, value_range, misfits, enlarged_crops, shown, sheet
-    and page."""
+    """Text of the findings of `summarise`, with source, root, class_folder, value_range, misfits, enlarged_crops,
+    shown, sheet and page."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -33,7 +33,7 @@ def channel_flags(channels: dict[str, Any]) -> str:
 
 
 def duplicates_sentence(found: dict[str, Any]) -> str:
-    """How many images look like another one."""
+    """A sentence on images that look like another one."""
     near = found["near_duplicates"]
     if not near["groups"]:
         return "none" + _within(found)
@@ -100,7 +100,7 @@ def _class_lines(classes: dict[str, Any] | None, folder: str | None) -> Iterator
 
 
 def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Only where some are deeper than 8 bits."""
+    """Lines on values of images, if some are deeper than 8 bits."""
     deep = {name: each for name, each in found["values"].items() if "min" in each}
     for number, (name, each) in enumerate(deep.items()):
         span = f"{each['min']:.10g} to {each['max']:.10g}"

@@ -1,4 +1,4 @@
-"""What a data set is made of: sizes, shapes, modes, formats, unreadable files, near-duplicates and classes."""
+"""Statistics of a data set: sizes, shapes, modes, formats, unreadable files, near-duplicates and classes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, 
 _SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
 _ROWS = 256
-"""Of an image, at least, whose values are averaged."""
+"""The least rows of an image whose values are averaged."""
 _FAR = 0.5
 _NO_FORMAT = "none"
-"""Of images that do not come from files."""
+"""Format of images that do not come from files."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One image: upright size in pixels, mode and format of its file, bytes of the file (None: there is no file).
+    """Facts of one image: upright size in pixels, mode and format of its file, bytes of the file or None without one.
 
-    type, low, high: of the values as they are stored, and the extremes of those deeper than 8 bits. mean, square: of
-    each channel, of its values and of their squares. `problem` is why it can't be read; then the rest means nothing.
+    `type` of the values as stored, `low` and `high` if they are deeper than 8 bits; means of each channel's values and
+    of their squares. `problem` is why it can't be read; then the rest means nothing.
     """
 
     index: int
@@ -111,7 +111,7 @@ def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
 
 
 def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
-    """Of (h, w) or (h, w, c), by channel; of large images of some rows."""
+    """Moments of (h, w) or (h, w, c) by channel, of some rows of large images."""
     some = values[:: max(1, len(values) // _ROWS)]
     planes = some.reshape(-1, some.shape[2] if some.ndim == 3 else 1).astype(np.float64)
     return {"mean": tuple(planes.mean(0).tolist()), "square": tuple(np.square(planes).mean(0).tolist())}
@@ -120,7 +120,7 @@ def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
 def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRange | None) -> Normalisation | None:
     """Mean and standard deviation as a recipe takes them: every readable image counts the same; 4 digits.
 
-    Grey images have their values in all `channels`; others of another number are left out. None: there are none.
+    Grey images have their values in all `channels`; images of another number are left out. None if none is left.
     """
     moments = []
     for fact in facts:
@@ -134,7 +134,7 @@ def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRa
 
 
 def advise_normalisation(measured: Normalisation, used: Normalisation, is_given: bool) -> str:
-    """What to say of `measured` statistics beside those that a run would use.
+    """A judgement of `measured` statistics next to those that a run would use.
 
     Far (a rule of thumb): a mean half a standard deviation away, or a standard deviation 1.5 times as large or small.
     """
@@ -147,7 +147,7 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
 
 
 def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
-    """What `dino-ds look-data --json` prints; sizes are of the readable images. Raises DataError where none is."""
+    """Statistics for `dino-ds look-data --json`, sizes of readable images. Raises DataError if none is."""
     good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
@@ -177,7 +177,7 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
 
 
 def _values(good: Sequence[Facts]) -> dict[str, Any]:
-    """By type of the values stored: images, and the extremes of types deeper than uint8."""
+    """Numbers of images by type of the stored values, and the extremes of types deeper than uint8."""
     found: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
     for name in found.keys() - {"uint8"}:
         some = [fact for fact in good if fact.type == name]
@@ -200,7 +200,7 @@ def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:
 
 
 def _classes(source: Source) -> dict[str, Any] | None:
-    """Of the whole data set: labels are at hand without reading an image."""
+    """Classes of the whole data set: labels are at hand without reading an image."""
     if source.labels is None or source.classes is None:
         return None
     labels = np.asarray(source.labels)
@@ -263,7 +263,7 @@ def find_groups(hashes: np.ndarray) -> list[list[int]]:
 def _close_pairs(values: np.ndarray) -> Iterator[tuple[int, int]]:
     """Places (a, b) of different values with distance <= MAX_DISTANCE; a pair may come more than once.
 
-    Of 6 blocks of bits, 3 wrong bits leave at least 3 untouched: for each choice of 3 blocks, the values that agree
+    3 wrong bits leave at least 3 of 6 blocks of bits untouched: for each choice of 3 blocks, the values that agree
     in them are neighbours after sorting (Manku, Jain, Das Sarma 2007, "Detecting near-duplicates for web crawling").
     """
     edges = [round(64 * block / _BLOCKS) for block in range(_BLOCKS + 1)]

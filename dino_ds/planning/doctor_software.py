@@ -1,4 +1,4 @@
-"""What `doctor` finds about software: versions and whether they fit together, compilers, the libraries' reports."""
+"""Findings of `doctor` about software: versions and whether they fit together, compilers, the libraries' reports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,15 @@ from packaging.requirements import Requirement
 
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.engine.deepspeed_import import import_deepspeed
+from dino_ds.errors import one_line
 
-_SHOWN = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+_SHOWN = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 _PYTHONS = ((3, 10), (3, 13))
-_INSTALL = "pip install -e . in the checkout"
+_LOAD_CURES = {
+    "torch": "install torch anew, from one index, in a fresh environment",
+    "torchvision": "install builds of torch and torchvision that match, both from the same index",
+    "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
+}
 FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
 
 
@@ -36,70 +41,48 @@ class Finding:
     remedy: str = ""
 
 
-def fine(topic: str, text: str) -> Finding:
-    return Finding(topic, FINE, text)
+def judge(topic: str, text: str, remedy: str = "", bad: bool = True, level: str = WARNING) -> Finding:
+    """A finding of `level` with its remedy if it is `bad` and has one, else a fine one."""
+    return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)
 
 
-def warning(topic: str, text: str, remedy: str) -> Finding:
-    return Finding(topic, WARNING, text, remedy)
-
-
-def failure(topic: str, text: str, remedy: str) -> Finding:
-    return Finding(topic, FAILURE, text, remedy)
-
-
-def look_at_software() -> list[Finding]:
-    """Python and the packages; the imports that training does."""
-    return [_python(), *_versions(), *_imports()]
-
-
-def _python() -> Finding:
-    here, path = platform.python_version(), f"{sys.executable}"
+def look_at_software() -> Iterator[Finding]:
+    """Python and the packages, against what the installed package asks for; the imports that training does."""
     least, most = (".".join(map(str, pair)) for pair in _PYTHONS)
-    if not _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]:
-        cure = f"Python {least} to {most} is needed: make PYTHON=python{most} setup"
-        return failure("python", f"{here} ({path})", cure)
-    return fine("python", f"{here} ({path})")
+    cure = f"Python {least} to {most} is needed: make PYTHON=python{most} setup"
+    fits = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
+    yield judge("python", f"{platform.python_version()} ({sys.executable})", cure, not fits, FAILURE)
+    yield from _versions()
+    yield from _imports()
 
 
-def _versions() -> list[Finding]:
-    """Against what the installed package asks for."""
+def _versions() -> Iterator[Finding]:
     try:
         asked = [Requirement(text) for text in requires("dino_ds") or ()]
     except PackageNotFoundError:
-        return [warning("software", "dino_ds is not installed, so its requirements can't be compared", _INSTALL)]
-    found = []
-    for requirement in asked:
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            here = version(requirement.name)
-        except PackageNotFoundError:
-            found.append(failure("software", f"{requirement.name} is not installed", f"pip install '{requirement}'"))
-            continue
-        if not requirement.specifier.contains(here, prereleases=True):
-            text = f"{requirement.name} {here}, and {requirement.name}{requirement.specifier} is needed"
-            found.append(failure("software", text, f"pip install '{requirement}'"))
-    shown = ", ".join(f"{name} {_version(name)}" for name in ("dino_ds", *_SHOWN))
-    return found or [fine("software", shown)]
+        text = "dino_ds is not installed, so its requirements can't be compared"
+        yield judge("software", text, "pip install -e . in the checkout")
+        return
+    wanted = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})]
+    found = {one: _version(one.name) for one in wanted}
+    wrong = {one: here for one, here in found.items() if not here or not one.specifier.contains(here, prereleases=True)}
+    for one, here in wrong.items():
+        text = f"{one.name} {here}, and {one.name}{one.specifier} is needed" if here else f"{one.name} is not installed"
+        yield judge("software", text, f"pip install '{one}'", level=FAILURE)
+    if not wrong:
+        yield judge("software", ", ".join(f"{name} {_version(name) or 'absent'}" for name in _SHOWN))
 
 
 def _version(name: str) -> str:
-    try:
+    """The version of an installed package, or ""."""
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return "absent"
+    return ""
 
 
-def _imports() -> list[Finding]:
-    """The libraries whose parts must fit together; whatever they raise is the finding."""
-    cures = {
-        "torch": "install torch anew, from one index, in a fresh environment",
-        "torchvision": "install builds of torch and torchvision that match, both from the same index",
-        "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
-    }
-    found = []
-    for name, cure in cures.items():
+def _imports() -> Iterator[Finding]:
+    """The first of the libraries whose parts must fit together that does not load: the others need it."""
+    for name, cure in _LOAD_CURES.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -107,47 +90,35 @@ def _imports() -> list[Finding]:
             if name == "torch" and not module.accelerator.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning
         except Exception as error:
-            text = " ".join(str(error).split())[:160]
-            found.append(failure("software", f"{name} {_version(name)} does not load ({text})", cure))
-            break  # the others need it
-    return found
+            text = f"{name} {_version(name) or 'absent'} does not load ({one_line(error)})"
+            yield judge("software", text, cure, level=FAILURE)
+            return
 
 
-def look_at_compilers(config: DsConfig) -> list[Finding]:
-    """For the blocks of torch.compile, and for the operators of DeepSpeed that the ds config needs."""
+def look_at_compilers(config: DsConfig) -> Iterator[Finding]:
+    """Compilers for torch.compile, and the operators of DeepSpeed that the ds config needs; most need none."""
     here = {name: shutil.which(name) for name in ("g++", "nvcc", "ninja")}
     text = ", ".join(f"{name} {path or 'absent'}" for name, path in here.items())
     lacking = config.performance.compile != "off" and not here["g++"]
-    cure = "dino_ds.compile needs a compiler: apt-get install g++"
-    return [failure("compilers", text, cure) if lacking else fine("compilers", text), *_ops(config)]
-
-
-def _ops(config: DsConfig) -> Iterator[Finding]:
-    """Operators of DeepSpeed that the ds config needs. Most need none: AdamW is torch's."""
-    zero = config.raw["zero_optimization"]
+    yield judge("compilers", text, "dino_ds.compile needs a compiler: apt-get install g++", lacking, FAILURE)
+    zero, able = config.raw["zero_optimization"], False
     if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
         from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-        able = False
         with warnings.catch_warnings(), suppress(Exception):  # an operator asks other tools, which may raise anything
             warnings.simplefilter("ignore")
             able = bool(ALL_OPS["quantizer"].is_compatible(verbose=False))
         cure = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
-        yield fine("ops", "quantizer can be built") if able else failure("ops", "quantizer can't be built", cure)
+        yield judge("ops", f"quantizer {'can' if able else 'cannot'} be built", cure, not able, FAILURE)
 
 
-def deepspeed_report() -> str:
-    """DeepSpeed's own report, as `ds_report` prints it: its operators, built or to be built, and where it is."""
+def library_reports() -> dict[str, str]:
+    """The libraries' own reports, as `ds_report` and `python -m torch.utils.collect_env` print them."""
     from deepspeed import env_report
+    from torch.utils.collect_env import get_pretty_env_info
 
     with redirect_stdout(io.StringIO()) as text, redirect_stderr(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         env_report.main(hide_errors_and_warnings=True)
-    return re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()).strip()
-
-
-def torch_report() -> str:
-    """torch's own report, as `python -m torch.utils.collect_env` prints it."""
-    from torch.utils.collect_env import get_pretty_env_info
-
-    return str(get_pretty_env_info()).strip()
+    deepspeed = re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()).strip()
+    return {"deepspeed": deepspeed, "torch": str(get_pretty_env_info()).strip()}

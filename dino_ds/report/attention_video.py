@@ -1,6 +1,6 @@
 """`dino-ds attention-video`: a clip with what the teacher looks at laid over it.
 
-As facebookresearch/dino `video_generation.py`, but with colours that mean the same in all frames.
+Like facebookresearch/dino `video_generation.py`, but with colors that mean the same in all frames.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from tqdm import tqdm
 
 from dino_ds.basics.durable import why_not_writable
 from dino_ds.data.multicrop import to_tensor
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError
 from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.report.clip import FORMS, clip_writer, has_av, import_av, open_clip, survey
 from dino_ds.report.model_options import MAPS_AT_ONCE, in_parts, load_for_pictures, side_of
-from dino_ds.report.pictures.draw import MASS, coat, head_colours, heat, overlay
-from dino_ds.report.pictures.maps import PatchColours, mass_mask
+from dino_ds.report.pictures.draw import MASS, coat, head_colors, heat, overlay
+from dino_ds.report.pictures.maps import PatchColors, mass_mask
 from dino_ds.weights.load import Backbone
 
 _SAMPLE = 16
 _SLOWEST, _FASTEST = 0.01, 1000.0
 """Frames a second. A GIF knows 655 seconds a frame at most."""
 _LIGHTEST = 0.995
-"""Part of the sample's patches that are darker than the lightest colour."""
+"""Share of the sample's patches that are darker than the lightest color."""
 _MOST_PATCHES = 65536
 _SHORT = 240
 """Pixels that a frame's shorter side should have at least where patches are small."""
@@ -43,53 +42,49 @@ Paint = Callable[[Tensor, Tensor], list[np.ndarray]]
 
 
 def run(options: AttentionVideoOptions) -> None:
-    """Every frame of `clip`, painted, into `out`. Raises ConfigError, DataError, CheckpointError."""
+    """Paint every frame of `clip` into `out`. Raises ConfigError, DataError, CheckpointError."""
     if options.head is not None and options.show != "attention":
         raise ConfigError(f"--head {options.head} is for --show attention; --show {options.show} has all heads")
     path, form = _destination(options.clip, options.out, options.format)
     if options.fps is not None and form == "png":
         raise ConfigError(f"--fps {options.fps:g} is for videos and animations, images have no rate: leave it out")
-    frames = open_clip(options.clip)
-    rate = options.fps or frames.fps
+    clip = open_clip(options.clip)
+    rate = options.fps or clip.fps
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
     backbone = load_for_pictures(options.model)
     if options.show != "pca":
         _ = backbone.vit  # raises where there is no attention
-    short = side_of(backbone, options.size)
-    count, sample = survey(frames, _SAMPLE)
-    height, width = _network_size(sample[0], short, backbone.stride)
-    frames_of_all = torch.stack([_cut(frame, height, width, backbone.normalisation) for frame in sample])
-    paint = _painter(backbone, frames_of_all, options.show, options.head)
+    count, sample = survey(clip, _SAMPLE)
+    height, width = _network_size(sample[0], side_of(backbone, options.size), backbone.stride)
+
+    def cut(frames: list[np.ndarray]) -> Tensor:
+        return torch.stack([to_tensor(_resized(frame, height, width), backbone.normalisation) for frame in frames])
+
+    paint = _painter(backbone, cut(sample), options.show, options.head)
     zoom = max(1, -(-_SHORT // min(height, width)))
     began = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with clip_writer(path, form, rate) as add_frame, tqdm(total=count, unit=" frames", disable=None) as bar:
-            stream = frames.frames()
+            stream = clip.frames()
             while batch := list(itertools.islice(stream, MAPS_AT_ONCE)):
                 shown = torch.stack([_shown(frame, height * zoom, width * zoom) for frame in batch])
-                images = [_cut(frame, height, width, backbone.normalisation) for frame in batch]
-                for picture in paint(torch.stack(images), shown):
+                for picture in paint(cut(batch), shown):
                     add_frame((255 * picture).round().astype(np.uint8))
                 bar.update(len(batch))
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror or error}; fix --out") from None
-    seconds = time.monotonic() - began
     about = {"video": str(path), "frames": count, "height": height * zoom, "width": width * zoom, "fps": rate}
-    if options.json:
-        print(json.dumps({**about, "seconds": round(seconds, 2)}))
-        return
-    print(f"{path}: {count} frames of {width * zoom} x {height * zoom}, {rate:g} a second; made in {seconds:.1f} s")
+    seconds = time.monotonic() - began
+    words = f"{count} frames of {width * zoom} x {height * zoom}, {rate:g} a second; made in {seconds:.1f} s"
+    print(json.dumps({**about, "seconds": round(seconds, 2)}) if options.json else f"{path}: {words}")
 
 
 def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, str]:
-    """Where to and how. Raises ConfigError, also for what exists already."""
+    """The path to write and its format. Raises ConfigError, also if the path exists already."""
     ending = Path(out).suffix.lower().removeprefix(".") if out else ""
-    if form is None and ending in FORMS:
-        form = ending
-    if form is None:
-        form = "mp4" if has_av() else "gif"
+    form = form or (ending if ending in FORMS else "mp4" if has_av() else "gif")
     if out and form != "png" and ending != form:
         raise ConfigError(f"--out {out} does not end in .{form}: name it so, or choose {', '.join(FORMS)} by --format")
     if form == "mp4":
@@ -122,38 +117,31 @@ def _resized(frame: np.ndarray, height: int, width: int) -> Image.Image:
     return Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _cut(frame: np.ndarray, height: int, width: int, normalisation: Normalisation) -> Tensor:
-    return to_tensor(_resized(frame, height, width), normalisation)
-
-
 def _shown(frame: np.ndarray, height: int, width: int) -> Tensor:
     return torch.from_numpy(np.asarray(_resized(frame, height, width)) / np.float32(255))
 
 
 def _painter(backbone: Backbone, sample: Tensor, show: str, head: int | None) -> Paint:
-    """`sample` (n, 3, h, w), frames of all parts of the clip, decides once on the colours: nothing flickers.
+    """`sample` (n, 3, h, w), frames of all parts of the clip, decides once on the colors: nothing flickers.
 
     Raises ConfigError where there is no such head.
     """
-    if show == "pca":
-        colours = PatchColours(in_parts(backbone.patch_tokens, sample).flatten(0, 2))
-        return lambda images, shown: [
-            coat(picture, colour)
-            for picture, colour in zip(shown, colours(in_parts(backbone.patch_tokens, images)), strict=True)
-        ]
-    if show == "heads":
-        return lambda images, shown: [
-            overlay(picture, maps * mass_mask(maps, MASS), head_colours(len(maps)))
-            for picture, maps in zip(shown, in_parts(backbone.attention, images), strict=True)
-        ]
+    colors = PatchColors(in_parts(backbone.patch_tokens, sample).flatten(0, 2)) if show == "pca" else None
 
-    def looked_at(images: Tensor) -> Tensor:
+    def look(images: Tensor) -> Tensor:
+        """(b, heads, h, w) for all heads, (b, h, w) for one or for their mean, (b, h, w, 3) for colors."""
+        if colors is not None:
+            return colors(in_parts(backbone.patch_tokens, images))
         maps = in_parts(backbone.attention, images)
         if head is not None and head >= maps.shape[1]:
             raise ConfigError(f"--head {head}: the model has {maps.shape[1]} heads, 0 to {maps.shape[1] - 1}")
-        return maps.mean(dim=1) if head is None else maps[:, head]
+        return maps if show == "heads" else maps.mean(dim=1) if head is None else maps[:, head]
 
-    top = float(looked_at(sample).quantile(_LIGHTEST))
-    return lambda images, shown: [
-        heat(picture, map_, top) for picture, map_ in zip(shown, looked_at(images), strict=True)
-    ]
+    top = float(look(sample).quantile(_LIGHTEST)) if show == "attention" else 1.0
+
+    def over(picture: Tensor, found: Tensor) -> np.ndarray:
+        if show == "heads":
+            return overlay(picture, found * mass_mask(found, MASS), head_colors(len(found)))
+        return coat(picture, found) if show == "pca" else heat(picture, found, top)
+
+    return lambda images, shown: [over(picture, found) for picture, found in zip(shown, look(images), strict=True)]

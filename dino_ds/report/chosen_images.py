@@ -46,7 +46,7 @@ class Picked:
 
 @dataclass(frozen=True)
 class Cut:
-    """What a network gets of an image: (c, side, side), normalised; `size` is the image's (width, height)."""
+    """An image as a network gets it, (c, side, side), normalised; `size` is the image's (width, height)."""
 
     picked: Picked
     pixels: Tensor
@@ -59,7 +59,7 @@ def spread(source: Source, count: int) -> list[Picked]:
 
 
 def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]:
-    """Those that `text` names: numbers into `images()`, files, folders (at most 16 of each), commas between.
+    """The images that `text` names: numbers into `images()`, files, folders (at most 16 of each), commas between.
 
     Raises ConfigError, DataError.
     """
@@ -81,10 +81,10 @@ def choose(text: str, option: str, images: Callable[[], Source]) -> list[Picked]
 
 
 def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str, value_range: ValueRange | None) -> Iterator[Cut]:
-    """One after another; unreadable ones are left out unless they were named. Raises DataError, also
-    where none can be read.
+    """Cuts of the images in turn; unreadable ones are left out unless they were named. Raises DataError, also if none
+    can be read.
 
-    `value_range`: of images deeper than 8 bits; None: such images are unreadable.
+    `value_range`: the range of images deeper than 8 bits, or None, and they are unreadable.
     """
     first, readable = "", 0
     for one in tqdm(picked, desc=option, unit=" images", leave=False, disable=None):

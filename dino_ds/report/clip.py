@@ -21,16 +21,16 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import EXTENSIONS, NamedFiles
 from dino_ds.data.images import FORMATS, to_rgb
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError, DataError, one_line
 
 IMAGES_FPS = 25.0
-"""Of a folder of images, which doesn't say it."""
+"""Rate of a folder of images, which doesn't tell its own."""
 _ANIMATED = (".gif", ".webp", ".png", ".apng")
 _CONTAINERS = "mov matroska avi mpeg mpegts mpegvideo h264 hevc m4v ivf av1 obu mjpeg flv asf ogg mxf dv yuv4mpegpipe"
 """FFmpeg's names of what is read: others draw text files, or are lists of further files and addresses to open."""
 
 AddFrame = Callable[[np.ndarray], None]
-"""Takes the next frame, uint8 (h, w, 3); all have one size."""
+"""Adds the next frame, uint8 (h, w, 3); all have one size."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def import_av() -> Any:
 
 
 def _images(paths: Sequence[str], name: str) -> Clip:
-    """In the order of their names, where numbers count as numbers."""
+    """A clip of images in the order of their names, in which numbers count as numbers."""
     found = sorted((path for path in paths if path.lower().endswith(EXTENSIONS)), key=_natural)
     if not found:
         raise DataError(f"{name} has no frames: looked for {' '.join(EXTENSIONS)} in {len(paths)} files")
@@ -120,24 +120,19 @@ def _natural(path: str) -> list[Any]:
 
 
 def _animation(path: str) -> Clip:
-    """By Pillow."""
+    """An animated image, read by Pillow."""
 
     def frames() -> Iterator[np.ndarray]:
-        index = 0
-        try:
-            with Image.open(path, formats=FORMATS) as image:
-                for frame in ImageSequence.Iterator(image):
-                    yield np.asarray(to_rgb(frame.copy()))
-                    index += 1
-        except Exception as error:  # decoders raise anything on broken files
-            raise _broken(path, index, error) from None
+        with Image.open(path, formats=FORMATS) as image:
+            for frame in ImageSequence.Iterator(image):
+                yield np.asarray(to_rgb(frame.copy()))
 
     try:
         with Image.open(path, formats=FORMATS) as image:
             milliseconds = float(image.info.get("duration") or 0)
-    except Exception as error:
+    except Exception as error:  # decoders raise anything on broken files
         raise _broken(path, 0, error) from None
-    return Clip(path, 1000 / milliseconds if milliseconds else IMAGES_FPS, frames)
+    return Clip(path, 1000 / milliseconds if milliseconds else IMAGES_FPS, lambda: _counted(path, frames(), Exception))
 
 
 def _video(path: str) -> Clip:
@@ -145,18 +140,13 @@ def _video(path: str) -> Clip:
     allowed = {"format_whitelist": _CONTAINERS.replace(" ", ","), "protocol_whitelist": "file"}
 
     def frames() -> Iterator[np.ndarray]:
-        index = 0
-        try:
-            with av.open(path, options=allowed) as container:
-                if not container.streams.video:
-                    raise DataError(f"{path} has no video in it")
-                container.streams.video[0].thread_type = "AUTO"
-                for frame in container.decode(video=0):
-                    # Phones write what they see and how they were held.
-                    yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
-                    index += 1
-        except av.FFmpegError as error:
-            raise _broken(path, index, error) from None
+        with av.open(path, options=allowed) as container:
+            if not container.streams.video:
+                raise DataError(f"{path} has no video in it")
+            container.streams.video[0].thread_type = "AUTO"
+            for frame in container.decode(video=0):
+                # Phones write what they see and how they were held.
+                yield np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90))
 
     try:
         with av.open(path, options=allowed) as container:
@@ -165,17 +155,30 @@ def _video(path: str) -> Clip:
         raise DataError(f"{path} is not a video: it must be one of FFmpeg's {_CONTAINERS}") from None
     except av.FFmpegError as error:
         raise _broken(path, 0, error) from None
-    return Clip(path, float(rate) if rate else IMAGES_FPS, frames)
+    return Clip(path, float(rate) if rate else IMAGES_FPS, lambda: _counted(path, frames(), av.FFmpegError))
+
+
+def _counted(path: str, frames: Iterator[np.ndarray], errors: type[Exception]) -> Iterator[np.ndarray]:
+    """The frames; one of the errors becomes a DataError with the frame's number."""
+    index = 0
+    try:
+        for frame in frames:
+            yield frame
+            index += 1
+    except errors as error:
+        raise _broken(path, index, error) from None
 
 
 def _broken(path: str, index: int, error: Exception) -> DataError:
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
-    return DataError(f"{path} can't be read at frame {index}: {reason}")
+    return DataError(f"{path} can't be read at frame {index}: {getattr(error, 'strerror', None) or one_line(error)}")
 
 
 @contextlib.contextmanager
 def clip_writer(path: Path, form: str, fps: float) -> Iterator[AddFrame]:
-    """`form` is a key of FORMS. What was begun is removed after an error. Raises OSError; ConfigError without PyAV."""
+    """A writer of frames; `form` is a key of FORMS. An unfinished file is removed after an error.
+
+    Raises OSError, or ConfigError without PyAV.
+    """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         with FORMS[form](partial, fps) as add:
@@ -195,7 +198,7 @@ def _mp4(path: Path, fps: float) -> Iterator[AddFrame]:
         stream.pix_fmt, stream.options = "yuv420p", options
 
         def add(frame: np.ndarray) -> None:
-            # Colours are at half the resolution: odd sides get their last row or column twice.
+            # Colors are at half the resolution: odd sides get their last row or column twice.
             even = np.pad(frame, ((0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)), mode="edge")
             if not stream.is_open:
                 stream.height, stream.width = even.shape[:2]
@@ -207,7 +210,7 @@ def _mp4(path: Path, fps: float) -> Iterator[AddFrame]:
 
 @contextlib.contextmanager
 def _gif(path: Path, fps: float) -> Iterator[AddFrame]:
-    """256 colours a frame, for ever. Pillow's own writer keeps all frames until the last one is there."""
+    """256 colors a frame, for ever. Pillow's own writer keeps all frames until the last one is there."""
     numbers = itertools.count()
     with path.open("wb") as file:
 

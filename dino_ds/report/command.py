@@ -41,7 +41,7 @@ def write_page(options: ReportOptions) -> tuple[Path, list[RunFiles]]:
     if not folders or (options.compare and len(folders) < 2):
         raise ConfigError("give a run folder, and others with --compare RUN RUN: dino-ds report runs/cifar10")
     if len(folders) > _MOST_RUNS:
-        raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most whose colours differ")
+        raise ConfigError(f"{len(folders)} runs side by side: {_MOST_RUNS} are the most whose colors differ")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice: give each folder once")
     default = folders[0] / ("compare.html" if options.compare else "report.html")

@@ -10,19 +10,20 @@ from dino_ds.report.html import Tag, render
 from dino_ds.report.origin import show_plain
 from dino_ds.report.pictures.charts import (
     CHANCE,
-    COLOURS,
+    COLORS,
     EVALUATED,
     KNN,
     LARGE,
     RAW_PIXELS,
-    SMALL,
     Chart,
     Level,
     Line,
     Series,
-    other_series,
+    find_others,
+    find_series,
 )
 from dino_ds.report.pictures.series import Curve
+from dino_ds.report.pictures.terms import title_of_scalar
 from dino_ds.report.single_run import state_badge
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart
@@ -32,18 +33,10 @@ _EVALUATED_ON = (
     *("data.source", "data.root", "crops.global_size"),
     *("eval.root", "eval.k", "eval.temperature", "eval.bank_images", "eval.test_images"),
 )
-"""What an accuracy depends on besides the network: where it differs accuracies can't be compared."""
+"""Settings that an accuracy depends on besides the network: if they differ accuracies can't be compared."""
 _NO_BEST = ("_train", "regularisation", "feature_std", "uniformity", "alignment", "rankme")
 """Ends of names of figures that are not better for being higher."""
 _MOST_IN_LEGENDS = 4
-_TERMS = {
-    "DINO's loss": "dino_loss",
-    "iBOT's cross-entropy": "ibot_cross_entropy",
-    "iBOT's teacher entropy": "ibot_teacher_entropy",
-    "KoLeo": "koleo_loss",
-    "Gram": "gram_loss",
-}
-"""Figures that are shown where a run has other terms than DINO's alone."""
 Facts = dict[str, Any]
 Cell = str | Tag
 
@@ -66,8 +59,8 @@ def draw_comparison(runs: Sequence[RunFiles]) -> str:
     large, small = _curves(runs, names)
     return render(
         "compare.html",
-        keys=[Tag(name, f"key c{colour_of(i)}") for i, name in enumerate(names)],
-        figures=_figures(facts, mark=not other),
+        keys=[Tag(name, f"key c{color_of(i)}") for i, name in enumerate(names)],
+        figures=_figures(facts, _scalars(runs), mark=not other),
         other=other,
         notes=[f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.notes],
         large_charts=large,
@@ -79,18 +72,17 @@ def draw_comparison(runs: Sequence[RunFiles]) -> str:
     )
 
 
-def colour_of(index: int) -> int:
-    return index % len(COLOURS) + 1
+def color_of(index: int) -> int:
+    return index % len(COLORS) + 1
 
 
 def _shown(settings: dict[str, Any], key: str) -> str:
     return show_plain(settings[key]) if key in settings else "–"
 
 
-def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
+def _figures(facts: Sequence[Facts], scalars: dict[str, str], mark: bool) -> list[list[Cell]]:
     """A row a figure, a column a run. mark: the best accuracy; losses of other recipes mean other things."""
     wait = "data_wait_fraction"
-    terms = {name: key for name, key in _TERMS.items() if any(one.get(key) is not None for one in facts)}
     rows: dict[str, Callable[..., Cell]] = {
         "state": lambda one: state_badge(one),
         "trained": lambda one: one["trained"],
@@ -99,7 +91,7 @@ def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
         "time in steps": lambda one: duration(one["training_seconds"]),
         "loss, nats": lambda one: nats(one["loss"]),
         "= teacher entropy + KL": lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}",
-        **{name: lambda one, key=key: nats(one.get(key)) for name, key in terms.items()},
+        **{title: lambda one, key=key: nats(one.get(key)) for title, key in scalars.items()},
         "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
         "k-NN at step": lambda one: number((one["knn"] or {}).get("step")),
         "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
@@ -120,6 +112,12 @@ def _figures(facts: Sequence[Facts], mark: bool) -> list[list[Cell]]:
     return table
 
 
+def _scalars(runs: Sequence[RunFiles]) -> dict[str, str]:
+    """Titles and keys of what the runs' loss terms write, but for the sums of a run of one term."""
+    found = [key for run in runs for key in find_others(run.metrics) if not key.startswith(EVALUATED)]
+    return {title_of_scalar(key)[0]: key for key in found if key not in ("teacher_entropy", "kl")}
+
+
 def _baselines(knn: dict[str, float]) -> str:
     return " / ".join(percent(knn.get(key)) for key in ("untrained", "raw_pixels", "chance"))
 
@@ -132,12 +130,12 @@ def _marked(values: Sequence[float | None], show: Callable[[float | None], str],
 
 
 def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Large and small charts, a colour a run; over images where the runs' global batches differ."""
+    """Large and small charts, a color a run; over images where the runs' global batches differ."""
     batches = [run.recipe.data.global_batch if run.recipe else None for run in runs]
     scales = [batch for batch in batches if batch is not None]
     by_images = len(set(batches)) > 1 and len(scales) == len(batches)
     drawn: dict[bool, list[str]] = {True: [], False: []}
-    for series in (*LARGE, *SMALL, *other_series(run.metrics for run in runs)):
+    for series in (*LARGE, *find_series(run.metrics for run in runs)):
         curves, large = [series.curve(run.metrics) for run in runs], series in LARGE
         constant = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
         if constant and not large:
@@ -160,7 +158,7 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], 
 
 def _lines(series: Series, curves: Sequence[Curve], names: Sequence[str]) -> list[Line]:
     kind = "dots" if series.key == KNN or series.key.startswith(EVALUATED) else "line"
-    return [Line(names[i], curve, colour_of(i), kind) for i, curve in enumerate(curves)]
+    return [Line(names[i], curve, color_of(i), kind) for i, curve in enumerate(curves)]
 
 
 def _lasts(curves: Sequence[Curve]) -> set[float]:
@@ -205,6 +203,6 @@ def _speed(facts: Sequence[Facts], names: Sequence[str]) -> list[dict[str, Any]]
         ("Peak memory of a process", "memory_gib", gib),
     ):
         values = [(i, one[key]) for i, one in enumerate(facts) if one[key]]
-        rows = [(names[i], show(value), [(colour_of(i), value)]) for i, value in values]
+        rows = [(names[i], show(value), [(color_of(i), value)]) for i, value in values]
         parts += [{"title": title, "rows": rows, "most": max(value for _, value in values)}] if values else []
     return parts

@@ -98,7 +98,7 @@ class _Shown:
         return self._chosen if self._count is None else spread(self.source(), self._count)
 
     def bank(self, size: int) -> list[Picked]:
-        """Of the images of the run or of --root; where there are none, the chosen ones."""
+        """Images of the run or of --root, or the chosen ones if there are none."""
         return spread(self.source(), size) if self.has_others or self._count is not None else self._chosen
 
 
@@ -128,7 +128,7 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
 
 
 def _possible(kinds: Sequence[str], backbone: Backbone, options: PicturesOptions) -> list[str]:
-    """Those that the network has; options.only None asks for all that can be had. Raises ConfigError."""
+    """Kinds of pictures that the network has; options.only None asks for all of these. Raises ConfigError."""
     if options.foreground or "attention" in (options.only or ()):
         _ = backbone.vit  # the side at which the CLS token looks is the foreground
     if options.only and set(options.only) & set(_OF_PATCHES) and not backbone.has_patches:
@@ -204,7 +204,7 @@ def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Fi
 
 
 def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:
-    """In the order of KINDS. Raises ConfigError."""
+    """Kinds of pictures to draw, in the order of KINDS. Raises ConfigError."""
     has_curves = (model / _METRICS).is_file()
     if only and "curves" in only and not has_curves:
         raise ConfigError(f"--only curves: {model / _METRICS} does not exist; curves are those of a run folder")
@@ -268,7 +268,7 @@ def _not_written(path: Path, reason: object) -> ConfigError:
 
 
 def _step_of(about: Path) -> int:
-    """Of the teacher that is shown; 0 where nothing says it."""
+    """The step of the teacher that is shown, or 0 if nothing tells it."""
     try:
         return int(read_object(about)["step"])
     except (OSError, ValueError, KeyError, TypeError):

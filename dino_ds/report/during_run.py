@@ -32,8 +32,8 @@ _DPI = 60
 class PeriodicPictures(AtStep):
     """Attention of each head and PCA of the patches, of the evaluation crops of a few images spread over `source`.
 
-    Of a network without attention PCA and similarity of its map; of one without a map nothing. Every `every` steps, 0
-    for never, into RUN/pictures/step_00001500/.
+    A network without attention has PCA and similarity of its map, one without a map nothing. Drawn every `every`
+    steps, 0 for never, into RUN/pictures/step_00001500/.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PeriodicPictures(AtStep):
         return self._images.to(device), self._normalisation.mean, self._normalisation.std
 
     def _side(self, model: Backbone) -> int:
-        """Pixels: so many that there are patches to see, but for a network that takes no other size than its own."""
+        """Pixels of a side that give patches to see, or the only size that a network takes."""
         side = max(self._image_size, _PATCHES * model.stride)
         try:
             model.network.check_image(side, side)

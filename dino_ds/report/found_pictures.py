@@ -1,4 +1,4 @@
-"""The PNG files of a run's `pictures` folder, put into the page: those of training steps as strips through time."""
+"""The PNG files of a run's `pictures` folder, put into the page; pictures of training steps are strips through time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE_FROM = 2.2
 """Times its height: over both columns."""
 _TITLES = {
     "attention": "Self-attention of the CLS token, head by head",
-    "pca": "First three principal components of the patches, as colours",
+    "pca": "First three principal components of the patches, as colors",
     "similarity": "Cosine of a chosen patch (cross) with every patch",
     "neighbours": "Nearest neighbours, with their cosines",
     "map": "Map of the features",

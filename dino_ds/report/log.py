@@ -1,4 +1,4 @@
-"""What a report takes from log.txt: what the run logged at its start, how it ended, and what went wrong."""
+"""Reads log.txt for a report: the run's facts at its start, its end, and its incidents."""
 
 from __future__ import annotations
 

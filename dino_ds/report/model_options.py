@@ -1,4 +1,4 @@
-"""What the commands about a model share: the images that are named, their size, and options that change nothing."""
+"""Options that commands about a model share: the named images, their size, options that change nothing."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def load_for_pictures(model: str) -> Backbone:
 
 
 def in_parts(function: Callable[[Tensor], Tensor], images: Tensor, at_once: int = MAPS_AT_ONCE) -> Tensor:
-    """What a method of the model makes of images (b, c, h, w), a few at a time: FP32 on the CPU."""
+    """Results of a method of the model on images (b, c, h, w), a few at a time: FP32 on the CPU."""
     return torch.cat([function(part.to(_device())).float().cpu() for part in images.split(at_once)])
 
 

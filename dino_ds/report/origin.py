@@ -1,4 +1,4 @@
-"""How a run came about: its settings, machine and versions, and the commands that make it again."""
+"""Origin of a run: its settings, machine and versions, and the commands that make it again."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def reproduction(run: RunFiles) -> dict[str, Any]:
 
 
 def _starts(environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each with time, command, launcher and ranks; of an older run the last one only."""
+    """Starts of a run, each with time, command, launcher and ranks; an older run has the last one only."""
     found = environment.get("starts")
     listed = found if isinstance(found, list) else [environment]
     return [

@@ -15,14 +15,14 @@ from dino_ds.report.origin import changed_settings, environment_rows, reproducti
 from dino_ds.report.pictures.charts import (
     KNN_BASELINES,
     LARGE,
-    SMALL,
     Series,
+    find_series,
     knn_chart,
     loss_charts,
-    other_series,
     rolling_chart,
 )
 from dino_ds.report.pictures.series import Metrics
+from dino_ds.report.pictures.terms import find_terms
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart
 from dino_ds.report.text import duration, gib, nats, number, percent
@@ -45,7 +45,7 @@ def draw_run(run: RunFiles) -> str:
         facts=facts,
         state=state_badge(facts),
         images=_images(run),
-        cards=_cards(facts),
+        cards=_cards(facts, run.metrics),
         baselines=_baselines(facts["knn"] or {}),
         alarms=_alarms(run),
         **_curves(run.metrics, run.recipe),
@@ -68,7 +68,7 @@ def state_badge(facts: dict[str, Any]) -> Tag:
     return Tag(f"{_STATES[state]}{at}", f"state {state}")
 
 
-def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _cards(facts: dict[str, Any], metrics: Metrics) -> list[tuple[str, str, str]]:
     """Title, figure and explanation of the figures at the top."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
@@ -77,29 +77,25 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
-        ("loss, nats", nats(facts["loss"]), _loss_parts(facts)),
+        ("loss, nats", nats(facts["loss"]), _loss_parts(metrics)),
         ("images per second", number(facts["images_per_second"], 3), waiting),
         ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
     ]
 
 
-def _loss_parts(facts: dict[str, Any]) -> str:
-    """Such as "entropy 2.10 + KL 0.61"; of several terms each by its name, unweighted."""
+def _loss_parts(metrics: Metrics) -> str:
+    """The newest "entropy 2.10 + KL 0.61", or each of several terms by its name, unweighted."""
     parts = []
-    dino = "dino_loss" if facts.get("dino_cross_entropy") is None else "dino_cross_entropy"
-    for name, loss, prefix in (("DINO's", dino, ""), ("iBOT's", "ibot_cross_entropy", "ibot_")):
-        if facts.get(f"{prefix}kl") is not None:
-            sums = f"entropy {nats(facts[f'{prefix}teacher_entropy'])} + KL {nats(facts[f'{prefix}kl'])}"
-            parts.append(sums if facts.get(loss) is None else f"{name} {nats(facts[loss])} = {sums}")
-    if facts.get("koleo_loss") is not None:
-        parts.append(f"KoLeo {nats(facts['koleo_loss'])}")
-    if facts.get("gram_loss") is not None:
-        parts.append(f"Gram {number(facts['gram_loss'], 3)}")
+    for term in find_terms(metrics):
+        values = {key: metrics[key].last for key in (term.loss, term.entropy, term.kl)}
+        sums = f"entropy {nats(values[term.entropy])} + KL {nats(values[term.kl])}" if term.entropy else ""
+        figure = nats(values[term.loss]) if sums else number(values[term.loss], 3)
+        parts.append(" ".join(filter(None, [term.name, figure, sums and f"= {sums}"])) if term.name else sums)
     return "; ".join(parts)
 
 
 def _images(run: RunFiles) -> str:
-    """Such as "2,880 images of photos"."""
+    """The images in words, such as "2,880 images of photos"."""
     count, _, place = run.log.facts.get("images", "").partition(";")[0].partition(" in ")
     if not count.isdecimal():
         return "images that log.txt does not name"
@@ -126,9 +122,8 @@ def _alarms(run: RunFiles) -> list[str]:
 def _curves(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
     """Large and small charts; curves that never change are text."""
     prototypes = {one.term: one.sizes.prototypes for one in ObjectiveCosts.of(recipe).cross_entropies} if recipe else {}
-    losses = loss_charts(metrics, prototypes.get("dino"), prototypes.get("ibot"))
-    large = [*losses, knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
-    small = [series for series in (*SMALL, *other_series([metrics])) if len(series.curve(metrics).finite)]
+    large = [*loss_charts(metrics, prototypes), knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
+    small = [series for series in find_series([metrics]) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
     return {
         "large_charts": [draw_chart(chart) for chart in large],
@@ -181,12 +176,12 @@ def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
     rest = predicted - sum(parts.values())
     if parts and rest > 0.005 * predicted:
         parts["the rest"] = rest
-    coloured = [(8 if name == "the rest" else i % 6 + 2, name, size) for i, (name, size) in enumerate(parts.items())]
-    plan = [(colour, size) for colour, _, size in coloured] or [(2, predicted)]
+    colored = [(8 if name == "the rest" else i % 6 + 2, name, size) for i, (name, size) in enumerate(parts.items())]
+    plan = [(color, size) for color, _, size in colored] or [(2, predicted)]
     return {
         "bars": [("predicted", gib(predicted), plan), ("measured", gib(measured), [(1, measured)])],
         "most": max(measured, predicted),
-        "parts": coloured,
+        "parts": colored,
         "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
     }
 

@@ -11,14 +11,8 @@ from dino_ds.basics.digits import short
 from dino_ds.costs.memory import count_parameters
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.pictures.charts import summarise_knn
+from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics
-
-_OF_TERMS = (
-    *("dino_loss", "dino_cross_entropy", "ibot_loss", "ibot_cross_entropy", "ibot_teacher_entropy", "ibot_kl"),
-    *("koleo_loss", "gram_loss"),
-)
-"""Keys of runs with other terms than DINO's alone."""
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
@@ -34,7 +28,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
-        **{key: _last(metrics[key]) for key in _OF_TERMS if key in metrics.curves},
+        **{key: _last(metrics[key]) for key in find_others(metrics) if not key.startswith(EVALUATED)},
         "knn": summarise_knn(metrics),
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),
@@ -49,7 +43,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
 
 
 def trained(run: RunFiles) -> str:
-    """Such as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
+    """The network as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"
     model = run.recipe.model
@@ -77,7 +71,7 @@ def mean_rate(metrics: Metrics) -> float | None:
 
 
 def _last(curve: Curve) -> float | None:
-    """None where the last value is not there or not finite."""
+    """The last value, or None if there is none or it is not finite."""
     return curve.last if math.isfinite(curve.last) else None
 
 

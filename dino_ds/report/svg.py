@@ -22,7 +22,7 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Frame:
-    """Where x and y lie on the page: pixels = scale * value + shift."""
+    """Places of x and y on the page: pixels = scale * value + shift."""
 
     width: int
     height: int
@@ -62,10 +62,10 @@ class Frame:
 
 
 def draw_chart(chart: Chart) -> str:
-    """A figure with axes, legend and newest values. Empty where no line has a finite value.
+    """A figure with axes, legend and newest values, or "" if no line has a finite value.
 
-    y is logarithmic where all values are positive and the largest is 100 times the smallest. Of a curve with more
-    points than can be told apart the outline is faint, and its mean is drawn over it.
+    y is logarithmic if all values are positive and the largest is 100 times the smallest. A curve with more points
+    than can be told apart has a faint outline with its mean drawn over it.
     """
     lines = [line for line in chart.lines if len(line.curve.finite)]
     if not lines:
@@ -105,13 +105,13 @@ def _paths(line: Line, frame: Frame) -> Iterator[dict[str, Any]]:
     is_long = line.curve.is_long() and line.kind not in ("dots", "hidden")
     drawn = list(_commands(line.curve.means(), frame.log)) if is_long else exact
     if is_long:
-        yield {"css": f"c{line.colour} faint", "name": line.name, "d": "".join(exact)}
+        yield {"css": f"c{line.color} faint", "name": line.name, "d": "".join(exact)}
     if line.kind == "area" and len(drawn) > 1:
-        yield {"css": f"c{line.colour} fill", "d": _outline(drawn, line.base, frame)}
+        yield {"css": f"c{line.color} fill", "d": _outline(drawn, line.base, frame)}
     named = {} if is_long else {"name": line.name}
-    yield {"css": f"c{line.colour} {line.kind}", **named, "d": "".join(drawn)}
+    yield {"css": f"c{line.color} {line.kind}", **named, "d": "".join(drawn)}
     if (line.kind == "dots" and len(drawn) <= _MOST_DOTS) or len(drawn) == 1:
-        yield {"css": f"c{line.colour} dot", "d": "".join(f"M{command[1:]}h0" for command in drawn)}
+        yield {"css": f"c{line.color} dot", "d": "".join(f"M{command[1:]}h0" for command in drawn)}
 
 
 def _outline(commands: Sequence[str], base: Curve | None, frame: Frame) -> str:
@@ -136,7 +136,7 @@ def _commands(curve: Curve, log: bool) -> Iterator[str]:
 
 
 def _levels(levels: Sequence[Level], frame: Frame) -> list[tuple[Level, float, float]]:
-    """Each with the height of its line and of its name; names that would overlap move apart."""
+    """Levels with the heights of their lines and names; names that would overlap move apart."""
     placed, free = [], math.inf
     for level in sorted(levels, key=lambda level: level.value):
         y = frame.down(level.value)

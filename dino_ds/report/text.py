@@ -1,4 +1,4 @@
-"""Formats numbers and durations for people."""
+"""Numbers and durations as a reader wants them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dino_ds.basics.digits import short
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number as `short` has it; also what is not known, or not finite."""
+    """A number as `short` has it, or a mark for one that is unknown or not finite."""
     if value is None or math.isnan(value):
         return "–" if value is None else "NaN"
     if math.isinf(value):
@@ -21,7 +21,7 @@ def percent(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Its two largest units, such as "3 h 12 min"."""
+    """The two largest units of a duration, such as "3 h 12 min"."""
     if seconds is None:
         return "–"
     left = round(seconds)
@@ -38,4 +38,4 @@ def gib(value: float | None) -> str:
 
 
 def nats(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+    return f"{value:.3f}" if value is not None and math.isfinite(value) else number(value)

@@ -60,7 +60,7 @@ def place(made, tmp_path):
 
 
 def _tinted(root, images, seed):
-    """Noise with more or less of one colour in each class: far enough apart that rounding decides nothing."""
+    """Noise with more or less of one color in each class: far enough apart that rounding decides nothing."""
     generator = np.random.default_rng(seed)
     for i in range(images):
         pixels = generator.integers(0, 256, (40, 48, 3)) * np.roll([1, 0.6, 0.3], i % 3) * generator.uniform(0.2, 1)

@@ -164,8 +164,8 @@ def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked):
     source = build_source("folder", str(folder), "train", False)
     one = draw_sheet(list(itertools.islice(look_data._seen(source, recipe_for(folder)), 1)), "title")
     assert sheet.width == one.width and one.height < sheet.height < 3 * one.height
-    colours = {colour for _, colour in sheet.getcolors(1 << 24)}
-    assert sheet.mode == "RGB" and {(232, 89, 12), (28, 126, 214)} <= colours
+    colors = {color for _, color in sheet.getcolors(1 << 24)}
+    assert sheet.mode == "RGB" and {(232, 89, 12), (28, 126, 214)} <= colors
 
 
 def test_names_beyond_ascii_can_be_read():
@@ -328,7 +328,7 @@ def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
 
 
 def test_hidden_patches_are_grey(folder):
-    """Those of the same crops without masks, in the mean colour."""
+    """Those of the same crops without masks, in the mean color."""
     masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
     recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]
     source = build_source("folder", str(folder), "train", False)

@@ -94,7 +94,7 @@ def test_spread_indices():
     assert evenly_spaced_indices(3, 10) == [0, 1, 2]
 
 
-class _Colours:
+class _Colors:
     """Image i is one grey of value i; its label is i % 3."""
 
     def __init__(self, images):
@@ -111,7 +111,7 @@ class _Colours:
         return str(index)
 
 
-def _mean_colours(images):
+def _mean_colors(images):
     return images.mean(dim=(2, 3))
 
 
@@ -120,9 +120,9 @@ def _to_tensor(image):
 
 
 def _extract():
-    source = _Colours(11)
+    source = _Colors(11)
     reading = Reading(_to_tensor, workers=0)
-    features, labels, _ = extract_features(_mean_colours, source, range(11), torch.device("cpu"), reading)
+    features, labels, _ = extract_features(_mean_colors, source, range(11), torch.device("cpu"), reading)
     return list(zip(features[:, 0].tolist(), labels.tolist(), strict=True))
 
 

@@ -170,7 +170,7 @@ def test_a_best_rate_at_the_end_of_the_grid_is_said():
 
 
 def test_random_crops_follow_from_the_seed():
-    """The whole image where the scale asks for it; both ways round; grey planes as the channels of a colour image."""
+    """The whole image where the scale asks for it; both ways round; grey planes as the channels of a color image."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))
     crop = RandomCrop(16, IMAGENET)
     assert torch.equal(crop(image, 3), crop(image, 3)) and not torch.equal(crop(image, 3), crop(image, 4))

@@ -116,9 +116,9 @@ def test_a_driver_without_a_gpu_for_torch_stops(monkeypatch, tmp_path):
 def test_a_ds_config_that_the_device_can_t_compute_stops(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False, raising=False)
     cpu = torch.device("cpu")
-    (found,) = doctor_machine._precision(_resolved("zero2_fp16.json"), QUICKSTART, cpu)
+    found = doctor_machine._precision(_resolved("zero2_fp16.json"), QUICKSTART, cpu)
     assert found.level == "FAIL" and "no fp16" in found.text and "wants fp16" in found.remedy
-    (found,) = doctor_machine._precision(_resolved("zero2_bf16.json"), QUICKSTART, cpu)
+    found = doctor_machine._precision(_resolved("zero2_bf16.json"), QUICKSTART, cpu)
     assert found.level == "ok"
 
 
@@ -128,7 +128,7 @@ def test_processes_that_sum_load_no_more_than_torch():
     code = (
         "import sys, dino_ds.planning.doctor_speed as d\n"
         "loaded = {'deepspeed', 'timm', 'torchvision'} & set(sys.modules)\n"
-        "if __name__ == '__main__': print(loaded, d.measure_sums()[0].level)"
+        "if __name__ == '__main__': print(loaded, next(d.measure_sums()).level)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout == "set() ok\n"
@@ -137,7 +137,7 @@ def test_processes_that_sum_load_no_more_than_torch():
 def test_versions_that_do_not_fit_are_named(monkeypatch):
     asked = ["torch>=99", "a_package_that_is_absent", "numpy>=1", 'pyarrow>=999; extra == "parquet"']
     monkeypatch.setattr(doctor_software, "requires", lambda name: asked)
-    found = doctor_software._versions()
+    found = list(doctor_software._versions())
     assert [finding.level for finding in found] == ["FAIL", "FAIL"]
     assert "torch>=99 is needed" in found[0].text and found[0].remedy == "pip install 'torch>=99'"
     assert found[1].text == "a_package_that_is_absent is not installed"
@@ -174,5 +174,5 @@ def test_data_that_is_missing_or_broken_is_named(tmp_path):
 
 def test_a_name_that_others_can_t_reach_is_warned_of(monkeypatch):
     monkeypatch.setattr(doctor_machine.socket, "gethostbyname", lambda name: "127.0.1.1")
-    (found,) = doctor_machine._own_name()
+    found = doctor_machine._own_name()
     assert found.level == "warn" and "/etc/hosts" in found.remedy

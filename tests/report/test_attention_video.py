@@ -1,4 +1,4 @@
-"""`dino-ds attention-video` on a made-up clip: what goes in and out, colours that stay, and bad input."""
+"""`dino-ds attention-video` on a made-up clip: what goes in and out, colors that stay, and bad input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.report.attention_video import _shown, run
 from dino_ds.report.clip import FORMS, Clip, clip_writer, open_clip, survey
-from dino_ds.report.pictures.draw import MASS, head_colours, heat, overlay
+from dino_ds.report.pictures.draw import MASS, head_colors, heat, overlay
 from dino_ds.report.pictures.maps import mass_mask
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
@@ -28,7 +28,7 @@ from tests.weights.test_weights import _backbone
 
 
 def _frames(count, height=48, width=64):
-    """A light square that walks over a dark slope of colours."""
+    """A light square that walks over a dark slope of colors."""
     slope = np.linspace(0, 120, width)[None, :, None] * np.array([1.0, 0.5, 0.2])
     frames = np.repeat(np.broadcast_to(slope, (height, width, 3))[None], count, axis=0).astype(np.uint8)
     for i, frame in enumerate(frames):
@@ -135,11 +135,11 @@ def test_each_frame_is_painted(place, tmp_path, capsys):
         assert np.abs(picture - expected).max() <= 1
     _run(place, tmp_path / "heads", format="png", show="heads")
     maps = load(place).attention(to_tensor(frames[0].resize((40, 32), 3), IMAGENET)[None])[0]
-    expected = 255 * overlay(_shown(np.asarray(frames[0]), 256, 320), maps * mass_mask(maps, MASS), head_colours(2))
+    expected = 255 * overlay(_shown(np.asarray(frames[0]), 256, 320), maps * mass_mask(maps, MASS), head_colors(2))
     assert np.abs(_read(tmp_path / "heads")[0] - expected).max() <= 1
 
 
-def test_colours_mean_the_same_in_all_frames(place, tmp_path):
+def test_colors_mean_the_same_in_all_frames(place, tmp_path):
     """The same frame, at other places of the clip and among others, is painted the same."""
     frames = _frames(5)
     clip = _write(tmp_path / "clip", "png", [frames[0], *frames, frames[3], frames[0]])

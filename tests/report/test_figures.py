@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 from PIL import Image
 
 from dino_ds.health.lock import RunLock
-from dino_ds.report.compare import names_of
+from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import read_run
 from dino_ds.report.found_pictures import _spread
-from dino_ds.report.pictures.charts import Chart, Level, Line, summarise_knn
+from dino_ds.report.pictures.charts import Chart, Level, Line, draw_curves, summarise_knn
 from dino_ds.report.pictures.series import EMPTY, Curve, Metrics
+from dino_ds.report.pictures.terms import TermKeys, find_terms
 from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import mean_rate, summarise
 from dino_ds.report.svg import Frame, _commands, _levels, _log_ticks, _ticks, draw_chart
@@ -85,6 +87,29 @@ def test_figures_of_a_run():
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarise_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
+
+
+def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
+    """Its loss, its targets' entropy and KL, and a scalar with a name of its own: on the page, in JSON and compared."""
+    folder = make_run(tmp_path / "run")
+    own = {"toy_teacher_entropy": 1.5, "spread": 0.25, "toy_cross_entropy": 2.0, "toy_loss": 2.5, "flat_loss": 3.25}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        if "loss" in line:
+            parts = {key: value * (1 + i / 100) for key, value in {**own, "toy_kl": 0.5}.items()}
+            lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"]}
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run = read_run(folder)
+    assert find_terms(run.metrics) == [
+        TermKeys("toy", "toy_cross_entropy", "toy_teacher_entropy", "toy_kl"), TermKeys("flat", "flat_loss")
+    ]  # fmt: skip
+    page = draw_run(run)
+    assert "toy 2.200 = entropy 1.650 + KL 0.550; flat 3.58" in page
+    for title in ("Loss, all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "Loss of flat", "spread"):
+        assert page.count(f'role="img" aria-label="{title}"') == (2 if title == "Loss of toy" else 1), title
+    assert {key for key in summarise(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
+    assert "Loss of toy: cross-entropy" in draw_comparison([run, read_run(make_run(tmp_path / "other"))])
+    assert len(draw_curves(run.metrics).axes) == 8  # the sum and the targets are large
 
 
 def test_what_a_folder_says(tmp_path):

@@ -67,7 +67,7 @@ def copydays(context: EvalContext) -> dict[str, float]:
 class Whitening:
     """Features (n, d) -> (n, d), less the mean of those given and divided by the deviation along their principal axes.
 
-    As the reference: the axes are those of the second moments about zero, not about the mean.
+    Like the reference's, the axes are the second moments' about zero, not about the mean.
     """
 
     def __init__(self, features: Tensor) -> None:
@@ -87,8 +87,8 @@ def squeezed(image: Image.Image, side: int, normalisation: Normalisation) -> Ten
 
 
 def pooled(cls: Tensor, patches: Tensor) -> Tensor:
-    """CLS (b, d) and patch tokens (b, rows, columns, d) -> (b, 2 d): beside CLS, the mean of fourth powers of what is
-    positive, its fourth root."""
+    """CLS (b, d) and patch tokens (b, rows, columns, d) -> (b, 2 d): next to CLS the fourth root of the mean of the
+    fourth powers of what is positive."""
     powers = patches.flatten(1, 2).clamp_min(1e-6).pow(_GEM_POWER).mean(dim=1)
     return torch.cat((cls, powers.pow(1 / _GEM_POWER)), dim=1)
 
@@ -129,7 +129,7 @@ def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
 
 
 def _copies(folder: Path) -> list[str]:
-    """Strong, and those of the others that are there, by number."""
+    """Folders of copies: "strong", and the other kinds that are there, by number."""
     found = ["strong"]
     for kind in ("jpegqual", "crops"):
         inside = folder / kind

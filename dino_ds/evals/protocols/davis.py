@@ -35,7 +35,7 @@ _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
 _TOLERANCE = 0.008
-"""How far a boundary may be off, as a part of the image's diagonal."""
+"""Tolerance of a boundary's place, as a part of the image's diagonal."""
 _MASKS = 16
 """Masks dilated at once."""
 
@@ -121,7 +121,7 @@ def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, in
 def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray:
     """Soft labels of patches (classes, rows, columns) -> each pixel's class, uint8 (height, width).
 
-    As the reference: each class is stretched to [0, 1] over the frame before the largest wins.
+    Like in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
     """
     fine = F.interpolate(soft[None], scale_factor=patch, mode="bilinear", align_corners=False)[0]
     lowest = fine.amin(dim=(1, 2), keepdim=True)
@@ -156,14 +156,14 @@ def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def boundaries(masks: Tensor) -> Tensor:
-    """Pixels that differ from one of those to the right, below, and right below: half a pixel off, 1 pixel wide."""
+    """Pixels that differ from a neighbour to the right, below, or right below: half a pixel off, 1 pixel wide."""
     padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
     right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
     return (masks ^ right) | (masks ^ below) | (masks ^ both)
 
 
 def dilate(masks: Tensor, radius: int) -> Tensor:
-    """Every pixel within `radius` pixels of one of the mask, Euclidean."""
+    """Masks of all pixels within `radius` pixels, Euclidean, of a pixel of the mask."""
     offsets = torch.arange(-radius, radius + 1, device=masks.device)
     disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
     near = F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)

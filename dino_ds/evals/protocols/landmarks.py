@@ -35,7 +35,7 @@ _SETUPS = {
     "medium": (("easy", "hard"), ("junk",)),
     "hard": (("hard",), ("junk", "easy")),
 }
-"""What counts as found, and what is passed over."""
+"""Kinds of images that count as found, and kinds that are passed over."""
 
 
 def oxford(context: EvalContext) -> dict[str, float]:
@@ -77,9 +77,9 @@ def read_ground_truth(path: Path) -> GroundTruth:
 def landmark_scores(
     ranking: Sequence[Sequence[int]], answers: Sequence[dict[str, list[int]]], setup: str
 ) -> dict[str, float]:
-    """ranking: the whole database by likeness, of each query. {"map": ..., "mp1": ...} in percent.
+    """{"map": ..., "mp1": ...} in percent of each query's `ranking` of the whole database by likeness.
 
-    Queries that have nothing to find are left out; NaN where none has. As `compute_map` of revisitop.
+    Queries that have nothing to find are left out; NaN if none is left. The same as `compute_map` of revisitop.
     """
     found, passed = _SETUPS[setup]
     precisions, positions = [], []
@@ -121,14 +121,14 @@ def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callabl
 
 
 def _scaled(images: Tensor, scale: float) -> Tensor:
-    """At least one pixel remains; the rest as `scale_factor` of the reference does it."""
+    """Images scaled as `scale_factor` of the reference does it, but at least one pixel remains."""
     if min(images.shape[-2:]) * scale < 1:
         return images
     return F.interpolate(images, scale_factor=scale, mode="bilinear")
 
 
 def _whole_patches(images: Tensor, patch: int) -> Tensor:
-    """Without what is left over at the right and at the bottom, which a patch embedding drops; at least one patch."""
+    """Images without the rest at the right and at the bottom, which a patch embedding drops; at least one patch."""
     height, width = images.shape[-2:]
     if min(height, width) < patch:
         height, width = max(height, patch), max(width, patch)

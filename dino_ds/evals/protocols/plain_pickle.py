@@ -30,7 +30,7 @@ _OPERATIONS = """
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """What the file holds; `numpy.asarray` takes its arrays. Strings of Python 2 become text.
+    """Content of the file; `numpy.asarray` takes its arrays. Strings of Python 2 become text.
 
     Raises DataError for a file that is not a pickle, holds anything else, or is larger than 16 MiB.
     """
@@ -51,7 +51,7 @@ def read_plain_pickle(path: Path) -> Any:
 
 
 class _Array:
-    """What NumPy's `_reconstruct` stands for; its contents come with BUILD."""
+    """Stand-in for NumPy's `_reconstruct`; its contents come with BUILD."""
 
     def __init__(self) -> None:
         self._values = np.empty(0)
@@ -65,7 +65,7 @@ class _Array:
 
 
 class _Kind:
-    """What `numpy.dtype` stands for: a kind of number; its byte order comes with BUILD."""
+    """Stand-in for `numpy.dtype`: a kind of number; its byte order comes with BUILD."""
 
     def __init__(self, code: Any) -> None:
         if not isinstance(code, str) or not re.fullmatch("[biuf][1248]", code):

@@ -1,4 +1,4 @@
-"""What all benchmarks share: where their files lie, reading images and label maps, sharing the work over ranks."""
+"""Work that all benchmarks share: finding their files, reading images and label maps, sharing the work over ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dino_ds.evals.features import GaveUp
 
 @dataclass(frozen=True)
 class Benchmark:
-    """`folders`: what its folder is called below the root, that itself included as "."; `marks`: what lies in it;
-    `layout` and `origin`: for people."""
+    """A benchmark's images on disk: `folders` are names of its folder below the root, "." for the root itself, `marks`
+    are files in it; `layout` and `origin` are words for messages."""
 
     name: str
     folders: tuple[str, ...]

@@ -47,7 +47,7 @@ class Sheet:
             self._text(column, self._top - _GAP, title, 8)
 
     def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", frame: str | None = None) -> None:
-        """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell; `frame` is a colour."""
+        """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell; `frame` is a color."""
         x, y = self._x(column), self._y(row)
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
@@ -78,7 +78,7 @@ class Sheet:
 
 
 def shortened(text: str) -> str:
-    """As much of a text as fits under a picture."""
+    """The part of a text that fits under a picture."""
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 
@@ -100,7 +100,7 @@ def figure_tensor(figure: Figure, dpi: float = DPI) -> Tensor:
 
 
 def figure_png(figure: Figure, dpi: float = DPI, palette: bool = False) -> bytes:
-    """A Figure -> a PNG file. With a palette of 256 colours it is two to three times smaller."""
+    """A Figure -> a PNG file. With a palette of 256 colors it is two to three times smaller."""
     image = Image.fromarray(figure_pixels(figure, dpi))
     if palette:
         image = image.quantize(256)

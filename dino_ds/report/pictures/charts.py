@@ -1,20 +1,21 @@
-"""Which curves of a run are shown and how: one description for the report's page and for the picture `curves.png`."""
+"""The curves of a run and their looks: one description for the report's page and for the picture `curves.png`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dino_ds.report.pictures.series import Curve, Metrics
+from dino_ds.report.pictures.terms import TermKeys, find_terms, title_of_scalar, title_of_term
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLOURS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
+COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The same as --c1 to --c8 of report/templates/page.css."""
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 KNN_BASELINES = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
@@ -27,12 +28,12 @@ class Line:
     """One curve of a chart.
 
     kind: "line"; "dots" has a dot at each of up to 80 points; "area" is filled down to `base` or to the axis; "faint";
-    "hidden" shows its values only where the reader points. colour: 1 to 8.
+    "hidden" shows its values only where the reader points. color: 1 to 8.
     """
 
     name: str
     curve: Curve
-    colour: int
+    color: int
     kind: str = "line"
     base: Curve | None = None
 
@@ -61,7 +62,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """How one key of metrics.jsonl is shown; its numbers times `factor` are in `unit`."""
+    """The look of one key of metrics.jsonl; its numbers times `factor` are in `unit`."""
 
     key: str
     title: str
@@ -74,8 +75,8 @@ class Series:
         return Curve(found.x, found.y * self.factor)
 
     def chart(self, metrics: Metrics) -> Chart:
-        colour, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
-        line = Line(self.title, self.curve(metrics), colour, kind)
+        color, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
+        line = Line(self.title, self.curve(metrics), color, kind)
         return Chart(self.title, self.unit, [line], zero=self.zero, small=True)
 
 
@@ -86,16 +87,6 @@ LARGE = (
     Series("data_wait_fraction", "Waiting for data", "% of the time", zero=True, factor=100),
 )
 SMALL = (
-    Series("teacher_entropy", "Teacher entropy", "nats"),
-    Series("kl", "KL of teacher and student", "nats"),
-    Series("dino_loss", "DINO: loss of the CLS token", "nats"),
-    Series("dino_cross_entropy", "DINO: cross-entropy, pairs by their weight", "nats"),
-    Series("ibot_loss", "iBOT: loss over all global crops", "nats"),
-    Series("ibot_cross_entropy", "iBOT: cross-entropy of masked patches", "nats"),
-    Series("ibot_teacher_entropy", "iBOT: teacher entropy", "nats"),
-    Series("ibot_kl", "iBOT: KL of teacher and student", "nats"),
-    Series("koleo_loss", "KoLeo, sum over the global crops"),
-    Series("gram_loss", "Gram: squared difference of patch similarities", zero=True),
     Series("grad_norm", "Gradient norm, before clipping"),
     Series("lr", "Learning rate", zero=True),
     Series("weight_decay", "Weight decay"),
@@ -122,36 +113,42 @@ _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PI
 _MOST_OTHERS = 60
 
 
-def other_series(runs: Iterable[Metrics]) -> list[Series]:
-    """Keys that the tables do not name: evaluations during training, and what later versions write."""
+def find_series(runs: Iterable[Metrics]) -> list[Series]:
+    """The small charts: the loss terms' scalars and what later versions write, SMALL, evaluations while training."""
+    keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
+    evaluated = [Series(key, key.removeprefix(EVALUATED)) for key in keys if key.startswith(EVALUATED)]
+    scalars = [Series(key, *title_of_scalar(key)) for key in keys if not key.startswith(EVALUATED)]
+    return [*scalars[:_MOST_OTHERS], *SMALL, *evaluated[:_MOST_OTHERS]]
+
+
+def find_others(metrics: Metrics) -> list[str]:
+    """Keys that are not in the tables: what loss terms and evaluations write."""
     known = {series.key for series in (*LARGE, *SMALL)} | _NOT_SHOWN
-    keys = dict.fromkeys(key for metrics in runs for key in metrics.curves if key not in known)
-    return [Series(key, key.removeprefix(EVALUATED)) for key in list(keys)[:_MOST_OTHERS]]
+    return [key for key in metrics.curves if key not in known]
 
 
-def loss_charts(metrics: Metrics, prototypes: int | None = None, ibot_prototypes: int | None = None) -> list[Chart]:
-    """Of each term with targets; of several terms their weighted sum too, which has no entropy of its own."""
+def loss_charts(metrics: Metrics, prototypes: Mapping[str, int] | None = None) -> list[Chart]:
+    """Charts of the weighted sum of several terms, and of each term with targets; `prototypes` are by a term's name."""
     several = any(key.endswith("_loss") for key in metrics.curves)
-    has_ibot = "ibot_teacher_entropy" in metrics.curves
     charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
-    if "teacher_entropy" in metrics.curves or not (several or has_ibot):
-        loss = next((key for key in ("dino_cross_entropy", "dino_loss") if key in metrics.curves), "loss")
-        charts.append(_loss_chart("Loss" if loss == "loss" else "Loss of DINO", metrics, "", loss, prototypes))
-    if has_ibot:
-        charts.append(_loss_chart("Masked patches (iBOT)", metrics, "ibot_", "ibot_cross_entropy", ibot_prototypes))
-    return charts
+    known = prototypes or {}
+    for term in find_terms(metrics):
+        if term.entropy:
+            alone = next(iter(known.values())) if len(known) == 1 and not term.name else None
+            charts.append(_loss_chart(term, metrics, known.get(term.name, alone)))
+    return charts or [_loss_chart(TermKeys("", "loss", "teacher_entropy", "kl"), metrics, None)]
 
 
-def _loss_chart(title: str, metrics: Metrics, prefix: str, loss: str, prototypes: int | None) -> Chart:
+def _loss_chart(term: TermKeys, metrics: Metrics, prototypes: int | None) -> Chart:
     """The KL divergence is drawn on top of the entropy; together they are the loss."""
-    entropy = metrics[f"{prefix}teacher_entropy"]
+    entropy = metrics[term.entropy]
     lines = [
         Line("teacher entropy", entropy, 1, "area"),
-        Line("+ KL", metrics[f"{prefix}kl"], 4, "hidden"),
-        Line(f"= {loss}", metrics[loss], 4, "area", base=entropy),
+        Line("+ KL", metrics[term.kl], 4, "hidden"),
+        Line(f"= {term.loss}", metrics[term.loss], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
-    return Chart(title, "nats", lines, levels, zero=True)
+    return Chart(title_of_term(term.name), "nats", lines, levels, zero=True)
 
 
 def knn_chart(metrics: Metrics) -> Chart:
@@ -161,7 +158,7 @@ def knn_chart(metrics: Metrics) -> Chart:
 
 
 def rolling_chart(series: Series, metrics: Metrics) -> Chart:
-    """Each logging window is faint, with the mean of the last five over it."""
+    """A chart of each logging window, faint, with the mean of the last five over it."""
     rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
     lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
     lines += [Line("mean of five", rolling, 1)] if len(rolling) else []
@@ -169,7 +166,7 @@ def rolling_chart(series: Series, metrics: Metrics) -> Chart:
 
 
 def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """The newest and the best accuracy of the teacher, each with its step, beside its baselines, in percent; None
+    """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 
     The untrained network is the teacher at step 0.
@@ -195,7 +192,8 @@ def draw_curves(metrics: Metrics) -> Figure:
 
     figure = Figure(figsize=(10, 5), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
-    large = [*loss_charts(metrics)[-2:], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
+    losses = loss_charts(metrics)
+    large = [*losses[len(losses) > 2 :], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
     small = [series.chart(metrics) for series in SMALL if series.key in _SCHEDULES] + [LARGE[2].chart(metrics)]
     for part, charts in zip(parts, (large, small), strict=True):
         for axes, chart in zip(part.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
@@ -206,19 +204,19 @@ def draw_curves(metrics: Metrics) -> Figure:
 def _plot(axes: Any, chart: Chart) -> None:
     values = [0.0]
     for line in chart.lines:
-        curve, colour = line.curve.thinned(), COLOURS[line.colour - 1]
+        curve, color = line.curve.thinned(), COLORS[line.color - 1]
         values += [*curve.finite]
         if line.kind == "area":
             floor = np.zeros(len(curve)) if line.base is None else line.base.at(curve.x)
-            axes.fill_between(curve.x, floor, curve.y, color=colour, alpha=0.28)
+            axes.fill_between(curve.x, floor, curve.y, color=color, alpha=0.28)
         points = ([], []) if line.kind == "hidden" else (curve.x, curve.y)
         dotted = line.kind == "dots" or len(curve.finite) == 1  # a line through one point can't be seen
-        axes.plot(*points, "o-" if dotted else "-", color=colour, markersize=4, label=line.name)
+        axes.plot(*points, "o-" if dotted else "-", color=color, markersize=4, label=line.name)
     for level in chart.levels:
         values.append(level.value)
-        axes.axhline(level.value, ls="--", color=COLOURS[-1], lw=1)
+        axes.axhline(level.value, ls="--", color=COLORS[-1], lw=1)
         place = (chart.lines[0].curve.x[-1], level.value)
-        axes.annotate(f"{level.name} {level.value:.1f}", place, fontsize=7, ha="right", va="bottom", color=COLOURS[-1])
+        axes.annotate(f"{level.name} {level.value:.1f}", place, fontsize=7, ha="right", va="bottom", color=COLORS[-1])
     if chart.zero or chart.levels:
         axes.set_ylim(0, 1.15 * max(values) or 1.0)
     last = f": {chart.lines[0].curve.last:.1f} at the end" if chart.lines[0].kind == "dots" else ""

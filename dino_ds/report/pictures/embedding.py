@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SEED = 0
 _LEGEND = 20
-"""Groups that a legend names, as many as there are colours."""
+"""Groups that a legend names, as many as there are colors."""
 _INCHES = 8.0
 
 
@@ -84,7 +84,7 @@ TITLES = {"tsne": "t-SNE", "umap": "UMAP", "pca": "PCA"}
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:
-    """Points (n, 2) with a uint8 thumbnail (h, w, 3) each, framed in a colour by group; a legend of up to 20 groups."""
+    """Points (n, 2) with a uint8 thumbnail (h, w, 3) each, framed in a color by group; a legend of up to 20 groups."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -99,15 +99,15 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     low, high = points.min(axis=0), points.max(axis=0)
     places = 0.04 + 0.92 * (points - low) / np.maximum(high - low, 1e-12)
     half = float(np.clip(0.35 / np.sqrt(len(points)), 0.015, 0.035))
-    colours = colormaps["tab20"](range(_LEGEND))[:, :3]
+    colors = colormaps["tab20"](range(_LEGEND))[:, :3]
     for i in np.argsort(-places[:, 1]):
-        colour = colours[names.index(groups[i]) % len(colours)] if groups else np.full(3, 0.6)
+        color = colors[names.index(groups[i]) % len(colors)] if groups else np.full(3, 0.6)
         x, y = places[i]
-        axes.imshow(_framed(thumbnails[i], colour), extent=(x - half, x + half, y - half, y + half))
+        axes.imshow(_framed(thumbnails[i], color), extent=(x - half, x + half, y - half, y + half))
     axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
     axes.axis("off")
     if legend:
-        spots = [axes.plot([], [], "s", color=colours[i])[0] for i in range(len(names))]
+        spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
         words = [shortened(name) for name in names]
         box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=7, frameon=False)
         for text in box.texts:
@@ -115,10 +115,10 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     return figure
 
 
-def _framed(thumbnail: np.ndarray, colour: np.ndarray) -> np.ndarray:
-    """uint8 (h, w, 3) with a border in a colour, an eighteenth of its side wide."""
+def _framed(thumbnail: np.ndarray, color: np.ndarray) -> np.ndarray:
+    """uint8 (h, w, 3) with a border in a color, an eighteenth of its side wide."""
     border = max(1, round(max(thumbnail.shape[:2]) / 18))
     framed = np.empty((thumbnail.shape[0] + 2 * border, thumbnail.shape[1] + 2 * border, 3), dtype=np.uint8)
-    framed[:] = (255 * colour).round()
+    framed[:] = (255 * color).round()
     framed[border:-border, border:-border] = thumbnail
     return framed

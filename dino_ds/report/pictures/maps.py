@@ -21,10 +21,10 @@ def mass_mask(attention: Tensor, mass: float) -> Tensor:
     return mask.unflatten(-1, attention.shape[-2:])
 
 
-class PatchColours:
+class PatchColors:
     """The first three principal components of patch tokens as RGB.
 
-    Fitted once, to the tokens (n, d) of all images or frames, so that equal colours mean equal things and nothing
+    Fitted once, to the tokens (n, d) of all images or frames, so that equal colors mean equal things and nothing
     flickers or changes its sign from one to the next. A component's sign is arbitrary: its largest weight is positive.
     Source: DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid.
     """
@@ -37,14 +37,14 @@ class PatchColours:
         self.axes = axes / (variances.sqrt() + 1e-12)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Tokens (..., d) -> colours (..., 3) in [0, 1]."""
+        """Tokens (..., d) -> colors (..., 3) in [0, 1]."""
         return torch.sigmoid(2 * ((tokens.double() - self.mean) @ self.axes)).float()
 
 
 def foreground(tokens: Tensor, attention: Tensor) -> Tensor:
     """Tokens (b, h, w, d) and attention (b, heads, h, w) -> a mask (b, h, w): one side of the first component.
 
-    Of the two sides the one at which the CLS token looks more, on average over its patches.
+    It is the side at which the CLS token looks more, on average over its patches.
     Source: DINOv2 (arXiv 2304.07193), figures 1 and 9, which leave out patches with a negative score; but which side is
     negative is a matter of chance (facebookresearch/dinov2 issue 292).
     """

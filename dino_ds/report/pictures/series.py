@@ -85,7 +85,7 @@ class Curve:
         return len(self) > 4 * buckets
 
     def _starts(self, buckets: int) -> np.ndarray:
-        """Where the parts begin that hold points."""
+        """Indices at which the parts that hold points begin."""
         edges = np.linspace(self.x[0], self.x[-1], buckets + 1)[1:-1]
         return np.unique([0, *np.searchsorted(self.x, edges)])
 

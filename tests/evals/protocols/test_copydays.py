@@ -1,4 +1,4 @@
-"""Copy detection: features, whitening and metric against slow references, and a benchmark of colours."""
+"""Copy detection: features, whitening and metric against slow references, and a benchmark of colors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_names_tell_the_original():
         originals_of(["200701.jpg"], ["200000.jpg"])
 
 
-def test_colours_find_their_originals(tmp_path):
+def test_colors_find_their_originals(tmp_path):
     copies(tmp_path / "copydays")
     results = copydays(subject_of(tmp_path, size=64))
     names = {"copydays_strong_map", "copydays_jpegqual_3_map", "copydays_jpegqual_map"}

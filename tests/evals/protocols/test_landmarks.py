@@ -1,4 +1,4 @@
-"""Revisited Oxford and Paris: the metrics against a slow reference, the reader, and a benchmark of colours."""
+"""Revisited Oxford and Paris: the metrics against a slow reference, the reader, and a benchmark of colors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_nothing_to_find_is_no_number():
     assert math.isnan(landmark_scores([[0, 1]], [{"easy": [], "hard": [], "junk": [0]}], "medium")["map"])
 
 
-def test_colours_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
+def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
     """Whole, the photo is mostly another landmark's; in its box it is its own."""
     landmarks(tmp_path)
     results = oxford(subject_of(tmp_path))

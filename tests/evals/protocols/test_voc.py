@@ -1,4 +1,4 @@
-"""Segmentation by a linear layer: counts, metric and fit against slow references, and scenes of colours."""
+"""Segmentation by a linear layer: counts, metric and fit against slow references, and scenes of colors."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_logits_are_enlarged_to_the_photo():
     assert segment(probe, patches, 1, 8).tolist() == [[1, 1, 1, 0, 0, 0, 0, 0]]
 
 
-def test_scenes_of_colours_are_understood(tmp_path):
+def test_scenes_of_colors_are_understood(tmp_path):
     """Only the blurred edges between patches are in doubt: none here, where patches are blocks' quarters."""
     segments(tmp_path / "VOCdevkit/VOC2012")
     results = voc(subject_of(tmp_path, size=64))

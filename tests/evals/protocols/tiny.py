@@ -1,4 +1,4 @@
-"""Tiny benchmarks in their true layouts, and a model that sees nothing but colours."""
+"""Tiny benchmarks in their true layouts, and a model that sees nothing but colors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD
 from dino_ds.evals.context import EvalContext, Settings
 
-COLOURS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
+COLORS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
 
 
-class Colours:
-    """A patch's token is its mean colour and its likeness to each of COLOURS; the feature is the tokens' mean."""
+class Colors:
+    """A patch's token is its mean color and its likeness to each of COLORS; the feature is the tokens' mean."""
 
-    image_size, stride, side_multiple, width, is_vit = 32, 8, 8, 3 + len(COLOURS), True
+    image_size, stride, side_multiple, width, is_vit = 32, 8, 8, 3 + len(COLORS), True
     normalisation = IMAGENET
 
     def patch_tokens(self, images: Tensor) -> Tensor:
         mean = F.avg_pool2d(images, self.stride).permute(0, 2, 3, 1)
-        shades = (torch.tensor(COLOURS) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+        shades = (torch.tensor(COLORS) / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
         distance = (mean[..., None, :] - shades).square().sum(dim=-1)
         return torch.cat((0.1 * mean, (-distance).exp()), dim=-1)
 
@@ -41,14 +41,14 @@ class Colours:
 
 def subject_of(root: Path | None, **settings: object) -> EvalContext:
     return EvalContext(
-        Colours(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False
+        Colors(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False
     )
 
 
 def photo(path: Path, blocks: list[list[int]], side: int = 40) -> None:
-    """A photo of plain blocks of COLOURS by number, with a little noise."""
+    """A photo of plain blocks of COLORS by number, with a little noise."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.array(COLOURS)[np.array(blocks)].repeat(side, 0).repeat(side, 1)
+    pixels = np.array(COLORS)[np.array(blocks)].repeat(side, 0).repeat(side, 1)
     noise = np.random.default_rng(len(path.name)).integers(-8, 9, pixels.shape)
     Image.fromarray((pixels + noise).clip(0, 255).astype(np.uint8)).save(path, quality=95)
 
@@ -62,7 +62,7 @@ def label_map(path: Path, labels: np.ndarray) -> None:
 
 
 def landmarks(root: Path, dataset: str = "roxford5k", protocol: int = 2) -> Path:
-    """Four landmarks, a colour each, with three images; two queries. Beside a query's landmark is another one."""
+    """Four landmarks, a color each, with three images; two queries. Beside a query's landmark is another one."""
     folder = root / dataset
     names = [f"place_{i // 3}_{i % 3:06d}" for i in range(12)]
     for i, name in enumerate(names):
@@ -90,14 +90,14 @@ def copies(root: Path) -> Path:
 
 
 def clips(root: Path, names: tuple[str, ...] = ("walk", "run", "sit"), frames: int = 6) -> Path:
-    """Two squares of their own colours that move over a ground, a pixel block a frame."""
+    """Two squares of their own colors that move over a ground, a pixel block a frame."""
     for clip, name in enumerate(names):
         for t in range(frames):
             labels = np.zeros((96, 160), dtype=np.uint8)
             left = 8 * (t + clip)
             labels[16:48, left : left + 32] = 1
             labels[56:88, 120 - left : 152 - left] = 2
-            pixels = np.array(COLOURS)[labels + clip]
+            pixels = np.array(COLORS)[labels + clip]
             path = root / "JPEGImages/480p" / name / f"{t:05d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(pixels.astype(np.uint8)).save(path, quality=100, subsampling=0)
@@ -108,7 +108,7 @@ def clips(root: Path, names: tuple[str, ...] = ("walk", "run", "sit"), frames: i
 
 
 def segments(root: Path, train: int = 6, val: int = 4) -> Path:
-    """Scenes of blocks, whose class is their colour; class 0 among them, a border of 255 around."""
+    """Scenes of blocks, whose class is their color; class 0 among them, a border of 255 around."""
     generator = np.random.default_rng(0)
     sets = {"train": train, "val": val}
     for split, count in sets.items():

@@ -23,7 +23,7 @@ from dino_ds.report.pictures.draw import (
     draw_patches,
     draw_pca,
     draw_similarity,
-    head_colours,
+    head_colors,
     heat,
     overlay,
     picture_of,
@@ -63,8 +63,8 @@ def test_figures_show_everything(pictures):
 def test_the_frame_of_a_neighbour_says_whether_it_is_of_the_class(pictures):
     picture = pictures[0].numpy()
     figure = draw_neighbours([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
-    colours = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
-    assert len(colours) == 2 and colours[0][2] > colours[0][0] and colours[1][0] > colours[1][2]
+    colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
+    assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
     assert _shown(figure)[1][0] == "query (blue: its class)"
 
 
@@ -72,11 +72,11 @@ def test_each_picture_is_what_its_title_says(pictures):
     """Attention of each head and what it keeps; the cosine of the chosen patch, with a cross on it."""
     attention, tokens = torch.rand(1, 2, 4, 4), torch.randn(2, 4, 4, 8)
     shown, _ = _shown(draw_attention(pictures[:1], attention))
-    kept, colours = mass_mask(attention[0], MASS), head_colours(2)
-    expected = [pictures[0].numpy(), overlay(pictures[0], attention[0] * kept, colours)]
+    kept, colors = mass_mask(attention[0], MASS), head_colors(2)
+    expected = [pictures[0].numpy(), overlay(pictures[0], attention[0] * kept, colors)]
     for head in range(2):
         one = slice(head, head + 1)
-        expected += [heat(pictures[0], attention[0, head]), overlay(pictures[0], kept[one].float(), colours[one])]
+        expected += [heat(pictures[0], attention[0, head]), overlay(pictures[0], kept[one].float(), colors[one])]
     for found, wanted in zip(shown, expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
     figure = draw_similarity(pictures, tokens, [(1, 0, 2)])
@@ -96,8 +96,8 @@ def test_rows_that_belong_together_lie_together():
 
 
 @pytest.mark.slow
-def test_channels_that_are_no_colours():
-    """Two channels: the first in grey; four: the first three as colours; 2 to 98 % of their values."""
+def test_channels_that_are_no_colors():
+    """Two channels: the first in grey; four: the first three as colors; 2 to 98 % of their values."""
     images = torch.rand(2, 4, 8, 8) - 0.5
     two, four = (picture_of(images[:, :c], [0.5] * c, [1.0] * c) for c in (2, 4))
     assert two.shape == four.shape == (2, 8, 8, 3)
@@ -118,16 +118,16 @@ def test_the_background_is_black_and_the_rest_has_its_own_components(pictures):
     assert (plain[1] > 0).all() and not np.allclose(plain[1][:2], cut[1][:2])
 
 
-def test_a_patch_has_the_colour_of_the_head_that_looks_at_it(pictures):
+def test_a_patch_has_the_color_of_the_head_that_looks_at_it(pictures):
     """Two heads, each at a patch of its own and one at which both look; elsewhere the picture is dark."""
     weights = torch.zeros(2, 2, 2)
     weights[0, 0, 0] = weights[1, 1, 1] = weights[0, 0, 1] = 1
     weights[1, 0, 1] = 3
-    colours = head_colours(2)
+    colors = head_colors(2)
     grey = torch.full((32, 32, 3), 0.4)
-    found = torch.from_numpy(overlay(grey, weights, colours))[8::16, 8::16]
-    mixed = 0.25 * colours[0] + 0.75 * colours[1]
-    wanted = torch.stack([torch.stack([colours[0], mixed]), torch.stack([torch.zeros(3), colours[1]])])
+    found = torch.from_numpy(overlay(grey, weights, colors))[8::16, 8::16]
+    mixed = 0.25 * colors[0] + 0.75 * colors[1]
+    wanted = torch.stack([torch.stack([colors[0], mixed]), torch.stack([torch.zeros(3), colors[1]])])
     wanted = 0.5 * wanted + 0.2
     wanted[1, 0] = 0.1
     torch.testing.assert_close(found.float(), wanted)

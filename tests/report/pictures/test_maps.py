@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dino_ds.report.pictures.maps import PatchColours, foreground, mass_mask, patch_similarity
+from dino_ds.report.pictures.maps import PatchColors, foreground, mass_mask, patch_similarity
 
 
 def test_the_mask_is_the_smallest_that_holds_the_mass():
@@ -21,29 +21,29 @@ def test_the_mask_is_the_smallest_that_holds_the_mass():
         assert set(mask.flatten().nonzero().flatten().tolist()) == kept
 
 
-def test_colours_are_the_first_three_components_whitened_through_a_sigmoid():
+def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
     """Against an SVD; a component's sign is free."""
     tokens = torch.randn(2, 6, 6, 8, generator=torch.Generator().manual_seed(1)) * torch.arange(8, 0, -1)
     flat = tokens.flatten(0, 2)
-    colours = PatchColours(flat)(tokens)
-    assert colours.shape == (2, 6, 6, 3)
-    for axes in (PatchColours(flat).axes, PatchColours(-flat).axes):
+    colors = PatchColors(flat)(tokens)
+    assert colors.shape == (2, 6, 6, 3)
+    for axes in (PatchColors(flat).axes, PatchColors(-flat).axes):
         assert bool((axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)) > 0).all())
     centered = flat.double().numpy() - flat.double().numpy().mean(0)
     _, _, axes = np.linalg.svd(centered, full_matrices=False)
     scores = centered @ axes[:3].T
     wanted = 1 / (1 + np.exp(-2 * scores / scores.std(axis=0)))
-    found = colours.flatten(0, 2).numpy()
+    found = colors.flatten(0, 2).numpy()
     for i in range(3):
         assert min(abs(found[:, i] - wanted[:, i]).max(), abs(1 - found[:, i] - wanted[:, i]).max()) < 1e-5
 
 
-def test_colours_do_not_depend_on_what_else_is_coloured():
+def test_colors_do_not_depend_on_what_else_is_colored():
     """One PCA for all frames: none flickers because of its neighbours. Flat tokens give grey, not NaN."""
     tokens = torch.randn(4, 3, 3, 8, generator=torch.Generator().manual_seed(2))
-    colours = PatchColours(tokens.flatten(0, 2))
-    torch.testing.assert_close(colours(tokens)[1:2], colours(tokens[1:2]))
-    assert bool((PatchColours(torch.ones(9, 8))(torch.ones(9, 8)) == 0.5).all())
+    colors = PatchColors(tokens.flatten(0, 2))
+    torch.testing.assert_close(colors(tokens)[1:2], colors(tokens[1:2]))
+    assert bool((PatchColors(torch.ones(9, 8))(torch.ones(9, 8)) == 0.5).all())
 
 
 def test_the_foreground_is_the_side_that_the_network_looks_at():
