@@ -114,8 +114,9 @@ def _figures(facts: Sequence[Facts], scalars: dict[str, str], mark: bool) -> lis
 
 def _scalars(runs: Sequence[RunFiles]) -> dict[str, str]:
     """Titles and keys of what the runs' loss terms write, but for the sums of a run of one term."""
+    titles = {name: title for run in runs for name, title in run.metrics.titles.items()}
     found = [key for run in runs for key in find_others(run.metrics) if not key.startswith(EVALUATED)]
-    return {title_of_scalar(key)[0]: key for key in found if key not in ("teacher_entropy", "kl")}
+    return {title_of_scalar(key, titles)[0]: key for key in found if key not in ("teacher_entropy", "kl")}
 
 
 def _baselines(knn: dict[str, float]) -> str:
@@ -135,7 +136,7 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], 
     scales = [batch for batch in batches if batch is not None]
     by_images = len(set(batches)) > 1 and len(scales) == len(batches)
     drawn: dict[bool, list[str]] = {True: [], False: []}
-    for series in (*LARGE, *find_series(run.metrics for run in runs)):
+    for series in (*LARGE, *find_series([run.metrics for run in runs])):
         curves, large = [series.curve(run.metrics) for run in runs], series in LARGE
         constant = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
         if constant and not large:

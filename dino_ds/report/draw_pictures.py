@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dino_ds.basics.durable import replace_file, why_not_writable
 from dino_ds.basics.text_file import read_object
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import EvalCrop
@@ -26,6 +27,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
 from dino_ds.options.model import PictureKind, PicturesOptions
 from dino_ds.report.chosen_images import Picked, choose, find_patches, read_cuts, spread
+from dino_ds.report.folder import with_titles
 from dino_ds.report.model_options import check_unused_options, find_images, in_parts, load_for_pictures, side_of
 from dino_ds.report.pictures import draw
 from dino_ds.report.pictures.canvas import figure_png, figure_tensor
@@ -219,7 +221,10 @@ def _read_metrics(path: Path) -> Metrics:
         raise ConfigError(f"{path} can't be read: {error}; fix it, or leave curves out with --only") from None
     if not metrics.lines:
         raise ConfigError(f"{path} holds no line of metrics: leave curves out with --only")
-    return metrics
+    try:
+        return with_titles(metrics, load_recipe(str(path.parent / "config.yaml"), {}))
+    except ConfigError:  # gone, or of another version: the terms have their names alone
+        return metrics
 
 
 def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
+from dino_ds.method.specs.of_recipe import known_terms
 from dino_ds.report.log import RunLog, read_log
 from dino_ds.report.pictures.series import Metrics, read_metrics
 
@@ -118,12 +119,18 @@ def _read_log(path: Path) -> RunLog:
     return read_log(line.decode(errors="replace") for line in read_lines(path))
 
 
+def with_titles(metrics: Metrics, recipe: Recipe) -> Metrics:
+    """Metrics whose loss terms have the titles that their specs give them."""
+    return replace(metrics, titles={term.name: term.title for term in known_terms(recipe)})
+
+
 def _read_recipe(run: RunFiles) -> None:
     path = run.path / "config.yaml"
     run.recipe_text = _read(run.notes, path, lambda p: read_text(str(p), "a recipe"), "", "the recipe is not known")
     if run.recipe_text:
         try:
             run.recipe = load_recipe(str(path), {})
+            run.metrics = with_titles(run.metrics, run.recipe)
         except ConfigError as error:
             run.notes.append(f"config.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
 

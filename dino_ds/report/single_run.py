@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.objective import ObjectiveCosts
+from dino_ds.method.specs.of_recipe import known_terms
 from dino_ds.report.folder import Evaluation, RunFiles
 from dino_ds.report.found_pictures import load_pictures
 from dino_ds.report.html import Tag, render
@@ -121,7 +121,7 @@ def _alarms(run: RunFiles) -> list[str]:
 
 def _curves(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
     """Large and small charts; curves that never change are text."""
-    prototypes = {one.term: one.sizes.prototypes for one in ObjectiveCosts.of(recipe).cross_entropies} if recipe else {}
+    prototypes = _prototypes(recipe) if recipe else {}
     large = [*loss_charts(metrics, prototypes), knn_chart(metrics), *(rolling_chart(one, metrics) for one in LARGE[2:])]
     small = [series for series in find_series([metrics]) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
@@ -130,6 +130,11 @@ def _curves(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
         "small_charts": [draw_chart(series.chart(metrics)) for series in drawn],
         "constants": [_constant(series, metrics) for series in small if series not in drawn],
     }
+
+
+def _prototypes(recipe: Recipe) -> dict[str, int]:
+    """The prototypes of each term that has targets over them, by its name."""
+    return {term.name: head.prototypes for term in known_terms(recipe) for head in term.heads.values()}
 
 
 def _constant(series: Series, metrics: Metrics) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dino_ds.config.crops import EMA, CropGroup, Resolution, dino_groups
 from dino_ds.config.sections import HeadSection
+from dino_ds.errors import ConfigError
 from dino_ds.method.specs import dino, distill, gram, koleo
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
 from dino_ds.method.specs.ema import EmaSpec
@@ -33,6 +34,14 @@ def terms_of(recipe: Recipe) -> list[TermSpec]:
     be found."""
     ours = [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
     return [*ours, *_own_terms(recipe.objective.terms)]
+
+
+def known_terms(recipe: Recipe) -> list[TermSpec]:
+    """The loss terms of a recipe as far as they are found here: a run may have been trained where others are."""
+    try:
+        return terms_of(recipe)
+    except ConfigError:
+        return [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
 
 
 def teachers_of(recipe: Recipe) -> list[TeacherSpec]:

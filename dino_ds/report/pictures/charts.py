@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,11 +113,12 @@ _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PI
 _MOST_OTHERS = 60
 
 
-def find_series(runs: Iterable[Metrics]) -> list[Series]:
+def find_series(runs: Sequence[Metrics]) -> list[Series]:
     """The small charts: the loss terms' scalars and what later versions write, SMALL, evaluations while training."""
     keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
     evaluated = [Series(key, key.removeprefix(EVALUATED)) for key in keys if key.startswith(EVALUATED)]
-    scalars = [Series(key, *title_of_scalar(key)) for key in keys if not key.startswith(EVALUATED)]
+    titles = {name: title for metrics in runs for name, title in metrics.titles.items()}
+    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith(EVALUATED)]
     return [*scalars[:_MOST_OTHERS], *SMALL, *evaluated[:_MOST_OTHERS]]
 
 
@@ -148,7 +149,7 @@ def _loss_chart(term: TermKeys, metrics: Metrics, prototypes: int | None) -> Cha
         Line(f"= {term.loss}", metrics[term.loss], 4, "area", base=entropy),
     ]
     levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
-    return Chart(title_of_term(term.name), "nats", lines, levels, zero=True)
+    return Chart(title_of_term(term.name, metrics.titles), "nats", lines, levels, zero=True)
 
 
 def knn_chart(metrics: Metrics) -> Chart:

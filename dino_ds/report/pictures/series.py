@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,13 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 
 @dataclass(frozen=True)
 class Metrics:
-    """Curves over the step by the key of metrics.jsonl; `lines` that were read, `broken` ones that were skipped."""
+    """Curves over the step by the key of metrics.jsonl; `lines` that were read, `broken` ones that were skipped;
+    `titles` of the loss terms by name, as far as the run's recipe is known."""
 
     curves: dict[str, Curve]
     lines: int
     broken: int
+    titles: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Curve:
         return self.curves.get(key, EMPTY)

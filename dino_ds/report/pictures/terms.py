@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dino_ds.report.pictures.series import Metrics
@@ -9,12 +10,6 @@ from dino_ds.report.pictures.series import Metrics
 _ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
 """Ends of the keys that are in nats, and what they are."""
-_TITLES = {
-    "dino": "Loss of DINO",
-    "ibot": "Masked patches (iBOT)",
-    "koleo": "KoLeo, sum over the global crops",
-    "gram": "Gram: squared difference of patch similarities",
-}
 
 
 @dataclass(frozen=True)
@@ -54,15 +49,15 @@ def _with_targets(name: str | None, loss: str, scalars: list[str]) -> list[TermK
     return found
 
 
-def title_of_term(name: str) -> str:
-    """The loss of a term in a few words."""
-    return _TITLES.get(name, f"Loss of {name}") if name else "Loss"
+def title_of_term(name: str, titles: Mapping[str, str]) -> str:
+    """The loss of a term in a few words: its own of `titles`, where the run's recipe tells it."""
+    return titles.get(name, f"Loss of {name}") if name else "Loss"
 
 
-def title_of_scalar(key: str) -> tuple[str, str]:
+def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
     """Title and unit of a curve that a term writes."""
     for end, words in _SCALARS.items():
         if key == end or key.endswith(f"_{end}"):
             name = key.removesuffix(end).rstrip("_")
-            return f"{title_of_term(name)}: {words}" if name else words[0].upper() + words[1:], "nats"
-    return (title_of_term(key.removesuffix(_LOSS)) if key.endswith(_LOSS) else key), ""
+            return f"{title_of_term(name, titles)}: {words}" if name else words[0].upper() + words[1:], "nats"
+    return (title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else key), ""
