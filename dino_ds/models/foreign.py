@@ -59,7 +59,7 @@ class ForeignBackbone(Backbone):
             return ForeignBackbone(self._foreign, self.image_size, self.options)
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
-        patches = self._shapes(height, width)[1] if self._facts.has_map else None
+        patches = self._shapes(height, width)[1] if self._facts.patch_width else None
         if patches is None:
             raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
         return patches[1], patches[2]
@@ -137,6 +137,21 @@ class ForeignBackbone(Backbone):
             images = images.contiguous(memory_format=torch.channels_last)
         found: tuple[Tensor, Tensor | None] = features_of(self._network[0], images)
         return found
+
+
+class PlainForeign(nn.Module):
+    """Images (b, c, h, w) -> features (b, d): the network as timm or the user's class makes it, with the weights and
+    statistics of `backbone`."""
+
+    def __init__(self, backbone: ForeignBackbone) -> None:
+        super().__init__()
+        self.network = create(backbone._foreign, backbone.image_size).eval()
+        self.network.load_state_dict(backbone.state_dict())
+        self.network.to(next(backbone.parameters()).device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = features_of(self.network, images)[0]
+        return features
 
 
 class KeyedDropPath(nn.Module):

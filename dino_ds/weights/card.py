@@ -9,7 +9,7 @@ import yaml
 
 from dino_ds import __version__
 from dino_ds.basics.digits import range_text
-from dino_ds.models.specs.backbones import BACKBONES, backbone_name
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.load import Backbone
 
 _USE = {
@@ -82,9 +82,8 @@ def _training(about: dict[str, Any]) -> list[str]:
 def _sizes(model: Backbone) -> str:
     spec = model.network.spec
     if not model.is_vit:
-        return f"{backbone_name(spec)}, width {spec.width}, stride {spec.stride}"
-    arch = model.vit.arch
-    return f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
+        return f"{model.title}, width {spec.width}, stride {spec.stride}"
+    return spec.sizes.capitalize()
 
 
 def _on_sizes(model: Backbone) -> str:
@@ -99,7 +98,7 @@ def _on_sizes(model: Backbone) -> str:
 def _name(model: Backbone) -> str:
     """timm's, where the model has the sizes that it stands for."""
     if not model.is_vit:
-        return backbone_name(model.network.spec)
+        return model.title
     arch, name = model.vit.arch, model.about.get("timm_name")
     if name is not None and BACKBONES.get(name) == arch:
         return str(name)

@@ -15,17 +15,14 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_ds.basics.durable import replacing_folder
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.specs.backbones import backbone_name
-from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
+from dino_ds.models.build import plain_form
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
 from dino_ds.weights.sidecar import write_with_sidecar
 from dino_ds.weights.timm_config import timm_config, timm_model
@@ -41,7 +38,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     if model.is_vit:
         about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation}
     else:
-        about |= {"backbone": backbone_name(spec), "image_size": model.image_size}
+        about |= {"backbone": model.title, "image_size": model.image_size}
     if (timm := timm_model(model)) is not None:
         about |= {"timm_arguments": timm[1], **({} if model.is_vit else {"timm_name": timm[0]})}
     elif model.is_vit:
@@ -50,7 +47,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     tensors = _tensors(model)
     _write_file(out, lambda file: safetensors.torch.save_file(tensors, file, metadata={"format": "pt"}), about)
     if timm is None:
-        return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
+        return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={model.title!r}'})"
     return f"dino_ds.load({str(out)!r}), or safetensors.torch.load_file({str(out)!r}) into a timm model"
 
 
@@ -93,7 +90,7 @@ def export_dino(model: Backbone, out: Path) -> str:
     _refuse_rope(model, "dino")
     if not model.is_vit and not {"conv1.weight", "layer1.0.conv1.weight"} <= tensors.keys():
         raise ConfigError(
-            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {_name(model)} is neither: "
+            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {model.title} is neither: "
             "take another format"
         )
     network = to_reference(tensors, model.heads, _mask_token(model))
@@ -108,7 +105,7 @@ def export_dinov2(model: Backbone, out: Path) -> str:
     Raises ConfigError for what is not a ViT.
     """
     if not model.is_vit:
-        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {_name(model)} is none: take another format")
+        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {model.title} is none: take another format")
     _refuse_rope(model, "dinov2")
     network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
     _write_file(out, lambda file: torch.save({"teacher": network}, file), _facts(model))
@@ -148,7 +145,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     for shape in [*shapes, {0: batch}]:
         try:
             program = torch.onnx.export(
-                _plain(model),
+                plain_form(model.network),
                 (_example(model, 2 in shape),),
                 dynamo=True,
                 dynamic_shapes=(shape,),
@@ -161,7 +158,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
             continue
         assert program is not None
         return program, "" if 2 in shape else f", images of {model.image_size} pixels only"
-    raise ConfigError(f"--format onnx: torch's exporter can't export {_name(model)}: {problem}")
+    raise ConfigError(f"--format onnx: torch's exporter can't export {model.title}: {problem}")
 
 
 def export_torchscript(model: Backbone, out: Path) -> str:
@@ -174,11 +171,11 @@ def export_torchscript(model: Backbone, out: Path) -> str:
     only = "" if any_size else f", images of {model.image_size} pixels only"
     with _quiet(), torch.no_grad():
         try:
-            traced = torch.jit.trace(_plain(model), _example(model, any_size))
+            traced = torch.jit.trace(plain_form(model.network), _example(model, any_size))
         except Exception as error:  # whatever a foreign network raises
             if model.is_vit:
                 raise
-            raise ConfigError(f"--format torchscript: {_name(model)} can't be traced: {one_line(error)}") from None
+            raise ConfigError(f"--format torchscript: {model.title} can't be traced: {one_line(error)}") from None
     _write_file(out, lambda file: torch.jit.save(traced, str(file)), _facts(model))
     return f"torch.jit.load({str(out)!r})(images){only}"
 
@@ -207,15 +204,6 @@ def _mask_token(model: Backbone) -> Tensor | None:
     return None if model.mask_token is None else model.mask_token.detach().cpu()
 
 
-def _name(model: Backbone) -> str:
-    return backbone_name(model.network.spec)
-
-
-def _plain(model: Backbone) -> nn.Module:
-    """The network as exporters want it. Raises ConfigError where it can't be built."""
-    return PlainForeign(model.network) if isinstance(model.network, ForeignBackbone) else PlainBackbone(model.vit)
-
-
 def _takes_any_size(model: Backbone) -> bool:
     """Whether it takes others than its native one, sides unequal too."""
     try:
@@ -223,8 +211,7 @@ def _takes_any_size(model: Backbone) -> bool:
     except ConfigError:
         return False
     # Windows, positions and the like are made for one size: a program keeps what is computed from it.
-    spec = model.network.spec
-    return not isinstance(spec, ForeignSpec) or not facts_of(spec).accepts & {*SIZE_ARGUMENTS}
+    return not model.network.spec.has_native_size
 
 
 def _example_sides(model: Backbone) -> tuple[int, int]:

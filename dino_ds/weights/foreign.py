@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
-from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
+from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
 from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.reference import HEAD, head_to_ours
 from dino_ds.weights.tensors import Weights
@@ -72,7 +72,7 @@ def stated_spec(
         )
     try:
         spec: Any = backbone_spec(name)
-        if isinstance(spec, ForeignSpec):
+        if "arguments" in spec.obeys:
             _check_foreign(numbers, name, tensors)
         elif not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
             raise TypeError
@@ -130,8 +130,7 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> We
     if name in BACKBONES:
         return None
     try:
-        spec = backbone_spec(name)
-        assert isinstance(spec, ForeignSpec)
+        spec = foreign_spec(name)
         if not isinstance(given, dict) or not spec.is_timm:
             raise ValueError("model_args are not keywords")
         arguments = {key: given[key] for key in given.keys() - _OF_THE_USE}

@@ -27,8 +27,8 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import BackboneOptions, backbone_name, backbone_spec
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, facts_of
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
@@ -60,7 +60,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
-        self.side_multiple, self.is_vit = network.spec.side_multiple, isinstance(network, VisionTransformer)
+        self.side_multiple, self.title = network.spec.side_multiple, network.spec.title
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self.normalisation = normalisation_of(about, network.spec.in_chans)
@@ -136,8 +136,7 @@ class Backbone(nn.Module):
     @property
     def has_patches(self) -> bool:
         """Whether it gives features of patches."""
-        spec = self.network.spec
-        return not isinstance(spec, ForeignSpec) or facts_of(spec).has_map
+        return self.network.spec.patch_width > 0
 
     @property
     def patch_size(self) -> int:
@@ -145,11 +144,16 @@ class Backbone(nn.Module):
         return self.stride
 
     @property
+    def is_vit(self) -> bool:
+        """Whether the network is a Vision Transformer of dino_ds."""
+        return isinstance(self.network, VisionTransformer)
+
+    @property
     def vit(self) -> VisionTransformer:
         """The network, if it is a Vision Transformer of dino_ds. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
             raise ConfigError(
-                f"{backbone_name(self.network.spec)} is not a Vision Transformer that dino_ds builds: attention and "
+                f"{self.title} is not a Vision Transformer that dino_ds builds: attention and "
                 "the tokens of single blocks are of those alone"
             )
         return self.network
@@ -192,7 +196,7 @@ def load(
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
     weights = find_weights(path, None if backbone is None else _asked(str(backbone)))
-    named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
+    named = "Vision Transformer" if weights.spec is None else weights.spec.title
     try:
         if backbone not in (None, named):
             raise CheckpointError(f"--backbone {backbone}, and the file is of a {named}: leave it out")
@@ -211,14 +215,13 @@ def load(
 
 
 def _asked(name: str) -> ForeignSpec:
-    """Raises CheckpointError for a name that is neither timm's nor a class's, and for one of our ViTs."""
+    """The spec of timm's name or of a class. Raises CheckpointError for any other name, and for a backbone of ours."""
+    if name in BACKBONES:
+        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
     try:
-        spec = backbone_spec(name)
+        return foreign_spec(name)
     except ValueError as error:
         raise CheckpointError(f"--backbone {error}") from None
-    if not isinstance(spec, ForeignSpec):
-        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
-    return spec
 
 
 def _filled(found: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
