@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
 from dino_ds.models.base import Backbone
@@ -15,6 +16,15 @@ def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions
     """A backbone with weights as its class draws them; `image_size`: side of its native crop in pixels."""
     backbone: Backbone = _class(spec.builder)(spec, image_size, options or BackboneOptions())
     return backbone
+
+
+def tensor_shapes(
+    spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a backbone's tensors by name, without memory for them. Raises ConfigError."""
+    with torch.device("meta"):
+        state = build_backbone(spec, image_size, options).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def plain_form(backbone: Backbone) -> nn.Module:

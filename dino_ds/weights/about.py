@@ -17,7 +17,7 @@ from dino_ds.models.specs.backbones import BackboneSpec
 def about_teacher(
     recipe: Recipe, distilled: Mapping[str, Any] | None, step: int, versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    """How the teacher was made, `distilled` from what, and how timm builds the model for it, if it can."""
+    """Content of teacher.json: how the teacher was made, `distilled` from what, and how timm builds its model."""
     arch, known, normalisation = recipe.model.spec(), recipe.data.known_range, Normalisation.of(recipe)
     return {
         **({"value_range": list(known)} if known else {}),

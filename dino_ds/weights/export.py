@@ -120,7 +120,7 @@ def _refuse_rope(model: Backbone, form: str) -> None:
 def export_onnx(model: Backbone, out: Path) -> str:
     """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
 
-    Of a network that is not made for several sizes, its native one only. Raises ConfigError where onnx and onnxscript
+    A network that is not made for several sizes takes its native one only. Raises ConfigError where onnx and onnxscript
     are not installed, and for a network that can't be exported.
     """
     try:
@@ -137,7 +137,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     """A program, and what to add where it takes its native size only. Raises ConfigError."""
     size, any_size = model.side_multiple, _takes_any_size(model)
     batch = torch.export.Dim("batch", min=1, max=_BATCH)
-    # Of another network the map must have two pixels a side: one is a special case that its program would not cover.
+    # Another network's map must have two pixels a side: one is a special case that its program would not cover.
     least, most = (2, _SIDE) if model.is_vit else (2 * model.stride, _SIDE * model.stride)
     rows, columns = (torch.export.Dim(name, min=least, max=most) for name in ("rows", "columns"))
     shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
@@ -164,7 +164,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
 def export_torchscript(model: Backbone, out: Path) -> str:
     """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size.
 
-    Of a network that is not made for several sizes, its native one only. Raises ConfigError for one that can't be
+    A network that is not made for several sizes takes its native one only. Raises ConfigError for one that can't be
     exported.
     """
     any_size = _takes_any_size(model)
@@ -193,7 +193,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
 
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:
-    """Without what is of use in training only, which timm's networks have no place for."""
+    """The network's tensors but those of use in training only, which timm's networks have no place for."""
     network = model.network
     kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
     # Copies: networks that use a module twice have it under two names, which a file may not share.
@@ -205,7 +205,7 @@ def _mask_token(model: Backbone) -> Tensor | None:
 
 
 def _takes_any_size(model: Backbone) -> bool:
-    """Whether it takes others than its native one, sides unequal too."""
+    """Whether it takes images of other sizes than its native one, sides unequal too."""
     try:
         model.network.check_image(*_example_sides(model))
     except ConfigError:
@@ -215,13 +215,13 @@ def _takes_any_size(model: Backbone) -> bool:
 
 
 def _example_sides(model: Backbone) -> tuple[int, int]:
-    """Unequal, neither of them the native one: nothing is to be taken for a constant."""
+    """Sides of example images: unequal, neither of them the native one, so that nothing seems constant."""
     size, grid = model.stride, model.image_size // model.stride
     return (grid + 1) * size, (grid + 2) * size
 
 
 def _example(model: Backbone, any_size: bool) -> Tensor:
-    """Two images."""
+    """Two images for an exporter's trace."""
     sides = _example_sides(model) if any_size else (model.image_size, model.image_size)
     return torch.zeros(2, model.network.spec.in_chans, *sides, device=next(model.network.parameters()).device)
 

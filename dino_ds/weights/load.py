@@ -1,4 +1,4 @@
-"""For notebooks: a trained backbone with its features, patch tokens and attention.
+"""A trained backbone in Python: its features, patch tokens and attention.
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
 features = model.features(model.preprocess(image)[None])
@@ -26,7 +26,7 @@ from dino_ds.data.images import pillow_values
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
-from dino_ds.models.build import build_backbone
+from dino_ds.models.build import build_backbone, tensor_shapes
 from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
@@ -40,10 +40,10 @@ class Backbone(nn.Module):
     `side_multiple`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
-    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) what stood
-    for hidden patches in training, None: not known; `notes` what of the source was not taken or not stated;
-    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none;
-    `normalisation` the mean and standard deviation of each channel that `preprocess` removes.
+    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) stood
+    for hidden patches in training, or is None if not known; `notes` say what of the source was not taken or not stated;
+    `value_range`: the values that were black and white in training images deeper than 8 bits, or None without any;
+    `normalisation`: the mean and standard deviation of each channel that `preprocess` removes.
     """
 
     mask_token: Tensor | None = None
@@ -61,6 +61,7 @@ class Backbone(nn.Module):
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
         self.side_multiple, self.title = network.spec.side_multiple, network.spec.title
+        self.is_vit = isinstance(network, VisionTransformer)
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self.normalisation = normalisation_of(about, network.spec.in_chans)
@@ -89,12 +90,12 @@ class Backbone(nn.Module):
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
 
     def forward(self, images: Tensor) -> Tensor:
-        """As `features`."""
+        """The same as `features`."""
         return self.features(images)
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Of whole images, (b, width): of a ViT the CLS token's after the final norm, else the pooled ones."""
+        """Features of whole images (b, width): a ViT's CLS tokens after the final norm, else pooled ones."""
         with self._explained(images):
             return self.network.features(images)
 
@@ -102,7 +103,7 @@ class Backbone(nn.Module):
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width).
 
-        Of another network than a ViT the map before the pooling, of the width that it has there. Raises ConfigError
+        Another network than a ViT gives the map before its pooling, of the width that it has there. Raises ConfigError
         where there is none.
         """
         with self._explained(images):
@@ -112,9 +113,9 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        """After each of the last `blocks` blocks (of fewer, all) and the final norm: (blocks, b, 1 + patches, width).
+        """Tokens after the last `blocks` blocks (or all, if fewer) and the final norm: (blocks, b, 1 + n, width).
 
-        CLS first; registers are left out.
+        n patches follow the CLS token; registers are left out.
         """
         vit = self.vit
         with self._explained(images):
@@ -142,11 +143,6 @@ class Backbone(nn.Module):
     def patch_size(self) -> int:
         """Pixels of a patch's side: the stride, by its name for ViTs."""
         return self.stride
-
-    @property
-    def is_vit(self) -> bool:
-        """Whether the network is a Vision Transformer of dino_ds."""
-        return isinstance(self.network, VisionTransformer)
 
     @property
     def vit(self) -> VisionTransformer:
@@ -227,9 +223,7 @@ def _asked(name: str) -> ForeignSpec:
 def _filled(found: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
     """The network with these tensors. Raises CheckpointError where they are not its own, before it takes memory."""
     how = found.spec, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in build_backbone(*how).state_dict().items()}
-    fitting = fit_tensors(tensors, shapes, found.interpolation, "the weights lack", "the weights are")
+    fitting = fit_tensors(tensors, tensor_shapes(*how), found.interpolation, "the weights lack", "the weights are")
     network = build_backbone(*how)
     network.load_state_dict(fitting)
     return network

@@ -95,7 +95,7 @@ def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
 
 
 def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalisation) -> list[str]:
-    """Where those of the run whose weights these are were others. Raises CheckpointError for an unusable JSON."""
+    """Differences between the images that weights were trained on and ours. Raises CheckpointError."""
     theirs, before, notes = normalisation_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
@@ -188,7 +188,7 @@ class InitialWeights:
         self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
     def _fit_head(self, name: str, theirs: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Of a head `theirs` if it fits; without lengths of the prototypes they are 1."""
+        """The tensors `theirs` of a head if they fit; without lengths of the prototypes they are 1."""
         if not theirs:
             self._said.append(f"it has no {name}: our own starts anew")
             return {}
@@ -253,6 +253,6 @@ class InitialWeights:
         self._place(module)
 
     def __str__(self) -> str:
-        """What was taken and what not."""
+        """A line that says what was taken and what not."""
         what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([what, *self._said, *self._notes])

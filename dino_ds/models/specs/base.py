@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class BackboneSpec:
-    """What the program knows of a backbone without building it: the base of a frozen dataclass of plain numbers.
+    """Description of a backbone without building it: the base of a frozen dataclass of plain numbers.
 
     One class for each kind of backbone. The rest of the program never asks which kind it has: it asks the questions
     below, whose answers here are those of a network with nothing special. `builder` is "module:class" of the kind's
@@ -60,7 +60,7 @@ class BackboneSpec:
 
     @property
     def side_multiple(self) -> int:
-        """What the sides of images must be multiples of, in pixels."""
+        """Number of pixels that sides of images must be multiples of."""
         return self.stride
 
     @property

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PROBES = (224, 256, 64)
-"""Sides of images on which a network shows what it gives, in pixels; the first that it takes."""
+"""Sides in pixels of trial images, in order, until a network takes one."""
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
-"""What timm's models call the switch by which they take other sizes than their native one."""
+"""Arguments by which timm's models take other sizes than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
 _NOT_ARGUMENTS = (
     *("in_chans", "num_classes", "features_only"),
     *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
 )
-"""Of timm.create_model: what dino_ds sets itself, and what reads files or downloads them."""
+"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ForeignSpec(BackboneSpec):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a network shows when it is built.
+    """Facts that a network shows when it is built.
 
     `width`, `patch_width`, `stride`, `timm_layers` are answers of the spec; `segments`: the names of the modules that
     are compiled and recomputed one by one, in order; `accepts`: the arguments by which timm's models take an image
@@ -117,7 +117,7 @@ class Facts:
 
 @functools.cache
 def facts_of(spec: ForeignSpec) -> Facts:
-    """Raises ConfigError for a network that gives no features."""
+    """Facts of a network, built on the meta device. Raises ConfigError for one that gives no features."""
     import torch
 
     with torch.device("meta"), torch.no_grad():
@@ -154,7 +154,7 @@ def facts_of(spec: ForeignSpec) -> Facts:
 def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
     """A new network with weights as its class draws them, on the device in force.
 
-    image_size: its native side in pixels, None: whatever it is made for. Raises ConfigError where it can't be built.
+    image_size: its native side in pixels, or None for its own. Raises ConfigError where it can't be built.
     """
     arguments = json.loads(spec.arguments)
     if drop_path:
@@ -220,7 +220,7 @@ def own_class(name: str) -> Any:
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
     """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
 
-    As timm gives them: its forward_features and forward_head. Raises ConfigError for anything else.
+    timm's networks give them by forward_features and forward_head. Raises ConfigError for anything else.
     """
     if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
         maps = network.forward_features(images)
@@ -240,7 +240,7 @@ def _checked(network: Any, features: Any) -> Any:
 
 
 def _patches(network: Any, maps: Any, images: Any) -> Any:
-    """timm's features before the pooling as (b, rows, columns, d), None where they are none of its three kinds."""
+    """timm's features before the pooling as (b, rows, columns, d), or None if they are none of its three kinds."""
     if getattr(maps, "ndim", 0) == 4:
         return maps if getattr(network, "output_fmt", "") == "NHWC" else maps.permute(0, 2, 3, 1)
     if getattr(maps, "ndim", 0) != 3:
@@ -259,7 +259,7 @@ def _segments(network: Any) -> tuple[str, ...]:
         return tuple(children)
     matcher = network.group_matcher(coarse=False)
     blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
-    # With a number beside it a pattern is of what lies between the blocks.
+    # A pattern with a number next to it is of what lies between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
     found: list[str] = []
     for name, module in network.named_modules():
