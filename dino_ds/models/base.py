@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from dino_ds.config.crops import Masks as Masks
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 Crops = Mapping[str, Sequence[Tensor]]
 """Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one a crop."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dino_ds.models.base import Backbone
-from dino_ds.models.specs.backbones import BackboneOptions, BackboneSpec
+from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 
 
 def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:

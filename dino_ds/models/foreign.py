@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
 
 

@@ -11,7 +11,7 @@ from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 
 def about_teacher(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.build import build_backbone, tensor_shapes
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.tensors import Weights
 
 _PATCHES = "patch_embed.proj.weight"

@@ -17,7 +17,7 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
 from dino_ds.weights.fit import describe

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.dinov3 import has_rope
 
 USUAL_SIZE, MOST_SIZE = 224, 16384
