@@ -24,7 +24,7 @@ from dino_ds.config.fields import (
     option,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_spec
+from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, backbone_spec
 
 
 class ModelSection(Section):
@@ -73,56 +73,41 @@ class ModelSection(Section):
         if self.backbone == FROM_SOURCE:
             return self
         spec = backbone_spec(self.backbone)
-        if self.arguments != "{}" and not has_option(spec, "arguments"):
+        if self.arguments != "{}" and "arguments" not in spec.obeys:
             raise ValueError(
                 f"model.arguments has no effect: dino_ds builds {self.backbone} itself (model.patch_size, width ...)"
             )
         if "drop_path_rate" in json.loads(self.arguments):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
-        foreign = [key for key in SPEC_KEYS if getattr(self, key) is not None and not has_option(spec, key)]
-        if foreign:
-            raise ValueError(f"model.{foreign[0]} is not something that {self.backbone} has: leave it out")
-        for key, only in OF_ANY_BACKBONE.items():
-            if getattr(self, key) != only and not isinstance(spec, ViTSpec):
-                what = f"model.{key} {getattr(self, key)} is for ViTs that dino_ds builds"
-                raise ValueError(f"{what}: {self.backbone} knows {only} alone; leave it out")
-        self._check_vit(self.spec())
+        for key in keys_not_obeyed(spec):
+            if (value := getattr(self, key)) != ModelSection.model_fields[key].default:
+                own = f"model.{key} {value} is for {_NOT_OF_ALL[key]}"
+                raise ValueError(f"{own}: {self.backbone} has no use for it; leave it out")
+        if problem := self.spec().problem:
+            raise ValueError(problem)
         return self
-
-    def _check_vit(self, arch: BackboneSpec) -> None:
-        if isinstance(arch, ViTSpec) and arch.width % arch.heads:
-            raise ValueError(f"width {arch.width} is not a multiple of heads {arch.heads}")
-        if not isinstance(arch, ViTSpec) or arch.rope is None:
-            given = [key for key in OF_ROPE if getattr(self, key) is not None]
-            if given:
-                raise ValueError(
-                    f"model.{given[0]} is for ViTs with rotary positions, and {self.backbone} has none: leave it out"
-                )
-            return
-        if self.pos_embed_interpolation != "dino":
-            resized = f"model.pos_embed_interpolation {self.pos_embed_interpolation}"
-            raise ValueError(
-                f"{resized} is for learned positions, and those of {self.backbone} are rotary: leave it out"
-            )
-        if arch.width // arch.heads % 4:
-            each = f"width {arch.width} of {arch.heads} heads is {arch.width // arch.heads} each"
-            raise ValueError(f"{each}, and rotary positions need a multiple of 4: change model.width or model.heads")
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
         if self.backbone == FROM_SOURCE:
             raise ConfigError(f"model.backbone {FROM_SOURCE} is known to commands that read the weights: name it here")
         spec: Any = backbone_spec(self.backbone)
-        keys = (*SPEC_KEYS, "in_chans", *(["arguments"] if has_option(spec, "arguments") else []))
+        keys = spec.obeys & {*SPEC_KEYS, "in_chans", "arguments"}
         changed = {key: value for key in keys if (value := getattr(self, key)) is not None}
         replaced: BackboneSpec = dataclasses.replace(spec, **changed)
         return replaced
 
 
-OF_ANY_BACKBONE = {"stochastic_depth": "per_image", "drop_path_growth": "linear", "pos_embed_interpolation": "dino"}
-OF_ROPE = ("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale")
 SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
+"""Options that replace a number of the backbone's spec."""
+_NOT_OF_ALL = {
+    **dict.fromkeys((*SPEC_KEYS, "stochastic_depth", "drop_path_growth"), "ViTs that dino_ds builds"),
+    "pos_embed_interpolation": "ViTs with learned positions",
+    **dict.fromkeys(("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale"), "ViTs with rotary positions"),
+}
+"""The networks that an option is for, of options that not every backbone obeys."""
 
 
-def has_option(spec: Any, name: str) -> bool:
-    return any(field.name == name for field in dataclasses.fields(spec))
+def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
+    """Options of a model that change nothing in a backbone."""
+    return [key for key in _NOT_OF_ALL if key not in spec.obeys]

@@ -23,7 +23,6 @@ from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.method.teacher import Teacher
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
 
@@ -241,8 +240,8 @@ class EvalRunner(AtStep):
 def _changes_that_help(recipe: Recipe) -> list[str]:
     """Advice on images' features that the recipe does not follow already."""
     spec, crops, found = recipe.model.spec(), recipe.crops, []
-    if isinstance(spec, ViTSpec) and spec.patch_size > _SMALLEST_PATCH:
-        found.append(f"with smaller patches than {spec.patch_size} pixels (--model.patch_size)")
+    if "patch_size" in spec.obeys and spec.stride > _SMALLEST_PATCH:
+        found.append(f"with smaller patches than {spec.stride} pixels (--model.patch_size)")
     if crops.global_size <= _SMALL_IMAGE and crops.augment != "low_res":
         found.append("with --crops.augment low_res, for images of 32 to 64 pixels")
     return found

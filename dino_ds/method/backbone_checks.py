@@ -12,10 +12,13 @@ from dino_ds.method.specs.base import TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import ViTSpec
 
-_OF_VITS = ("attention", "attention_backend", "packed", "cls_only_last_block")
-_OF_OTHERS = ("channels_last",)
+_VITS, _OTHERS = "ViTs that dino_ds builds itself", "networks that dino_ds does not build itself"
+_LEVERS = {
+    **dict.fromkeys(("attention", "attention_backend", "packed", "cls_only_last_block"), _VITS),
+    "channels_last": _OTHERS,
+}
+"""Performance options that not every backbone obeys, and the networks that they are for."""
 
 
 def check_backbone(recipe: Recipe, network: Network) -> None:
@@ -37,11 +40,10 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
 def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
     """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone or
     teachers."""
-    ours, fitting = isinstance(recipe.model.spec(), ViTSpec), fitting_levers(recipe, performance)
-    for name in _OF_OTHERS if ours else _OF_VITS:
+    fitting = fitting_levers(recipe, performance)
+    for name, kind in _LEVERS.items():
         value = getattr(performance, name)
         if value != getattr(fitting, name):
-            kind = "networks that dino_ds does not build itself" if ours else "ViTs that dino_ds builds itself"
             given = str(value).lower()
             raise ConfigError(
                 f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
@@ -55,8 +57,7 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
 
 def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:
     """`performance` with the defaults in the place of what does nothing for a recipe's backbone."""
-    defaults = PerformanceOptions()
-    idle = _OF_OTHERS if isinstance(recipe.model.spec(), ViTSpec) else _OF_VITS
+    defaults, idle = PerformanceOptions(), _LEVERS.keys() - recipe.model.spec().obeys
     return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
 
 

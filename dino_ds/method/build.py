@@ -36,7 +36,6 @@ from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.attention import leave_out_cudnn_attention
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.start import InitialWeights, find_start
@@ -54,7 +53,7 @@ def build_step(
     leave_out_cudnn_attention()
     if config.performance.deterministic:
         use_deterministic_kernels()
-    if not isinstance(recipe.model.spec(), ViTSpec):  # crops have few sizes
+    if "channels_last" in recipe.model.spec().obeys:  # it has convolutions, and crops have few sizes
         set_convolutions(fastest=not config.performance.deterministic, tf32=config.precision != "fp32")
     frozen = find_teacher(recipe)
     objective = build_objective(recipe, device(), frozen)

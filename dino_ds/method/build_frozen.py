@@ -31,7 +31,6 @@ from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
@@ -63,7 +62,7 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
         _check_heads(source, recipe)
     elif recipe.objective.ibot_weight:
         for name, one in ((teacher, spec), (f"model.backbone {recipe.model.backbone}", recipe.model.spec())):
-            if isinstance(one, ForeignSpec) and not facts_of(one).has_map:
+            if not one.patch_width:
                 raise ConfigError(f"{name} gives no features of patches: set objective.ibot_weight 0")
 
 
@@ -97,18 +96,8 @@ def build_features(spec: FeatureSpec, parts: TermParts) -> FeatureTerm:
     source = parts.source
     assert source is not None, "a distillation has a teacher"
     if spec.patches:
-        return FeatureTerm(spec.name, patches_of(spec.group), "patch_regression", _map_width(source))
+        return FeatureTerm(spec.name, patches_of(spec.group), "patch_regression", source.spec.patch_width)
     return FeatureTerm(spec.name, cls_of(spec.group), "cls_regression", source.spec.width)
-
-
-def _map_width(source: FrozenSource) -> int:
-    """Of the features of patches: some networks have other layers after their map."""
-    spec = source.spec
-    if not isinstance(spec, ForeignSpec):
-        return spec.width
-    with torch.device("meta"), torch.no_grad():
-        image = torch.zeros(1, spec.in_chans, source.image_size, source.image_size)
-        return int(features_of(create(spec, source.image_size).eval(), image)[1].shape[-1])
 
 
 def begin_centers(objective: Objective, source: FrozenSource) -> None:

@@ -27,7 +27,6 @@ from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import backbone_name
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 _DIGEST = "sha256"
@@ -149,7 +148,7 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
         stays = "set gram.refresh_every 0, or take another teacher"
         if source.spec != ours:
             raise ConfigError(
-                f"{source.name} is a {backbone_name(source.spec)} of other numbers than this run's "
+                f"{source.name} is a {source.spec.title} of other numbers than this run's "
                 f"{recipe.model.backbone}, whose EMA teacher can't replace it: {stays}"
             )
         if source.normalisation != Normalisation.of(recipe):

@@ -15,7 +15,7 @@ from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 
 
 def build_meta(

@@ -11,7 +11,7 @@ from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.placement import InferencePlacement
 from dino_ds.errors import CheckpointError
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.weights import take_drawn_weights
 from dino_ds.weights.fit import fit_tensors
 from dino_ds.weights.frozen import FrozenSource, digest

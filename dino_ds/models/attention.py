@@ -97,11 +97,11 @@ class Attention(nn.Module):
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values as of `QueryKeyValue`, with their positions."""
+        """Queries, keys and values as `QueryKeyValue` gives them, with their positions."""
         return self.qkv(x, None if selection is None else selection.rows)
 
     def qkv_bias(self) -> Tensor | None:
-        """(3 d,) of queries, keys and values."""
+        """Bias (3d,) of queries, keys and values."""
         return self.qkv.bias
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
     def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
-        """`packing` of the keys and values, `asking` of the queries."""
+        """One kernel call per size; `packing` holds the keys and values, `asking` the queries."""
         groups = packing.groups
         if len(projected) == 1:
             pieces = _PerSize.apply(projected[0], groups, 3, self.heads)
@@ -145,8 +145,10 @@ class Attention(nn.Module):
 
 
 def leave_out_cudnn_attention() -> None:
-    """From now on: scaled dot product attention takes cuDNN's kernel, which torch prefers on Hopper, only where it is
-    named. With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072)."""
+    """Take cuDNN's attention kernel, which torch prefers on Hopper, only where it is named from now on.
+
+    With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072).
+    """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

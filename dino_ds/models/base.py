@@ -1,4 +1,4 @@
-"""What training needs of a backbone, whatever it is made of."""
+"""The contract of a backbone: what training, teachers and exports ask of any network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from dino_ds.config.crops import Masks as Masks
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 Crops = Mapping[str, Sequence[Tensor]]
-"""What is cut from a micro-batch, by group in the recipe's order: a list of (b, c, h, w), one a crop."""
+"""Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one a crop."""
 CLS = "cls"
 
 
@@ -80,8 +80,8 @@ class Backbone(nn.Module, ABC):
         "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
         (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
         stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
-        hidden, (v_g * b, patches of a crop) bool. step_key: one for all images of a step, of what they
-        share; None as of drop_keys.
+        hidden, (v_g * b, patches of a crop) bool. step_key: one key for what all images of a step
+        share, or None outside training.
         """
 
     @abstractmethod
@@ -89,15 +89,15 @@ class Backbone(nn.Module, ABC):
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
     def drawn(self) -> Backbone | None:
-        """Another one like it, on the CPU, whose class has drawn its initial weights; None: they are drawn module by
-        module, as `dino_ds.models.weights` does."""
+        """A copy on the CPU with the initial weights that its class draws, or None if they are drawn module by module,
+        as `dino_ds.models.weights` does."""
         return None
 
     def check_trainable(self) -> None:
         """Raises ConfigError for a network that gives features but can't be trained."""
 
     def check_image(self, height: int, width: int) -> None:
-        """Raises ConfigError for an image of so many pixels that it can't take."""
+        """Raises ConfigError for an image, of these sides in pixels, that it can't take."""
         multiple = self.spec.side_multiple
         if height % multiple or width % multiple:
             raise ConfigError(
@@ -106,13 +106,13 @@ class Backbone(nn.Module, ABC):
             )
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of the patch features of an image of so many pixels. Raises ConfigError if it has none."""
+        """Rows and columns of the patch features of an image of these sides. Raises ConfigError if it has none."""
         return height // self.spec.stride, width // self.spec.stride
 
     def layers(self) -> dict[str, int]:
         """The layer of every parameter, by name, for learning rates that fall from layer to layer.
 
-        i + 1 in segment i; one more than the last after all of them; elsewhere that of the segment before, 0: none.
+        i + 1 in segment i; one more than the last after all of them; elsewhere that of the segment before, or 0.
         """
         segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
         layers, before = {}, 0
@@ -136,7 +136,7 @@ class Backbone(nn.Module, ABC):
             segment.compile(dynamic=False, backend=backend, mode=theirs)
 
     def checkpoint_segments(self, count: int | None, on_cpu: bool = False) -> None:
-        """Recompute the first `count` segments in the backward pass, None: all; on_cpu: inputs kept on the host."""
+        """Recompute the first `count` segments, or all, in the backward pass; on_cpu: inputs are kept on the host."""
         self._checkpointed = len(self.segments()) if count is None else count
         self._checkpoint_on_cpu = on_cpu
 

@@ -27,7 +27,7 @@ _AGAIN = [0]
 
 @contextmanager
 def again() -> Iterator[None]:
-    """What runs inside has run before: averages that a forward pass moves stay."""
+    """Context of a forward pass that is repeated: running averages stay as they are."""
     _AGAIN[0] += 1
     try:
         yield
@@ -85,7 +85,7 @@ class BatchNormAct(BatchNorm):
 class _Synced(torch.autograd.Function):
     """x (b, c, ...) normalised by the statistics of all ranks, which must have batches of one shape.
 
-    Gives besides the mean (c,) and the unbiased variance (c,).
+    Also gives the mean (c,) and the unbiased variance (c,).
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class _Synced(torch.autograd.Function):
 
 
 class _SyncedOnGpu(torch.autograd.Function):
-    """As `_Synced`, by the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read it,
+    """`_Synced` by the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read it,
     the host waits for the device. Not verified on a GPU.
     """
 
@@ -214,7 +214,7 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
 
 
 def batch_norms(network: nn.Module) -> list[BatchNorm]:
-    """All of a network, in order."""
+    """The BatchNorm layers of a network, in order."""
     return [module for module in network.modules() if isinstance(module, BatchNorm)]
 
 

@@ -59,9 +59,9 @@ class Mlp(nn.Module):
 
 
 class ActivatedLinear(nn.Linear):
-    """linear(GELU(x)), or of SwiGLU, of which x alone is kept for the backward pass: the activation is computed again.
+    """linear(GELU(x)) or linear(SwiGLU(x)) that keeps x alone for the backward pass and computes the activation again.
 
-    An eighth of what a block keeps, for one pass over it. torch.compile decides for itself.
+    It saves an eighth of what a block keeps, for one pass over it. torch.compile decides for itself.
     """
 
     def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
@@ -69,7 +69,7 @@ class ActivatedLinear(nn.Linear):
         self.swiglu = swiglu
 
     def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
-        """x (tokens, n_in), of SwiGLU (tokens, 2 n_in), gate and value, or both apart -> (tokens, n_out)."""
+        """x (tokens, n_in), for SwiGLU gate and value in one (tokens, 2 n_in) or apart -> (tokens, n_out)."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return super().forward(_activate(x, value, self.swiglu))
         out: Tensor = _ActivatedLinear.apply(x, self.weight, self.bias, value, self.swiglu)
@@ -128,7 +128,7 @@ def norm_layer(arch: ViTSpec) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Of ViTs with learned positions; `dino_ds.models.rotary.RotaryBlock` has other parts."""
+    """The block of ViTs with learned positions; `dino_ds.models.rotary.RotaryBlock` has other parts."""
 
     def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def kept_sequences(
 
 
 def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
-    """By size, sequences in an order (..., sequences) -> the rows of their tokens (..., sequences, tokens)."""
+    """Rows of the tokens of sequences in an order, by size: (..., sequences) -> (..., sequences, tokens)."""
     rows, start = [], 0
     for order, (count, tokens) in zip(orders, packing.groups, strict=True):
         rows.append(order.unsqueeze(-1) * tokens + torch.arange(start, start + tokens, device=order.device))
@@ -118,7 +118,7 @@ def _fewer(packing: Packing, counts: list[int]) -> Packing:
 
 
 def _scales(whole: Packing, kept: Packing, like: Tensor) -> Tensor:
-    """Sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
+    """Number of sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
     pairs = zip(whole.groups, kept.groups, strict=True)
     rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in pairs]
     return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])

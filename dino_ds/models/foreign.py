@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.drop_path import drop_path_draws
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of, features_of
 
 
@@ -24,7 +24,7 @@ class ForeignBackbone(Backbone):
     """`network` gives features by its own code; one pass a size of crops.
 
     Its parameters, buffers and modules are those of this module too, so that they have the names that timm gives them.
-    Stochastic depth is drawn by image, as of our own networks.
+    Stochastic depth is drawn by image, as in our own networks.
     """
 
     def __init__(self, spec: ForeignSpec, image_size: int, options: BackboneOptions) -> None:
@@ -59,7 +59,7 @@ class ForeignBackbone(Backbone):
             return ForeignBackbone(self._foreign, self.image_size, self.options)
 
     def patch_grid(self, height: int, width: int) -> tuple[int, int]:
-        patches = self._shapes(height, width)[1] if self._facts.has_map else None
+        patches = self._shapes(height, width)[1] if self._facts.patch_width else None
         if patches is None:
             raise ConfigError(f"{self._foreign.name} gives features of whole images only, none of patches")
         return patches[1], patches[2]
@@ -77,7 +77,7 @@ class ForeignBackbone(Backbone):
             ) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Of the features of two images, and of their patches."""
+        """Shapes of the features of two images, and of their patches or None."""
         if (height, width) not in self._known_shapes:
             self._known_shapes[height, width] = self._found_shapes(height, width)
         return self._known_shapes[height, width]
@@ -99,7 +99,7 @@ class ForeignBackbone(Backbone):
         masks: Mapping[str, Tensor] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """As every `Backbone`; nothing can be hidden from it."""
+        """See `Backbone.forward`; no patch can be hidden from it."""
         assert not masks
         views = sum(len(group) for group in crops.values())
         draws = None
@@ -139,8 +139,23 @@ class ForeignBackbone(Backbone):
         return found
 
 
+class PlainForeign(nn.Module):
+    """Images (b, c, h, w) -> features (b, d): the network as timm or the user's class makes it, with the weights and
+    statistics of `backbone`."""
+
+    def __init__(self, backbone: ForeignBackbone) -> None:
+        super().__init__()
+        self.network = create(backbone._foreign, backbone.image_size).eval()
+        self.network.load_state_dict(backbone.state_dict())
+        self.network.to(next(backbone.parameters()).device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = features_of(self.network, images)[0]
+        return features
+
+
 class KeyedDropPath(nn.Module):
-    """Skips a residual branch for those of a batch whose draw says so; `draws` (b,) in [0, 1), None: for nobody."""
+    """Skips a residual branch for a part of a batch by its `draws` (b,) in [0, 1), or nothing if None."""
 
     def __init__(self, rate: float, scaled: bool) -> None:
         super().__init__()
@@ -155,7 +170,7 @@ class KeyedDropPath(nn.Module):
 
 
 class _Segment(nn.Module):
-    """What `_make_segment` puts before a module's class: its calls go through the backbone's `run_segment`."""
+    """The class that `_make_segment` puts before a module's own: calls go through the backbone's `run_segment`."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         drops = self.__dict__["_keyed_drops"]

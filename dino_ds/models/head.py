@@ -38,13 +38,13 @@ class DinoHead(nn.Module):
         init_weights(self)
 
     def free_prototypes(self) -> DinoHead:
-        """With the prototypes of a plain linear layer, of any length (facebookresearch/dinov3)."""
+        """Replace the prototypes by those of a plain linear layer, of any length (facebookresearch/dinov3)."""
         prototypes, bottleneck = self.prototypes.weight.shape
         self.prototypes = Prototypes(bottleneck, prototypes, free=True)
         return self
 
     def add_batch_norm(self, synced: bool) -> DinoHead:
-        """With BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
+        """Put BatchNorm after each of the hidden layers (`use_bn` of the reference); `synced`: over all ranks."""
         modules: list[nn.Module] = []
         for module in self.mlp:
             if isinstance(module, nn.GELU):

@@ -1,7 +1,7 @@
-"""Logits that are not multiplied out, and what is asked of them: tiles of a bounded size, and comparisons.
+"""Factored logits, their comparison with a teacher's, and the size of the tiles in which they are multiplied out.
 
-Logits stay factored: unit rows (n, c) and prototypes (k, c). Who needs logits makes them tile by tile, as often as
-needed, in FP32 whatever the engine's precision.
+Logits stay unit rows (n, c) and prototypes (k, c). They are made tile by tile, as often as needed, in FP32 whatever
+the engine's precision.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Logits(NamedTuple):
         with torch.autocast(self.rows.device.type, enabled=False):
             return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
 
-    def multiply(self, rows: Tensor, room: Tensor) -> Tensor:
-        """Of some rows (r, c) the products with the weight, without scale, written into the first rows of `room`."""
-        out = room[: len(rows)]
+    def multiply(self, rows: Tensor, scratch: Tensor) -> Tensor:
+        """Products of some rows (r, c) with the weight, without scale, written into the first rows of `scratch`."""
+        out = scratch[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
             block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
             for start in range(0, len(self.weight), block):
@@ -48,12 +48,12 @@ class Logits(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a head compares its rows with, and how.
+    """The targets that a head compares its rows with, and how.
 
     teacher: logits of g * n rows, of which the targets are softmax(logits / temperature + shift), shift (k,). The
     student's rows are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself
-    if `exclude_own`. weights (n,) of the images, None: 1. others: weight, with `exclude_own`, of the pairs of student
-    crops that no target is of. The sum is divided by `divisor`, None: the number of pairs.
+    if `exclude_own`. weights (n,) of the images, or None for 1. others: weight, with `exclude_own`, of the pairs of
+    student crops that no target is of. The sum is divided by `divisor`, or by the number of pairs if None.
     """
 
     teacher: Logits
@@ -67,14 +67,14 @@ class Comparison(NamedTuple):
     others: float = 1.0
 
     def pairs(self, rows: int) -> tuple[int, int]:
-        """Of `rows` of the student: the pairs that an image has, and how many of these `others` is the weight of."""
+        """Number of pairs of an image among `rows` of the student, and of those that `others` is the weight of."""
         images = max(len(self.teacher.rows) // self.crops, 1)
         crops = rows // images if len(self.teacher.rows) else 1
         others = self.crops * (crops - self.crops) if self.exclude_own else 0
         return self.crops * crops - (self.crops if self.exclude_own else 0), others
 
     def share(self, rows: int) -> float:
-        """The mean weight of a pair, of `rows` of the student."""
+        """Mean weight of a pair among `rows` of the student."""
         pairs, others = self.pairs(rows)
         return 1.0 if self.others == 1 else 1 + (self.others - 1) * others / pairs
 

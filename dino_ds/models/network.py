@@ -17,8 +17,8 @@ Output = Tensor | Logits | Compared
 
 
 class Query(NamedTuple):
-    """An output of a network: what `head` gives for a feature. width: of a head that is one linear layer to so many
-    outputs; 0: of a projection head."""
+    """An output of a network: what `head` gives for a feature. width: the outputs of a head that is one linear layer,
+    or 0 for a projection head."""
 
     head: str
     feature: str
@@ -100,7 +100,7 @@ class Network(nn.Module):
                 prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
-        """While frozen its gradients are exactly zero: as of the prototypes, every ZeRO stage gets one for each."""
+        """While frozen, gradients of the backbone are exactly zero: every ZeRO stage gets one for each parameter."""
         self._backbone_frozen = frozen
 
 

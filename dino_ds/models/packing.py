@@ -36,7 +36,7 @@ class Packing:
         return self.bounds[:-1]
 
     def first_and_last(self, kept: Sequence[int]) -> Selection:
-        """Of each sequence its first token and its last ones, `kept` of them by size: 1 is the CLS token alone."""
+        """Selection of each sequence's first token and its last ones, `kept` in all by size: 1 is the CLS token."""
         parts, first, device = [], 0, self.bounds.device
         if set(kept) == {1}:
             bounds = torch.arange(len(self.bounds), dtype=torch.int32, device=device)

@@ -58,7 +58,7 @@ class Prototypes(nn.Module):
 
 
 def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
-    """Of the weight in FP32: (k,) what turns products with it into logits; 1 / lengths of its rows, unless `free`."""
+    """Factors (k,) that turn products with the FP32 weight into logits; 1 / lengths of its rows, unless `free`."""
     if free:
         ones = weight.new_ones(len(weight))
         return ones, ones
@@ -124,7 +124,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 class _Tile:
     """A few images: their loss, the entropy of their targets, and what they add to the gradients.
 
-    Room for logits is one (rows, k) of the teacher's and one of the student's, where the gradient takes their place;
+    Scratch for logits is one (rows, k) of the teacher's and one of the student's, where the gradient takes their place;
     the rest is done for a few images at a time, on a CPU in its caches.
     """
 
@@ -177,7 +177,7 @@ class _Tile:
 
 
 class _Tiles:
-    """The student's logits and the teacher's, cut by images; the room that all tiles share."""
+    """The student's logits and the teacher's, cut by images; the scratch that all tiles share."""
 
     def __init__(self, student: Logits, comparison: Comparison) -> None:
         self.student, self.comparison = student, comparison
@@ -205,7 +205,7 @@ class _Tiles:
 
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
-    """What student crops are compared with, the sum of so many targets: (n, k) for all of them, or (crops, n, k).
+    """Sums of the targets that student crops are compared with, (n, k) or (crops, n, k), and how many each sums.
 
     targets (g, n, k) is used up.
     """
@@ -218,5 +218,5 @@ def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[sl
 
 
 def _lse(logits: Tensor, probs: Tensor) -> Tensor:
-    """ln of the sum of exp(logits), of which probs are the softmax."""
+    """ln of the sum of exp(logits), whose softmax is `probs`."""
     return logits.amax(dim=-1) - probs.amax(dim=-1).log()

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from dino_ds.basics.hashing import mix, shift_right
 from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
 
-_DRAWS = 5  # of each block and size: shifts and stretches of both axes, and the stretch that they share
+_DRAWS = 5  # per block and size: shifts and stretches of both axes, and the stretch that they share
 
 
 class RopeTables:
@@ -35,7 +35,7 @@ class RopeTables:
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
     ) -> list[Sequence[Tensor]]:
-        """For each (rows, columns) the table of each block. With a `step_key` the coordinates are changed: anew for
+        """Tables of each block for each grid (rows, columns). With a `step_key` the coordinates are changed: anew for
         each block and place in `grids`, the same for all images."""
         blocks = self._arch.depth
         if step_key is None or self._changes == (0.0, 1.0, 1.0):
@@ -54,7 +54,7 @@ class RopeTables:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _made(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-        """What depends on no step, made once for each device and size."""
+        """A tensor that depends on no step, made once for each device and size."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -72,7 +72,7 @@ class RopeTables:
 
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The centres of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
+    """The centers of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
 
     `sides` that they are normalised by: each axis by its own ("separate"), or both by the larger or smaller one
     ("max", "min").
@@ -86,7 +86,7 @@ def coordinates(height: int, width: int, sides: str, device: torch.device) -> tu
 
 
 def changes(draws: Tensor, shift: float, jitter: float, rescale: float) -> tuple[Tensor, Tensor]:
-    """draws (..., 5) in [0, 1) -> what is added to the coordinates of rows and columns, and what then multiplies them,
+    """draws (..., 5) in [0, 1) -> shifts of the coordinates of rows and columns, and factors that then multiply them,
     (..., 2) each.
 
     A shift in [-shift, shift] for each axis; a factor in [1 / jitter, jitter] for each, times one in
@@ -143,7 +143,7 @@ class _Rotate(torch.autograd.Function):
 def _patches(
     x: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """By size what is to be rotated, views (sequences, patches, rotated parts, heads, 2, c / 2), and its table."""
+    """Views of what is rotated, by size (sequences, patches, rotated parts, heads, 2, c / 2), and their tables."""
     found = []
     cut = x.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
@@ -166,7 +166,7 @@ def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
 def _rotated(
     projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> Tensor:
-    """As `rotate`, by plain operators, which torch.compile makes one kernel of."""
+    """`rotate` by plain operators, which torch.compile makes one kernel of."""
     out = []
     cut = projected.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):

@@ -77,7 +77,7 @@ class VisionTransformer(Backbone):
         masks: Mapping[str, Tensor] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """As every `Backbone`. The crops of groups of one size, if adjacent, are one batch of the attention."""
+        """See `Backbone.forward`. The crops of groups of one size, if adjacent, are one batch of the attention."""
         runs = _adjacent_sizes(crops)
         batches = [self._batch(crops, names, patches, masks) for names in runs]
         if self.rope is not None:
@@ -123,7 +123,7 @@ class VisionTransformer(Backbone):
     def last_tokens(self, images: Tensor, blocks: int) -> list[Tensor]:
         """Images (b, c, h, w) -> all tokens after each of the last `blocks` blocks and the final norm, each (b, n, d).
 
-        As `get_intermediate_layers` of facebookresearch/dino.
+        `get_intermediate_layers` of facebookresearch/dino gives the same.
         """
         x, packing, tables = self._start(images)
         flat, kept = x.flatten(0, 1), []
@@ -148,7 +148,7 @@ class VisionTransformer(Backbone):
         return last.attn.weights(last.norm1(flat), packing, tables, cls_only)
 
     def _start(self, images: Tensor) -> tuple[Tensor, Packing, Sequence[Tensor]]:
-        """What all blocks need of images of one size: tokens (b, n, d), their packing and the table of RoPE."""
+        """Inputs of the blocks for images of one size: tokens (b, n, d), their packing and the table of RoPE."""
         x = self._embed(images)
         packing = Packing.of([(x.shape[0], x.shape[1])], x.device)
         if self.rope is None:
@@ -164,7 +164,7 @@ class VisionTransformer(Backbone):
         return torch.cat((self.cls_norm(first), self.norm(patches)), dim=1)
 
     def _features(self, batches: Sequence[_Batch], draws: Tensor | None) -> Tensor:
-        """Of each sequence the CLS token and the last tokens, `kept` of them, after the final norm: (rows, d)."""
+        """CLS token and last tokens of each sequence, `kept` in all, after the final norm: (rows, d)."""
         sequences = [self._embed(batch.images, batch.mask) for batch in batches]
         packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
         kept = [batch.kept for batch in batches]
@@ -199,7 +199,7 @@ class VisionTransformer(Backbone):
     def _drop(
         self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
     ) -> list[Tensor] | list[list[Kept]] | None:
-        """What each block drops: `draws` as of `drop_path_draws`; `selection` the rows that the last one gives."""
+        """Stochastic depth of each block, by `drop_path_draws`; `selection`: the rows that the last block gives."""
         if draws is None:
             return None
         last = self.options.drop_path

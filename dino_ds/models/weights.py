@@ -18,13 +18,13 @@ Placer = Callable[[nn.Module], None]
 
 
 def init_weights(part: nn.Module) -> None:
-    """What backbone and head draw at the end of their constructors, over torch's defaults."""
+    """Draw the weights of a backbone or head over torch's defaults, at the end of its constructor."""
     for module in part.modules():
         _init_module(module)
 
 
 def take_drawn_weights(part: nn.Module, drawn: nn.Module, place: Placer) -> None:
-    """Those of `drawn`, on the CPU, for `part`, which is on the meta device and made alike."""
+    """Give `part`, which is on the meta device, the weights of `drawn`, made alike on the CPU."""
     for module, other in zip(part.modules(), drawn.modules(), strict=True):
         for name, parameter in other.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach()))
@@ -34,7 +34,7 @@ def take_drawn_weights(part: nn.Module, drawn: nn.Module, place: Placer) -> None
 
 
 def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
-    """Weights on the CPU for `part` (backbone or head), which is on the meta device; at most one module's at a time."""
+    """Draw weights on the CPU for `part` (backbone or head), on the meta device; at most one module's at a time."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(

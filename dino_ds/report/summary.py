@@ -9,7 +9,6 @@ import numpy as np
 
 from dino_ds.basics.digits import short
 from dino_ds.costs.memory import count_parameters
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics
@@ -46,12 +45,8 @@ def trained(run: RunFiles) -> str:
     """The network as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"
-    model = run.recipe.model
-    arch = model.spec()
-    weights, sizes = count_parameters(run.recipe) / 1e6, f"width {arch.width}, depth {arch.depth}"
-    if isinstance(arch, ViTSpec):
-        sizes = f"patch {arch.patch_size}, {sizes}, {arch.heads} heads"
-    return f"{model.backbone}, {sizes}; {short(weights)} M weights with its head"
+    model, weights = run.recipe.model, count_parameters(run.recipe) / 1e6
+    return f"{model.backbone}, {model.spec().sizes}; {short(weights)} M weights with its head"
 
 
 def training_seconds(metrics: Metrics) -> float | None:

@@ -10,13 +10,11 @@ from dino_ds.config.crops import describe_crops
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of
 from dino_ds.costs.memory import Memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.run.run import Run
 
 
@@ -84,18 +82,19 @@ def _sizes_in_words(recipe: Recipe) -> str:
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
     """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-    performance, arch = config.performance, recipe.model.spec()
-    if not isinstance(arch, ViTSpec):
+    performance, attention = config.performance, recipe.model.spec().attention
+    sides = dict.fromkeys(group.size for one in recipe.resolutions for group in recipe.groups_of(one))
+    asked = [shape for side in sides if (shape := attention(side))]
+    if not asked:
         name, own = recipe.model.backbone, "its" if ":" in recipe.model.backbone else "timm's"
         return f"{name} runs by {own} own code, crops of each size in a pass of their own"
     if performance.attention != "sdpa":
         return performance.attention
     kernels: dict[str, list[str]] = {}
-    sizes = {group.size: None for one in recipe.resolutions for group in recipe.groups_of(one)}
-    for tokens in [tokens_of(arch, size) for size in sizes]:
+    for heads, width, tokens in asked:
         kernel = performance.attention_backend
         if kernel == "auto":
-            kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)
+            kernel = chosen_kernel(heads, width, tokens, DTYPES[config.precision], where)
         kernels.setdefault(kernel, []).append(str(tokens))
     return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
 

@@ -15,7 +15,6 @@ from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.of_recipe import heads_of
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.run.other_images import OtherImages
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
@@ -168,7 +167,7 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
         seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (theirs, ours)]
         raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (theirs, ours)]
-    if isinstance(spec, ViTSpec) and spec.rope is None and sizes[0] != sizes[1]:
+    if "pos_embed_interpolation" in spec.obeys and sizes[0] != sizes[1]:
         raise CheckpointError(
             f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
             f"crops.resolutions and keep crops.global_size {sizes[0]}, or {advice}"

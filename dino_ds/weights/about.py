@@ -11,14 +11,13 @@ from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.backbones import BackboneSpec, ViTSpec
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, timm_arguments
+from dino_ds.models.specs.base import BackboneSpec
 
 
 def about_teacher(
     recipe: Recipe, distilled: Mapping[str, Any] | None, step: int, versions: Mapping[str, str]
 ) -> dict[str, Any]:
-    """How the teacher was made, `distilled` from what, and how timm builds the model for it, if it can."""
+    """Content of teacher.json: how the teacher was made, `distilled` from what, and how timm builds its model."""
     arch, known, normalisation = recipe.model.spec(), recipe.data.known_range, Normalisation.of(recipe)
     return {
         **({"value_range": list(known)} if known else {}),
@@ -50,13 +49,12 @@ def recipe_of(saved: Manifest) -> Recipe:
 
 
 def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
-    model, size = arch.timm_model(recipe.model.backbone), recipe.crops.global_size
-    own = {} if isinstance(arch, ViTSpec) else {"backbone": recipe.model.backbone, "image_size": size}
-    if model is None:
+    backbone, size = recipe.model.backbone, recipe.crops.global_size
+    own = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
+    known = arch.timm_model(backbone, size)
+    if known is None:
         return {"image_size": size, **own}
-    name, arguments = model
-    arguments |= timm_arguments(arch, size) if isinstance(arch, ForeignSpec) else {"img_size": size}
-    arguments |= {"num_classes": 0}
+    name, arguments = known[0], known[1] | {"num_classes": 0}
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     return own | {
         "load": f"model = timm.create_model({name!r}, {written}); "

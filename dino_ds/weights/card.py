@@ -9,7 +9,7 @@ import yaml
 
 from dino_ds import __version__
 from dino_ds.basics.digits import range_text
-from dino_ds.models.specs.backbones import BACKBONES, backbone_name
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.load import Backbone
 
 _USE = {
@@ -27,11 +27,11 @@ _UNCUT = {
     "timm": "; so does timm's transform with crop_pct 1",
     "transformers": "; so does `processor(images, size={{'shortest_edge': {size}}})`",
 }
-"""How another program prepares small images as dino_ds does."""
+"""Advice on how another program prepares small images as dino_ds does."""
 
 
 def model_card(model: Backbone, library: str, folder: str) -> str:
-    """What it is, how `library` (timm or transformers) loads `folder`, and what it scored.
+    """Text of the card: what the model is, how `library` (timm or transformers) loads `folder`, and what it scored.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images,
     "recipe" has the settings of the training, "hub" the repository that the folder is for.
@@ -70,7 +70,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
 
 
 def _training(about: dict[str, Any]) -> list[str]:
-    """How long, on which images, and the settings that are not the defaults."""
+    """Lines on the training: how long, on which images, and the settings that are not the defaults."""
     images = f" of {about['data']}" if "data" in about else ""
     lines = [f"Trained for {about['step']} steps = {about['images']} images{images}."] if "step" in about else []
     if not about.get("recipe"):
@@ -82,9 +82,8 @@ def _training(about: dict[str, Any]) -> list[str]:
 def _sizes(model: Backbone) -> str:
     spec = model.network.spec
     if not model.is_vit:
-        return f"{backbone_name(spec)}, width {spec.width}, stride {spec.stride}"
-    arch = model.vit.arch
-    return f"Patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
+        return f"{model.title}, width {spec.width}, stride {spec.stride}"
+    return spec.sizes.capitalize()
 
 
 def _on_sizes(model: Backbone) -> str:
@@ -97,9 +96,9 @@ def _on_sizes(model: Backbone) -> str:
 
 
 def _name(model: Backbone) -> str:
-    """timm's, where the model has the sizes that it stands for."""
+    """timm's name, where the model has the sizes that it stands for."""
     if not model.is_vit:
-        return backbone_name(model.network.spec)
+        return model.title
     arch, name = model.vit.arch, model.about.get("timm_name")
     if name is not None and BACKBONES.get(name) == arch:
         return str(name)
@@ -107,7 +106,7 @@ def _name(model: Backbone) -> str:
 
 
 def _objective(model: Backbone) -> str:
-    """Only a run with iBOT hides patches."""
+    """Losses of the training; only a run with iBOT hides patches."""
     return "DINO" if model.mask_token is None and "ibot_head" not in model.heads else "DINO and iBOT"
 
 
@@ -119,7 +118,7 @@ def _range_lines(model: Backbone) -> list[str]:
 
 
 def _metadata(model: Backbone, library: str) -> dict[str, Any]:
-    """With a model-index where there are results: of this very teacher, and none that is not known."""
+    """Metadata with a model-index, where there are results of this very teacher."""
     about = model.about
     metadata: dict[str, Any] = {
         "library_name": library,

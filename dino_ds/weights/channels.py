@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.build import build_backbone, tensor_shapes
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.tensors import Weights
 
 _PATCHES = "patch_embed.proj.weight"
@@ -24,7 +24,7 @@ def channels_of(weights: Weights) -> int:
 
 
 def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
-    """`weights` of a backbone for images of so many `channels`, and how they were made, for people.
+    """`weights` of a backbone for images of `channels` channels, and a text on how they were made.
 
     A gray image, which is equal in all channels, keeps its features; the text says where that is not certain. Raises
     CheckpointError where something else than a convolution depends on the number of channels.
@@ -71,7 +71,10 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
 
     timm's `first_conv` names them for its own models; this finds them for a user's class too.
     """
-    before, after = (_shapes(one, image_size) for one in (spec, _with_channels(spec, channels)))
+    try:
+        before, after = (tensor_shapes(one, image_size) for one in (spec, _with_channels(spec, channels)))
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
     names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     for name in names:
         old, new = before.get(name, ()), after.get(name, ())
@@ -82,16 +85,6 @@ def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> li
                 f"{name} {list(old)} can't be adapted to {list(new)}: start without it, or from weights for as many"
             )
     return names
-
-
-def _shapes(spec: BackboneSpec, image_size: int) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of a backbone, by name. Raises CheckpointError where it can't be built."""
-    try:
-        with torch.device("meta"):
-            state = build_backbone(spec, image_size).state_dict()
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from None
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def _with_channels(spec: Any, channels: int) -> Any:

@@ -54,7 +54,7 @@ def differences(theirs: ViTSpec, ours: ViTSpec) -> list[str]:
 
 
 def _positions(arch: ViTSpec) -> tuple[object, ...]:
-    """What no tensor shows of rotary positions."""
+    """Numbers of rotary positions that no tensor shows."""
     given = arch.rope_min_period, arch.rope_max_period
     return (arch.rope, arch.rope_base, *given) if arch.rope is not None else ()
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from dino_ds.errors import CheckpointError
 
 BASE = 100.0
-"""Of the periods of all released networks; no file of tensors states it but by the periods."""
+"""Base of the periods of all released networks, which files state by the periods alone."""
 EPS = 1e-5
-"""Of the norms of all released networks."""
+"""Epsilon of the norms of all released networks."""
 LOCAL_NORM = "local_cls_norm."
 _PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
 _ROUNDED = 1e-2
-"""Relative. A number rounded to bfloat16 is off by up to 1/256, twice that where it was rounded twice."""
+"""Largest relative error: rounded to bfloat16 a number is off by up to 1/256, twice that if rounded twice."""
 _NAMES = {
     "storage_tokens": "reg_token",
     ".ls1.gamma": ".gamma_1",
@@ -43,7 +43,7 @@ def is_dinov3(names: Mapping[str, Tensor]) -> bool:
 
 
 def from_dinov3(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Their tensors under our names, unknown names unchanged; what else they tell, as in a config.json; notes.
+    """Their tensors under our names, unknown names unchanged; further facts, as in a config.json; notes.
 
     Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
     """
@@ -72,7 +72,7 @@ def check_keys(name: str, bias: Tensor) -> None:
 
 
 def _of_periods(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """The attention heads that the number of periods tells, and what to say of their values."""
+    """The attention heads that the number of periods tells, and notes on their values."""
     if _PERIODS not in theirs or "cls_token" not in theirs:
         return {}, []
     periods, width = theirs[_PERIODS].float().flatten(), theirs["cls_token"].shape[-1]
@@ -90,7 +90,7 @@ def _of_periods(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
     """The same network with or without biases of queries and values, where those are zero, as in released files; and
-    what to say of it."""
+    notes on it."""
     names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
     if not has_rope(backbone) or bool(names) == wanted:
         return dict(backbone), []

@@ -15,17 +15,14 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from dino_ds.basics.durable import replacing_folder
 from dino_ds.errors import ConfigError, one_line
-from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.specs.backbones import backbone_name
-from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, facts_of
+from dino_ds.models.build import plain_form
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.plain import PlainBackbone, PlainForeign
 from dino_ds.weights.reference import to_reference
 from dino_ds.weights.sidecar import write_with_sidecar
 from dino_ds.weights.timm_config import timm_config, timm_model
@@ -41,7 +38,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     if model.is_vit:
         about |= {"pos_embed_interpolation": model.vit.options.pos_embed_interpolation}
     else:
-        about |= {"backbone": backbone_name(spec), "image_size": model.image_size}
+        about |= {"backbone": model.title, "image_size": model.image_size}
     if (timm := timm_model(model)) is not None:
         about |= {"timm_arguments": timm[1], **({} if model.is_vit else {"timm_name": timm[0]})}
     elif model.is_vit:
@@ -50,7 +47,7 @@ def export_safetensors(model: Backbone, out: Path) -> str:
     tensors = _tensors(model)
     _write_file(out, lambda file: safetensors.torch.save_file(tensors, file, metadata={"format": "pt"}), about)
     if timm is None:
-        return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={_name(model)!r}'})"
+        return f"dino_ds.load({str(out)!r}{'' if model.is_vit else f', backbone={model.title!r}'})"
     return f"dino_ds.load({str(out)!r}), or safetensors.torch.load_file({str(out)!r}) into a timm model"
 
 
@@ -93,7 +90,7 @@ def export_dino(model: Backbone, out: Path) -> str:
     _refuse_rope(model, "dino")
     if not model.is_vit and not {"conv1.weight", "layer1.0.conv1.weight"} <= tensors.keys():
         raise ConfigError(
-            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {_name(model)} is neither: "
+            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {model.title} is neither: "
             "take another format"
         )
     network = to_reference(tensors, model.heads, _mask_token(model))
@@ -108,7 +105,7 @@ def export_dinov2(model: Backbone, out: Path) -> str:
     Raises ConfigError for what is not a ViT.
     """
     if not model.is_vit:
-        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {_name(model)} is none: take another format")
+        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {model.title} is none: take another format")
     _refuse_rope(model, "dinov2")
     network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
     _write_file(out, lambda file: torch.save({"teacher": network}, file), _facts(model))
@@ -123,7 +120,7 @@ def _refuse_rope(model: Backbone, form: str) -> None:
 def export_onnx(model: Backbone, out: Path) -> str:
     """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
 
-    Of a network that is not made for several sizes, its native one only. Raises ConfigError where onnx and onnxscript
+    A network that is not made for several sizes takes its native one only. Raises ConfigError where onnx and onnxscript
     are not installed, and for a network that can't be exported.
     """
     try:
@@ -140,7 +137,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     """A program, and what to add where it takes its native size only. Raises ConfigError."""
     size, any_size = model.side_multiple, _takes_any_size(model)
     batch = torch.export.Dim("batch", min=1, max=_BATCH)
-    # Of another network the map must have two pixels a side: one is a special case that its program would not cover.
+    # Another network's map must have two pixels a side: one is a special case that its program would not cover.
     least, most = (2, _SIDE) if model.is_vit else (2 * model.stride, _SIDE * model.stride)
     rows, columns = (torch.export.Dim(name, min=least, max=most) for name in ("rows", "columns"))
     shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
@@ -148,7 +145,7 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     for shape in [*shapes, {0: batch}]:
         try:
             program = torch.onnx.export(
-                _plain(model),
+                plain_form(model.network),
                 (_example(model, 2 in shape),),
                 dynamo=True,
                 dynamic_shapes=(shape,),
@@ -161,24 +158,24 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
             continue
         assert program is not None
         return program, "" if 2 in shape else f", images of {model.image_size} pixels only"
-    raise ConfigError(f"--format onnx: torch's exporter can't export {_name(model)}: {problem}")
+    raise ConfigError(f"--format onnx: torch's exporter can't export {model.title}: {problem}")
 
 
 def export_torchscript(model: Backbone, out: Path) -> str:
     """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size.
 
-    Of a network that is not made for several sizes, its native one only. Raises ConfigError for one that can't be
+    A network that is not made for several sizes takes its native one only. Raises ConfigError for one that can't be
     exported.
     """
     any_size = _takes_any_size(model)
     only = "" if any_size else f", images of {model.image_size} pixels only"
     with _quiet(), torch.no_grad():
         try:
-            traced = torch.jit.trace(_plain(model), _example(model, any_size))
+            traced = torch.jit.trace(plain_form(model.network), _example(model, any_size))
         except Exception as error:  # whatever a foreign network raises
             if model.is_vit:
                 raise
-            raise ConfigError(f"--format torchscript: {_name(model)} can't be traced: {one_line(error)}") from None
+            raise ConfigError(f"--format torchscript: {model.title} can't be traced: {one_line(error)}") from None
     _write_file(out, lambda file: torch.jit.save(traced, str(file)), _facts(model))
     return f"torch.jit.load({str(out)!r})(images){only}"
 
@@ -196,7 +193,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
 
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:
-    """Without what is of use in training only, which timm's networks have no place for."""
+    """The network's tensors but those of use in training only, which timm's networks have no place for."""
     network = model.network
     kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
     # Copies: networks that use a module twice have it under two names, which a file may not share.
@@ -207,34 +204,24 @@ def _mask_token(model: Backbone) -> Tensor | None:
     return None if model.mask_token is None else model.mask_token.detach().cpu()
 
 
-def _name(model: Backbone) -> str:
-    return backbone_name(model.network.spec)
-
-
-def _plain(model: Backbone) -> nn.Module:
-    """The network as exporters want it. Raises ConfigError where it can't be built."""
-    return PlainForeign(model.network) if isinstance(model.network, ForeignBackbone) else PlainBackbone(model.vit)
-
-
 def _takes_any_size(model: Backbone) -> bool:
-    """Whether it takes others than its native one, sides unequal too."""
+    """Whether it takes images of other sizes than its native one, sides unequal too."""
     try:
         model.network.check_image(*_example_sides(model))
     except ConfigError:
         return False
     # Windows, positions and the like are made for one size: a program keeps what is computed from it.
-    spec = model.network.spec
-    return not isinstance(spec, ForeignSpec) or not facts_of(spec).accepts & {*SIZE_ARGUMENTS}
+    return not model.network.spec.has_native_size
 
 
 def _example_sides(model: Backbone) -> tuple[int, int]:
-    """Unequal, neither of them the native one: nothing is to be taken for a constant."""
+    """Sides of example images: unequal, neither of them the native one, so that nothing seems constant."""
     size, grid = model.stride, model.image_size // model.stride
     return (grid + 1) * size, (grid + 2) * size
 
 
 def _example(model: Backbone, any_size: bool) -> Tensor:
-    """Two images."""
+    """Two images for an exporter's trace."""
     sides = _example_sides(model) if any_size else (model.image_size, model.image_size)
     return torch.zeros(2, model.network.spec.in_chans, *sides, device=next(model.network.parameters()).device)
 

@@ -37,7 +37,7 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
     which may be downloaded.
 
-    A run's heads and mask token lie in its checkpoints. asked: what network somebody says it is, where no file does;
+    A run's heads and mask token lie in its checkpoints. asked: the network that somebody says it is, if no file does;
     MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
     checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
@@ -110,7 +110,7 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
 
 
 def _backbone_of(recipe: Path) -> str | None:
-    """The backbone that a run trains, None where there is no recipe."""
+    """The backbone that a run trains, or None if there is no recipe."""
     try:
         return load_recipe(str(recipe), {}).model.backbone if recipe.is_file() else None
     except ConfigError:  # of another version
@@ -146,7 +146,7 @@ def _without_heads(weights: Weights, error: CheckpointError) -> Weights:
 
 
 def checkpoint_of(run: Path) -> Path | None:
-    """The checkpoint that a run's teacher.safetensors was written with, None where one of them is not there.
+    """The checkpoint that a run's teacher.safetensors was written with, or None if one of them is not there.
 
     Raises CheckpointError for a damaged teacher.json.
     """

@@ -14,20 +14,19 @@ from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.specs.backbones import VITS, BackboneSpec, ViTSpec
 from dino_ds.weights.dinov3 import BASE, EPS, has_rope
-from dino_ds.weights.tensors import Weights, few
+from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights, few
 
 RESIZINGS = ("dino", "antialias")
-"""How learned positions are resized for images of another size."""
-_USUAL_SIZE, _MOST_SIZE = 224, 16384
+"""Ways to resize learned positions for images of another size."""
 _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --model.heads of a run"
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[ViTSpec, int]:
     """The architecture of the tensors, and the side of its native image in pixels, 0 for one with rotary positions.
 
-    They do not show the number of heads: None takes that of the known backbone of this width and depth; nor what
-    rotary positions are: those of the released DINOv3. Raises CheckpointError where tensors of a ViT are missing, and
-    for impossible or unknown heads.
+    They do not show the number of heads: None takes that of the known backbone of this width and depth; nor the kind
+    of rotary positions: those of the released DINOv3 are taken. Raises CheckpointError where tensors of a ViT are
+    missing, and for impossible or unknown heads.
     """
     rope, side = has_rope(backbone), 0
     try:
@@ -144,7 +143,7 @@ def _fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tenso
 
 @dataclass(frozen=True)
 class Description:
-    """The network, native side in pixels, how positions are resized ("dino" or "antialias"); heads_stated: a file
+    """A network, its native side in pixels and how its positions are resized, one of RESIZINGS; heads_stated: a file
     gives the number of attention heads; `notes`: what was assumed."""
 
     spec: BackboneSpec
@@ -189,11 +188,11 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
 
 
 def _with_facts(arch: ViTSpec, about: dict[str, Any]) -> tuple[ViTSpec, int]:
-    """What a file says of rotary positions, and the side of native images. Raises CheckpointError."""
-    base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", _USUAL_SIZE)
+    """The architecture with a file's rotary positions, and the side of native images. Raises CheckpointError."""
+    base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", USUAL_SIZE)
     if not isinstance(base, int | float) or not 1 < base < math.inf:
         raise CheckpointError(f"config.json: rope_theta {str(base)[:20]} is not a number above 1")
-    if not isinstance(size, int) or not arch.patch_size <= size <= _MOST_SIZE:
+    if not isinstance(size, int) or not arch.patch_size <= size <= MOST_SIZE:
         raise CheckpointError(f"config.json: image_size {str(size)[:20]} is not a number of pixels")
     return replace(arch, rope_base=float(base)), size
 
@@ -206,7 +205,7 @@ def _described_by_us(weights: Weights) -> Description:
         size, resizing = _our_size(about), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)
         agree = _visible(arch) == _visible(seen) and resizing in RESIZINGS
-        agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= _MOST_SIZE)
+        agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= MOST_SIZE)
         agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0 and 0 < arch.norm_eps < 1
         agree = agree and (arch.rope is None or _is_rope(arch))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -217,12 +216,12 @@ def _described_by_us(weights: Weights) -> Description:
 
 
 def _our_size(about: dict[str, Any]) -> int:
-    """Raises KeyError, TypeError or ValueError."""
+    """The native side that our JSON states. Raises KeyError, TypeError or ValueError."""
     return int(about["timm_arguments"]["img_size"] if "timm_arguments" in about else about["image_size"])
 
 
 def _is_rope(arch: ViTSpec) -> bool:
-    """Whether the numbers of rotary positions are such. Raises TypeError."""
+    """Whether a network can have these rotary positions. Raises TypeError."""
     low, high = arch.rope_min_period, arch.rope_max_period
     given = low is not None and high is not None and 0 < low <= high < math.inf
     is_base = low is None and high is None and 1 < arch.rope_base < math.inf
@@ -235,7 +234,7 @@ def _visible(arch: ViTSpec) -> tuple[object, ...]:
 
 
 def kind_of(arch: ViTSpec) -> tuple[object, ...]:
-    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, of one with rotary positions biases and norms;
-    last the outputs of the first MLP layer."""
+    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, biases and norms of a rotary one; last the
+    outputs of the first MLP layer."""
     rope = (arch.qkv_bias, arch.rms_norm, arch.cls_norm) if arch.rope is not None else ()
     return arch.layer_scale is not None, arch.registers, arch.swiglu, rope, int(arch.width * arch.mlp_ratio)

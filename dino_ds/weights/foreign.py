@@ -1,4 +1,4 @@
-"""Weights of networks that dino_ds does not build itself: which network they are of, under which names they lie."""
+"""Weights of networks that dino_ds does not build itself: the network, and the names in a file."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
-from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create
-from dino_ds.weights.normalisation import timm_statistics
+from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
+from dino_ds.weights.normalisation import timm_side, timm_statistics
 from dino_ds.weights.reference import HEAD, head_to_ours
-from dino_ds.weights.tensors import Weights
+from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-"""Told by the shapes of their tensors; torchvision and timm name them alike."""
-_USUAL_SIZE, _MOST_SIZE, _MOST_CHANNELS = 224, 16384, 1024
+"""ResNets that the shapes of their tensors tell; torchvision and timm name them alike."""
+_MOST_CHANNELS = 1024
 _PLAIN_NUMBER = 1024
 """A number of arguments may be as large as this, or as anything in the file: they must not make us build for hours."""
 _MOST_TEXT = 4096
 _OF_THE_USE = {*SIZE_ARGUMENTS, "in_chans", "num_classes", "drop_path_rate"}
 """Arguments of timm's config.json that are not of a network's architecture, or have a place of their own."""
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
-"""What DDP, torch.compile and transformers put into names."""
+"""Prefixes that DDP, torch.compile and transformers put into names."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -36,10 +36,10 @@ Shapes = dict[str, tuple[int, ...]]
 def other_network(
     tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
 ) -> Weights | None:
-    """What a file holds if it is not a ViT of ours.
+    """The weights in a file of another network than a ViT of ours, or None.
 
-    about: the JSON beside it. asked: what somebody says it is. trusts: each MODULE:CLASS that may be imported. Raises
-    CheckpointError for an unusable JSON.
+    about: the JSON next to it. asked: the network that somebody says it is. trusts: each MODULE:CLASS that may be
+    imported. Raises CheckpointError for an unusable JSON.
     """
     if (spec := stated_spec(about, tensors, trusts)) is not None:
         return Weights("dino_ds", tensors, about=about, spec=spec, image_size=_size(about.get("image_size")))
@@ -52,7 +52,7 @@ def other_network(
     spec, own = found
     heads = heads if own is network else {}
     own, notes = _without_classifier(own, spec)
-    size = _size(about.get("image_size", _USUAL_SIZE))
+    size = _size(about.get("image_size", USUAL_SIZE))
     if "image_size" not in about:
         notes.append(f"no file says the size of its images: taken for {size} pixels")
     return Weights("dino or timm", own, heads, about, notes, spec=spec, image_size=size)
@@ -72,7 +72,7 @@ def stated_spec(
         )
     try:
         spec: Any = backbone_spec(name)
-        if isinstance(spec, ForeignSpec):
+        if "arguments" in spec.obeys:
             _check_foreign(numbers, name, tensors)
         elif not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
             raise TypeError
@@ -90,7 +90,7 @@ def _shown(name: str) -> str:
 
 
 def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for fields of a ForeignSpec that no run writes."""
+    """Raises ValueError for numbers of a spec with `arguments` that no run writes."""
     channels, arguments = numbers.get("in_chans"), numbers.get("arguments")
     if numbers.keys() != {"name", "in_chans", "arguments"} or numbers["name"] != name:
         raise ValueError("wanted are its name, in_chans and arguments")
@@ -119,19 +119,18 @@ def _check_arguments(arguments: object, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _size(size: object) -> int:
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= _MOST_SIZE:
+    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= MOST_SIZE:
         raise CheckpointError(f"the JSON beside the weights does not say the image_size in pixels: {str(size)[:20]}")
     return size
 
 
 def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Weights | None:
-    """By timm's config.json; None for one of our ViTs. Raises CheckpointError."""
-    name, given, pretrained = config["architecture"], config.get("model_args") or {}, config.get("pretrained_cfg")
+    """The weights that timm's config.json describes, or None for one of our ViTs. Raises CheckpointError."""
+    name, given = config["architecture"], config.get("model_args") or {}
     if name in BACKBONES:
         return None
     try:
-        spec = backbone_spec(name)
-        assert isinstance(spec, ForeignSpec)
+        spec = foreign_spec(name)
         if not isinstance(given, dict) or not spec.is_timm:
             raise ValueError("model_args are not keywords")
         arguments = {key: given[key] for key in given.keys() - _OF_THE_USE}
@@ -139,16 +138,16 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> We
         _check_foreign(vars(spec), name, tensors)
     except ValueError as error:
         raise CheckpointError(f"config.json: {one_line(error)}") from None
-    sizes = (pretrained if isinstance(pretrained, dict) else config).get("input_size")
-    size = _size(given.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else _USUAL_SIZE))
+    side = timm_side(config, given)
+    size = _size(USUAL_SIZE if side is None else side)
     own = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
     own, notes = _without_classifier(own, spec)
-    about = {"timm_name": name, **timm_statistics(pretrained)}
+    about = {"timm_name": name, **timm_statistics(config.get("pretrained_cfg"))}
     return Weights("timm", own, about=about, notes=notes, spec=spec, image_size=size)
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """A network and the heads beside it, as facebookresearch/dino saves them, whatever wraps them."""
+    """A network and the heads next to it, as facebookresearch/dino saves them, whatever wraps them."""
     plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
     heads: dict[str, dict[str, Tensor]] = {}
     network: dict[str, Tensor] = {}
@@ -164,7 +163,7 @@ def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dic
 def _recognised(
     tensors: dict[str, Tensor], network: dict[str, Tensor], asked: ForeignSpec | None
 ) -> tuple[ForeignSpec, dict[str, Tensor]] | None:
-    """The spec, and `tensors` as they are or the `network` inside; None: another one."""
+    """The spec, and `tensors` as they are or the `network` inside; None if it is another network."""
     if asked is not None:
         for own in (tensors, network):
             stored = _with_stored_channels(asked, own)
@@ -199,7 +198,7 @@ def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
 
 
 def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[dict[str, Tensor], list[str]]:
-    """The others, and what to say of a classifier."""
+    """The tensors but those of a classifier, and notes on it."""
     shapes, classifiers = shapes_of(spec)
     dropped = [name for name in tensors if name not in shapes and name.startswith(classifiers)]
     notes = [f"its classifier is left out: {', '.join(sorted(dropped))}"] if dropped else []
@@ -208,7 +207,7 @@ def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[
 
 @functools.cache
 def shapes_of(spec: ForeignSpec, image_size: int | None = None) -> tuple[Shapes, tuple[str, ...]]:
-    """Of the tensors of a network, buffers that are saved with it; the beginnings of the names of its classifier's.
+    """Shapes of a network's tensors, saved buffers too; the beginnings of the names of its classifier's.
 
     Raises CheckpointError where it can't be built.
     """

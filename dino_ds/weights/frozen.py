@@ -17,7 +17,7 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
 from dino_ds.weights.fit import describe
@@ -31,7 +31,7 @@ _CENTERS = ("center", "ibot_center")
 class FrozenSource:
     """A network that was trained before, on the CPU: `place` as the user gave it; `image_size` the side of its native
     images in pixels; tensors under our names, `heads` by their names in a `Network`; `centers`: the running means of
-    its logits, where it was trained with them; `range`: of its images deeper than 8 bits; `notes` for people."""
+    its logits, where it was trained with them; `range`: of its images deeper than 8 bits."""
 
     place: str
     spec: BackboneSpec
@@ -48,7 +48,7 @@ class FrozenSource:
 
     @property
     def name(self) -> str:
-        """As the user gave it, for messages."""
+        """Its key and place in messages."""
         return f"{self.key} {self.place}"
 
     def check_channels(self, ours: int) -> None:
@@ -123,7 +123,7 @@ def _of_weights(place: str) -> FrozenSource:
 
 
 def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
-    """Layers by their numbers, not by their names."""
+    """The numbers in a tensor's name, which order layers as the name itself does not."""
     return tuple(int(number) for number in re.findall(r"\d+", entry[0]))
 
 

@@ -20,7 +20,8 @@ from dino_ds.weights.tensors import Weights, unused
 
 
 class _Names(NamedTuple):
-    """What one of their models calls ours outside and inside of blocks, its blocks, and queries, keys and values."""
+    """Names in one of their models: of tensors outside and inside of blocks, of blocks, and of queries, keys and
+    values."""
 
     outside: dict[str, str]
     block: str
@@ -80,7 +81,7 @@ _MARKS = {
     ".layernorm_before.": _VIT,
     ".mlp.weights_in.": _SWIGLU,
 }
-"""What only the names of one of their models have, Dinov2's but the others'."""
+"""Parts of names that only one of their models has; Dinov2 has none of them."""
 
 
 def hf_config(arch: ViTSpec, image_size: int, mask_token: bool = False) -> dict[str, Any]:

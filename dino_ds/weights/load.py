@@ -1,4 +1,4 @@
-"""For notebooks: a trained backbone with its features, patch tokens and attention.
+"""A trained backbone in Python: its features, patch tokens and attention.
 
 model = dino_ds.load("runs/quickstart")            # or a file of weights, a Hugging Face folder, a timm name
 features = model.features(model.preprocess(image)[None])
@@ -26,9 +26,9 @@ from dino_ds.data.images import pillow_values
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
-from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import BackboneOptions, backbone_name, backbone_spec
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, facts_of
+from dino_ds.models.build import build_backbone, tensor_shapes
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
@@ -40,10 +40,10 @@ class Backbone(nn.Module):
     `side_multiple`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
-    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) what stood
-    for hidden patches in training, None: not known; `notes` what of the source was not taken or not stated;
-    `value_range` the values that were black and white in training images deeper than 8 bits, None: there were none;
-    `normalisation` the mean and standard deviation of each channel that `preprocess` removes.
+    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) stood
+    for hidden patches in training, or is None if not known; `notes` say what of the source was not taken or not stated;
+    `value_range`: the values that were black and white in training images deeper than 8 bits, or None without any;
+    `normalisation`: the mean and standard deviation of each channel that `preprocess` removes.
     """
 
     mask_token: Tensor | None = None
@@ -60,7 +60,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.network = network.eval().requires_grad_(False)
         self.image_size, self.stride, self.width = image_size, network.spec.stride, network.spec.width
-        self.side_multiple, self.is_vit = network.spec.side_multiple, isinstance(network, VisionTransformer)
+        self.side_multiple, self.title = network.spec.side_multiple, network.spec.title
+        self.is_vit = isinstance(network, VisionTransformer)
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
         self.normalisation = normalisation_of(about, network.spec.in_chans)
@@ -89,12 +90,12 @@ class Backbone(nn.Module):
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
 
     def forward(self, images: Tensor) -> Tensor:
-        """As `features`."""
+        """The same as `features`."""
         return self.features(images)
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Of whole images, (b, width): of a ViT the CLS token's after the final norm, else the pooled ones."""
+        """Features of whole images (b, width): a ViT's CLS tokens after the final norm, else pooled ones."""
         with self._explained(images):
             return self.network.features(images)
 
@@ -102,7 +103,7 @@ class Backbone(nn.Module):
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width).
 
-        Of another network than a ViT the map before the pooling, of the width that it has there. Raises ConfigError
+        Another network than a ViT gives the map before its pooling, of the width that it has there. Raises ConfigError
         where there is none.
         """
         with self._explained(images):
@@ -112,9 +113,9 @@ class Backbone(nn.Module):
 
     @torch.no_grad()
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        """After each of the last `blocks` blocks (of fewer, all) and the final norm: (blocks, b, 1 + patches, width).
+        """Tokens after the last `blocks` blocks (or all, if fewer) and the final norm: (blocks, b, 1 + n, width).
 
-        CLS first; registers are left out.
+        n patches follow the CLS token; registers are left out.
         """
         vit = self.vit
         with self._explained(images):
@@ -136,8 +137,7 @@ class Backbone(nn.Module):
     @property
     def has_patches(self) -> bool:
         """Whether it gives features of patches."""
-        spec = self.network.spec
-        return not isinstance(spec, ForeignSpec) or facts_of(spec).has_map
+        return self.network.spec.patch_width > 0
 
     @property
     def patch_size(self) -> int:
@@ -149,7 +149,7 @@ class Backbone(nn.Module):
         """The network, if it is a Vision Transformer of dino_ds. Raises ConfigError for another one."""
         if not isinstance(self.network, VisionTransformer):
             raise ConfigError(
-                f"{backbone_name(self.network.spec)} is not a Vision Transformer that dino_ds builds: attention and "
+                f"{self.title} is not a Vision Transformer that dino_ds builds: attention and "
                 "the tokens of single blocks are of those alone"
             )
         return self.network
@@ -192,7 +192,7 @@ def load(
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
     weights = find_weights(path, None if backbone is None else _asked(str(backbone)))
-    named = "Vision Transformer" if weights.spec is None else backbone_name(weights.spec)
+    named = "Vision Transformer" if weights.spec is None else weights.spec.title
     try:
         if backbone not in (None, named):
             raise CheckpointError(f"--backbone {backbone}, and the file is of a {named}: leave it out")
@@ -211,22 +211,19 @@ def load(
 
 
 def _asked(name: str) -> ForeignSpec:
-    """Raises CheckpointError for a name that is neither timm's nor a class's, and for one of our ViTs."""
+    """The spec of timm's name or of a class. Raises CheckpointError for any other name, and for a backbone of ours."""
+    if name in BACKBONES:
+        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
     try:
-        spec = backbone_spec(name)
+        return foreign_spec(name)
     except ValueError as error:
         raise CheckpointError(f"--backbone {error}") from None
-    if not isinstance(spec, ForeignSpec):
-        raise CheckpointError(f"--backbone {name}: Vision Transformers are known by their tensors; leave it out")
-    return spec
 
 
 def _filled(found: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
     """The network with these tensors. Raises CheckpointError where they are not its own, before it takes memory."""
     how = found.spec, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
-    with torch.device("meta"):
-        shapes = {name: tuple(tensor.shape) for name, tensor in build_backbone(*how).state_dict().items()}
-    fitting = fit_tensors(tensors, shapes, found.interpolation, "the weights lack", "the weights are")
+    fitting = fit_tensors(tensors, tensor_shapes(*how), found.interpolation, "the weights lack", "the weights are")
     network = build_backbone(*how)
     network.load_state_dict(fitting)
     return network

@@ -1,4 +1,4 @@
-"""What the files beside weights say of training images: what was removed of them, and what was black and white."""
+"""Mean, deviation and range of values of training images, as the files next to weights state them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROCESSOR = "preprocessor_config.json"
 
 
 def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
-    """What was removed of training images of so many channels; the usual where nothing says it.
+    """Mean and deviation removed from training images of `channels` channels, or the usual ones if no file says.
 
     One number stands for all channels. Raises CheckpointError for anything but a number a channel, and deviations of 0
     and below.
@@ -53,7 +53,7 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
 
 
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Mean and standard deviation of a Hugging Face image processor, {} for none, and what to say of them.
+    """Mean and standard deviation of a Hugging Face image processor, {} for none, and notes on them.
 
     They are those of pixels in [0, 1], whatever its own range: it scales pixels of 0 to 255 by rescale_factor, or not
     at all, and normalises, or not at all. Raises CheckpointError for settings that can't be used.
@@ -92,8 +92,15 @@ def _divided(values: Any, by: float) -> Any:
     return values / by if isinstance(values, int | float) else values
 
 
+def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """Side of native images that timm's config.json states, or None; unchecked. arguments: those of the model."""
+    stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
+    sizes = stated.get("input_size")
+    return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
+
+
 def timm_statistics(config: Any) -> dict[str, Any]:
-    """Those of a timm folder's pretrained_cfg, if there are as many as the channels of its input."""
+    """Mean and deviation in timm's pretrained_cfg, {} unless there are as many as its channels."""
     if not isinstance(config, dict):
         return {}
     mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))

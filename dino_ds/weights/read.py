@@ -21,7 +21,7 @@ from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface, is_huggingface
-from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_statistics
+from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_side, timm_statistics
 from dino_ds.weights.reference import split_network
 from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, check_numbers, checked, few
@@ -31,7 +31,7 @@ _STARTS = (b"PK\x03\x04", b"\x80")
 _HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
 """Width and attention heads of facebookresearch/dino's networks, by the last word of its --arch."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-"""Of a Hugging Face folder."""
+"""Files of weights in a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and what else in it tells of their architecture."""
 
@@ -41,7 +41,7 @@ def read_weights(
 ) -> Weights:
     """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
 
-    asked: what network somebody says it is of; trusted: MODULE:CLASS that may be imported, `asked`'s besides.
+    asked: the network that somebody says it is of; trusted: MODULE:CLASS that may be imported in addition to `asked`.
     Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
     where a file is not the one that the JSON next to it describes.
     """
@@ -134,16 +134,16 @@ def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What a ViT with rotary positions does not tell by its tensors, under Hugging Face's names."""
+    """Facts of a ViT with rotary positions that its tensors do not show, under Hugging Face's names."""
     known = VITS.get(config["architecture"])
     if known is None or known.rope is None:
         return {}
-    given, pretrained = (
-        value if isinstance(value := config.get(key), dict) else {} for key in ("model_args", "pretrained_cfg")
-    )
-    sizes = pretrained.get("input_size")
-    size = given.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
-    found = {"image_size": size, "rope_theta": given.get("rope_temperature"), "layer_norm_eps": known.norm_eps}
+    given = config["model_args"] if isinstance(config.get("model_args"), dict) else {}
+    found = {
+        "image_size": timm_side(config, given),
+        "rope_theta": given.get("rope_temperature"),
+        "layer_norm_eps": known.norm_eps,
+    }
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -186,7 +186,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class _Settings:
-    """Stands in for the objects that training scripts save beside their tensors: attributes, and no code."""
+    """Stands in for the objects that training scripts save next to their tensors: attributes, and no code."""
 
     def __init__(self, *values: object) -> None:
         pass
@@ -238,7 +238,7 @@ def _load_torch(path: Path) -> Any:
 
 
 def _plain(error: Exception) -> str:
-    """Without the colours of a terminal and torch's long preface."""
+    """The text of an error without the colors of a terminal and torch's long preface."""
     return one_line(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2])
 
 
@@ -252,7 +252,7 @@ def _architecture_in(args: object, tensors: dict[str, Tensor]) -> dict[str, Any]
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:
-    """What no tensor tells: our MLP has GELU, and SwiGLU SiLU. Raises CheckpointError."""
+    """Raises CheckpointError for another activation than GELU, or SiLU of SwiGLU, which no tensor tells."""
     activation, gated = config.get("hidden_act", "gelu"), config.get("use_gated_mlp")
     wanted = "silu" if gated else "gelu"
     if activation != wanted and not config.get("use_swiglu_ffn"):

@@ -12,19 +12,19 @@ from dino_ds.weights.tensors import Weights, few, unused
 
 _PATCHES = "patch_embed.proj.weight"
 _DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
-"""Beside a backbone, of no use for features: what masked patches are, and classifiers."""
+"""Tensors next to a backbone that are of no use for features: mask tokens and classifiers."""
 _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
-"""Their projection heads, dino's and dinov2's, by our names."""
+"""Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
-"""A tensor of facebookresearch/dino's projection head, beside a "backbone."; a ResNet has its own in "head.fc"."""
+"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
 _OURS, _V2 = {"head": "head"}, {"head": "dino_head", "ibot_head": "ibot_head"}
-"""The other way: what dino's files call our heads, and what dinov2's do."""
+"""Names of our heads in dino's files and in dinov2's."""
 _PROTOTYPES = {
     "prototypes.weight": "prototypes.lengths",
     "last_layer.weight_v": "last_layer.weight_g",
     "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
 }
-"""Names of a head's prototypes, of which directions count, and of their lengths."""
+"""Names of a head's prototypes, whose directions count, and of their lengths."""
 _PLAIN = "last_layer.weight"
 """Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
 
@@ -32,8 +32,8 @@ _PLAIN = "last_layer.weight"
 def split_network(tensors: dict[str, Tensor], network: str) -> Weights:
     """Backbone and heads of `network` (teacher or student) among the tensors of a file, whatever wraps them.
 
-    What DDP and torch.compile put into names is dropped. The backbone is what lies beside the patch embedding; its
-    heads are `head` or dinov2's `dino_head` beside it, and `ibot_head`. Raises CheckpointError for no ViT, or several
+    Prefixes of DDP and torch.compile are dropped. The backbone is what lies next to the patch embedding; its heads are
+    `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError for no ViT, or several
     and none called so.
     """
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
@@ -136,7 +136,7 @@ def to_reference(
 
 
 def _head_to_reference(head: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With torch's weight norm: its g are the prototypes' lengths."""
+    """A head in the reference's names, with torch's weight norm, whose g are the prototypes' lengths."""
     out = {}
     one_layer = not any(name.startswith("mlp.1") or name.startswith("mlp.2") for name in head)
     for name, tensor in head.items():

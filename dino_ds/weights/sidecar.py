@@ -125,7 +125,7 @@ def _sealed(facts: Facts) -> str:
 
 
 def _shown(record: object) -> str:
-    """Length and CRC32 of a file, for people; `record` is a FileRecord or anything that a sidecar has in its place."""
+    """Human-readable length and CRC32 of a file; `record` is a FileRecord or what a sidecar has in its place."""
     if isinstance(record, FileRecord):
         return f"{record.bytes} bytes, crc {record.crc32:08x}"
     try:

@@ -16,7 +16,7 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec, backbone_name
+from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.weights import Placer
 from dino_ds.weights.channels import adapt_channels, channels_of
@@ -43,12 +43,12 @@ def find_start(
     assert model.init_from is not None
     ours = model.spec()
     weights = find_weights(model.init_from, ours if isinstance(ours, ForeignSpec) else None)
-    if isinstance(ours, ViTSpec) and ours.rope is not None and weights.spec is None:
-        own, said = with_biases(weights.backbone, ours.qkv_bias)
-        weights = replace(weights, backbone=own, notes=[*weights.notes, *said])
     with naming(f"model.init_from {model.init_from}"):
-        is_vit = isinstance(ours, ViTSpec) and weights.spec is None
-        notes = [*weights.notes, *(_notes_on_vit if is_vit else _notes_on_other)(weights, model)]
+        if isinstance(ours, ViTSpec) and weights.spec is None:
+            weights, notes = _fit_vit(weights, model, ours)
+        else:
+            notes = _notes_on_other(weights, ours)
+        notes = [*weights.notes, *notes]
         if weights.kind == "dino_ds" or "mean" in weights.about:
             notes += _notes_on_images(weights, value_range, normalisation or Normalisation.usual(ours.in_chans))
         if channels_of(weights) != ours.in_chans:
@@ -58,10 +58,12 @@ def find_start(
     return replace(weights, notes=notes)
 
 
-def _notes_on_vit(weights: Weights, model: ModelSection) -> list[str]:
-    """Raises CheckpointError for another architecture."""
-    ours = model.spec()
-    assert isinstance(ours, ViTSpec)
+def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weights, list[str]]:
+    """These weights of a ViT for ours, and what differs. Raises CheckpointError for another architecture."""
+    notes: list[str] = []
+    if ours.rope is not None:
+        own, notes = with_biases(weights.backbone, ours.qkv_bias)
+        weights = replace(weights, backbone=own)
     found = describe(weights, ours.heads)
     theirs = replace(found.arch, in_chans=ours.in_chans)  # they are adapted
     if other := differences(theirs, ours):
@@ -69,7 +71,6 @@ def _notes_on_vit(weights: Weights, model: ModelSection) -> list[str]:
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
         advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(theirs)
         raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
-    notes = []
     if not found.heads_stated:
         notes.append(f"no file says its attention heads: {ours.heads} as the model")
     if found.arch.norm_eps != ours.norm_eps:
@@ -79,23 +80,22 @@ def _notes_on_vit(weights: Weights, model: ModelSection) -> list[str]:
             f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
             f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
         )
-    return notes
+    return weights, notes
 
 
-def _notes_on_other(weights: Weights, model: ModelSection) -> list[str]:
-    """Where the run or the weights are of a network that is not one of our ViTs. Raises CheckpointError."""
-    ours, theirs = model.spec(), weights.spec
-    wanted = "Vision Transformer" if isinstance(ours, ViTSpec) else backbone_name(ours)
-    name = "Vision Transformer" if theirs is None else backbone_name(theirs)
-    if theirs is None or name != wanted:
-        flag = FROM_SOURCE if theirs is None else name
-        raise CheckpointError(f"it is a {name}, not a {wanted}; start with --model.backbone {flag}")
-    given = [getattr(spec, "arguments", "{}") for spec in (theirs, ours)]
-    return [f"it was made with model.arguments {given[0]}, this run's are {given[1]}"] if given[0] != given[1] else []
+def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
+    """Differences where the run or the weights are not of a ViT of ours. Raises CheckpointError for another network."""
+    theirs = weights.spec
+    if theirs is None or theirs.title != ours.title:
+        name, flag = ("Vision Transformer", FROM_SOURCE) if theirs is None else (theirs.title, theirs.title)
+        raise CheckpointError(f"it is a {name}, not a {ours.title}; start with --model.backbone {flag}")
+    if theirs.arguments == ours.arguments:
+        return []
+    return [f"it was made with model.arguments {theirs.arguments}, this run's are {ours.arguments}"]
 
 
 def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalisation) -> list[str]:
-    """Where those of the run whose weights these are were others. Raises CheckpointError for an unusable JSON."""
+    """Differences between the images that weights were trained on and ours. Raises CheckpointError."""
     theirs, before, notes = normalisation_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
@@ -157,14 +157,14 @@ def _channels_for(model: ModelSection, theirs: BackboneSpec) -> int:
 
 def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
     arguments = {}
-    if isinstance(spec, ForeignSpec):
+    if "arguments" in spec.obeys:
         arguments = {"model.arguments": spec.arguments}
         if model.arguments not in ("{}", spec.arguments):
             raise ConfigError(
                 f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
                 "weights; set --model.arguments {}"
             )
-    return {"model.backbone": backbone_name(spec), "model.in_chans": str(_channels_for(model, spec)), **arguments}
+    return {"model.backbone": spec.title, "model.in_chans": str(_channels_for(model, spec)), **arguments}
 
 
 class InitialWeights:
@@ -188,7 +188,7 @@ class InitialWeights:
         self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
     def _fit_head(self, name: str, theirs: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Of a head `theirs` if it fits; without lengths of the prototypes they are 1."""
+        """The tensors `theirs` of a head if they fit; without lengths of the prototypes they are 1."""
         if not theirs:
             self._said.append(f"it has no {name}: our own starts anew")
             return {}
@@ -253,6 +253,6 @@ class InitialWeights:
         self._place(module)
 
     def __str__(self) -> str:
-        """What was taken and what not."""
+        """A line that says what was taken and what not."""
         what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([what, *self._said, *self._notes])

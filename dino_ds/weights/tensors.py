@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.backbones import BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.dinov3 import has_rope
 
+USUAL_SIZE, MOST_SIZE = 224, 16384
+"""Sides of native images in pixels: the one that is taken if no file states it, and the largest that a file may."""
 _OURS = re.compile(
     r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
@@ -30,10 +32,10 @@ _OURS_ROTARY = re.compile(
 @dataclass(frozen=True)
 class Weights:
     """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
-    `Network`; `about`: the JSON beside it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d):
-    what hidden patches are, None where the file does not say; `local_norm`: of the CLS tokens of local crops, by its
-    names in the backbone, which is without it. `spec`: of a network that is not one of our ViTs, whose
-    names and buffers it then has, made for images of `image_size` pixels a side."""
+    `Network`; `about`: the JSON next to it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d)
+    of hidden patches, or None if the file does not say; `local_norm`: that of the CLS tokens of local crops, by its
+    names in the backbone, which is without it. `spec` describes a network that is not one of our ViTs, whose names and
+    buffers it then has, made for images of `image_size` pixels a side; for a ViT it is None."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -46,7 +48,7 @@ class Weights:
     image_size: int = 0
 
     def check_beside(self, path: Path) -> None:
-        """As `check_numbers`, of what lies beside the backbone."""
+        """`check_numbers` for heads, mask token and local norm."""
         mask = {} if self.mask_token is None else {"mask_token": self.mask_token}
         check_numbers(path, *self.heads.values(), self.local_norm, mask)
 
@@ -83,7 +85,7 @@ def check_numbers(path: Path, *groups: Mapping[str, Tensor]) -> None:
 
 
 def unused(names: list[str]) -> list[str]:
-    """What to say of tensors that are left out."""
+    """Notes on tensors that are left out."""
     return [f"{len(names)} tensors not used ({few(sorted(names))})"] if names else []
 
 

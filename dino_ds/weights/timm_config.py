@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import VITS, backbone_name
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, timm_arguments
+from dino_ds.models.specs.backbones import VITS
 from dino_ds.weights.find import is_timm_name
 from dino_ds.weights.load import Backbone
 
 
 def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments with which timm builds this backbone; None: it does not know it."""
-    spec = model.network.spec
-    if model.is_vit:
-        return _of_vit(model)
-    if isinstance(spec, ForeignSpec) and spec.is_timm:
-        return spec.name, timm_arguments(spec, model.image_size)
-    return None
+    """Name and arguments with which timm builds this backbone, or None if timm does not know it."""
+    if not model.is_vit:
+        return model.network.spec.timm_model("", model.image_size)
+    arch = model.vit.arch
+    # A model of timm's whose kind of block is ours; all sizes are arguments.
+    kind = "reg4_" if arch.registers else ""
+    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
+    usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
+    stated = model.about.get("timm_name")
+    if not is_timm_name(stated) or (stated in VITS and VITS[stated].swiglu != arch.swiglu):
+        stated = usual
+    known = arch.timm_model(stated, model.image_size)
+    if known is None or arch.rope is not None:
+        return known
+    return known[0], known[1] | {"mlp_ratio": arch.mlp_ratio}
 
 
 def timm_config(model: Backbone) -> dict[str, Any]:
@@ -28,16 +33,10 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     known, spec = timm_model(model), model.network.spec
     if known is None:
         raise ConfigError(
-            f"{backbone_name(spec)} is a class of your own, which neither timm nor transformers can build: take "
+            f"{spec.title} is a class of your own, which neither timm nor transformers can build: take "
             "--format safetensors, onnx or torchscript"
         )
     name, arguments = known
-    mean, std = model.normalisation.mean, model.normalisation.std
-    layers: dict[str, Any] = {"first_conv": "patch_embed.proj", "classifier": "head"}
-    if isinstance(spec, ForeignSpec):
-        with torch.device("meta"):
-            stated = getattr(create(spec, model.image_size), "pretrained_cfg", {})
-        layers = {key: stated.get(key) for key in layers}
     return {
         "architecture": name,
         "num_classes": 0,
@@ -52,27 +51,10 @@ def timm_config(model: Backbone) -> dict[str, Any]:
             "interpolation": "bicubic",
             "crop_pct": 0.875,
             "crop_mode": "center",
-            "mean": list(mean),
-            "std": list(std),
+            "mean": list(model.normalisation.mean),
+            "std": list(model.normalisation.std),
             "num_classes": 0,
             "pool_size": None,
-            **layers,
+            **spec.timm_layers,
         },
     }
-
-
-def _of_vit(model: Backbone) -> tuple[str, dict[str, Any]] | None:
-    arch = model.vit.arch
-    # A model of timm's whose kind of block is ours; all sizes are arguments.
-    kind = "reg4_" if arch.registers else ""
-    like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
-    usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
-    stated = model.about.get("timm_name")
-    if not is_timm_name(stated) or (stated in VITS and VITS[stated].swiglu != arch.swiglu):
-        stated = usual
-    known = arch.timm_model(stated)
-    if known is None:
-        return None
-    name, arguments = known
-    ratio = {} if arch.rope is not None else {"mlp_ratio": arch.mlp_ratio}
-    return name, arguments | {"img_size": model.image_size, **ratio}

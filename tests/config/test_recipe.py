@@ -19,7 +19,7 @@ from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:
@@ -330,12 +330,11 @@ def test_masks_need_a_backbone_that_hides_patches(monkeypatch):
     """A convolutional network, say, in the place of a ViT."""
 
     @dataclasses.dataclass(frozen=True)
-    class Plain:
+    class Plain(BackboneSpec):
         width: int = 24
         depth: int = 1
         stride: int = 8
         in_chans: int = 3
-        side_multiple: int = 8
 
     monkeypatch.setitem(BACKBONES, "plain", Plain())
     (problem,) = _problems(model__backbone="plain", **IBOT)
@@ -350,13 +349,21 @@ _ROTARY = "vit_small_patch16_dinov3"
 @pytest.mark.parametrize(
     ("backbone", "changes", "said"),
     [
-        ("vit_small_patch16_224", {"model__rope_rescale": "2"}, "model.rope_rescale is for ViTs with rotary positions"),
-        ("resnet50", {"model__rope_shift": "0.1"}, "and resnet50 has none: leave it out"),
-        ("vit_small_patch14_dinov2", {"model__local_cls_norm": "true"}, "model.local_cls_norm is for ViTs with rotary"),
-        ("resnet50", {"model__local_cls_norm": "true"}, "model.local_cls_norm is not something that resnet50 has"),
+        (
+            "vit_small_patch16_224",
+            {"model__rope_rescale": "2"},
+            "rope_rescale 2.0 is for ViTs with rotary positions",
+        ),
+        ("resnet50", {"model__rope_shift": "0.1"}, "resnet50 has no use for it; leave it out"),
+        (
+            "vit_small_patch14_dinov2",
+            {"model__local_cls_norm": "true"},
+            "local_cls_norm True is for ViTs with rotary",
+        ),
+        ("resnet50", {"model__local_cls_norm": "true"}, "resnet50 has no use for it"),
         (_ROTARY, {"model__local_cls_norm": "true", "crops__num_local": "0"}, "is for CLS tokens of local crops, and"),
         (_ROTARY, {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
-        (_ROTARY, {"model__pos_embed_interpolation": "antialias"}, "antialias is for learned positions"),
+        (_ROTARY, {"model__pos_embed_interpolation": "antialias"}, "antialias is for ViTs with learned positions"),
         (_ROTARY, {"model__rope_jitter": "0.5"}, "model.rope_jitter"),
     ],
 )

@@ -25,11 +25,11 @@ from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network, Output
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions, BackboneSpec
 
 
 @dataclass(frozen=True)
-class ToySpec:
+class ToySpec(BackboneSpec):
     """A linear layer on the means of patches."""
 
     builder: ClassVar[str] = "tests.run.toys:ToyBackbone"
@@ -37,13 +37,6 @@ class ToySpec:
     depth: int = 1
     stride: int = 8
     in_chans: int = 3
-
-    @property
-    def side_multiple(self) -> int:
-        return self.stride
-
-    def timm_model(self, name: str) -> None:
-        return None
 
 
 class RunningScale(nn.Module):

@@ -18,11 +18,11 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
+from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import VITS, BackboneOptions, ViTSpec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
 from dino_ds.weights.load import Backbone, load
-from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
 from tests.weights.originals import assert_same, images
@@ -225,7 +225,7 @@ def test_timm_s_folder(tmp_path):
 def test_plain_form_equals_ours(name, changes):
     model = _backbone(name, **changes)
     for size in ((SIZE, SIZE), (96, 48), (16, 16)):
-        _same(PlainBackbone(model.vit)(_images(*size)), model.features(_images(*size)))
+        _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
 
 
 def test_torchscript(tmp_path):

@@ -17,12 +17,12 @@ from torch import nn
 import dino_ds
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
+from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
 from dino_ds.weights.fit import Description, architecture_of
 from dino_ds.weights.load import Backbone, _filled, load
-from dino_ds.weights.plain import PlainBackbone
 from dino_ds.weights.read import read_weights
 from tests.weights.originals import Original, images
 
@@ -73,7 +73,7 @@ def test_plain_form_equals_ours_at_every_size(name, interpolation):
     for size in ((32, 32), (32, 64), (16, 16), (40, 24), (128, 128)):
         ours = model.features(images(*size))
         assert ours.std() > 0.05
-        torch.testing.assert_close(PlainBackbone(model.vit)(images(*size)), ours, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(PlainViT(model.vit)(images(*size)), ours, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [32, 48])

@@ -138,7 +138,7 @@ class IbotSpec(PrototypeSpec):
         if (
             ((how.ibot_weight and not regressed) or masked)
             and recipe.model.backbone != FROM_SOURCE
-            and not getattr(recipe.model.spec(), "hides_patches", False)
+            and "mask_token" not in recipe.model.spec().obeys
         ):
             cure = f"and {recipe.model.backbone} can't: take a ViT, or leave both out"
             problems.append(f"objective.ibot_weight and crops.mask need a backbone that hides patches, {cure}")

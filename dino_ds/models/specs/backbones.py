@@ -3,83 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from dino_ds.models.specs.base import BackboneOptions as BackboneOptions
+from dino_ds.models.specs.base import BackboneSpec as BackboneSpec
 
-class BackboneSpec(Protocol):
-    """What the program knows of a backbone without building it: a frozen dataclass of plain numbers.
-
-    `builder` is "module:class" of its `dino_ds.models.base.Backbone`; stride: pixels from one patch feature to the
-    next; side_multiple: the sides of crops must be multiples of it; width: of a feature; depth: segments that are
-    compiled and recomputed one by one; in_chans: channels of the images.
-    """
-
-    builder: ClassVar[str]
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def stride(self) -> int: ...
-
-    @property
-    def side_multiple(self) -> int: ...
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def depth(self) -> int: ...
-
-    @property
-    def in_chans(self) -> int: ...
-
-    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """The name and the arguments by which timm.create_model builds this backbone, called `name` here; None if timm
-        does not know it."""
+_OBEYS = frozenset(
+    (
+        *("patch_size", "width", "depth", "heads", "registers", "layer_scale", "in_chans", "mask_token"),
+        *("drop_path", "drop_path_growth", "stochastic_depth"),
+        *("attention", "attention_backend", "packed", "cls_only_last_block"),
+    )
+)
+_LEARNED = _OBEYS | {"pos_embed_interpolation"}
+_ROTARY = _OBEYS | {"local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale"}
 
 
 @dataclass(frozen=True)
-class BackboneOptions:
-    """What a recipe and a ds config ask of a backbone; `attention` to `cls_only_last_block` change speed, not results.
-
-    Most are as in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: it has one, in the place of
-    hidden patches; `packed` False runs one pass a size; `cls_only_last_block` False computes the last block for all
-    tokens; `channels_last` None: on a GPU, where tensor cores want them so; a CPU is no faster with it.
-    """
-
-    drop_path: float = 0.0
-    drop_path_growth: str = "linear"
-    stochastic_depth: str = "per_image"
-    pos_embed_interpolation: str = "dino"
-    attention: str = "sdpa"
-    attention_backend: str = "auto"
-    packed: bool = True
-    cls_only_last_block: bool = True
-    mask_token: bool = False
-    sync_batch_norm: bool = True
-    rope_shift: float | None = None
-    rope_jitter: float | None = None
-    rope_rescale: float | None = None
-    channels_last: bool | None = None
-
-
-@dataclass(frozen=True)
-class ViTSpec:
+class ViTSpec(BackboneSpec):
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
-    `layer_scale` is the initial value of LayerScale, None for none. `rope`: rotary positions (DINOv3) in the place of
-    learned ones, with coordinates normalised by each side ("separate") or the larger or smaller one ("max", "min"), and
-    periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE: of queries and values; keys have none.
-    `rms_norm` in the place of LayerNorm; `cls_norm`: the CLS token has another final norm than the patches;
-    `local_cls_norm`: that of local crops has one more, in training. With `registers` tokens (after the CLS token) the
-    position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`: the name of
-    the model that timm makes it of with these numbers, for one that timm has no name for. `norm_eps`: LayerNorm's;
-    other projects' weights may have been trained with another.
+    `layer_scale` is the initial value of LayerScale, None for none. `rope` gives it rotary positions (DINOv3) in the
+    place of learned ones, with coordinates normalised by each side ("separate") or the larger or smaller one ("max",
+    "min"), and periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE, is a bias of queries and values;
+    keys have none. `rms_norm` takes the place of LayerNorm; `cls_norm`: the CLS token has another final norm than the
+    patches; `local_cls_norm`: that of local crops has one more, in training. With `registers` tokens (after the CLS
+    token) the position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`
+    names the model that timm makes it of with these numbers, for a ViT that timm has no name for. `norm_eps` is
+    LayerNorm's epsilon; weights of other projects may have been trained with another.
     """
 
     builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
-    hides_patches: ClassVar[bool] = True
+    plain_form: ClassVar[str] = "dino_ds.models.plain_vit:PlainViT"
+    told_by_tensors: ClassVar[bool] = True
     patch_size: int
     width: int
     depth: int
@@ -101,14 +58,41 @@ class ViTSpec:
     local_cls_norm: bool = False
 
     @property
+    def obeys(self) -> frozenset[str]:
+        return _LEARNED if self.rope is None else _ROTARY
+
+    @property
+    def title(self) -> str:
+        return "Vision Transformer"
+
+    @property
+    def sizes(self) -> str:
+        return f"patch {self.patch_size}, width {self.width}, depth {self.depth}, {self.heads} heads"
+
+    @property
+    def problem(self) -> str:
+        each, rest = divmod(self.width, self.heads)
+        if rest:
+            return f"width {self.width} is not a multiple of heads {self.heads}"
+        if self.rope is None or each % 4 == 0:
+            return ""
+        return (
+            f"width {self.width} of {self.heads} heads is {each} each, and rotary positions need a multiple of 4: "
+            "change model.width or model.heads"
+        )
+
+    @property
     def stride(self) -> int:
         return self.patch_size
 
-    @property
-    def side_multiple(self) -> int:
-        return self.patch_size
+    def attention(self, side: int) -> tuple[int, int, int]:
+        return self.heads, self.width // self.heads, 1 + self.registers + (side // self.patch_size) ** 2
 
-    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
+    @property
+    def timm_layers(self) -> dict[str, Any]:
+        return {"first_conv": "patch_embed.proj", "classifier": "head"}
+
+    def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
         arguments: dict[str, Any] = {
             "patch_size": self.patch_size,
             "embed_dim": self.width,
@@ -116,8 +100,10 @@ class ViTSpec:
             "num_heads": self.heads,
             "in_chans": self.in_chans,
         }
+        size = {} if image_size is None else {"img_size": image_size}
         if self.rope is not None:
-            return self._timm_eva(name, arguments)
+            known = self._timm_eva(name)
+            return None if known is None else (known[0], arguments | known[1] | size)
         if self.timm is not None:
             name, arguments = self.timm, arguments | {"mlp_ratio": self.mlp_ratio}
         as_named = VITS.get(name)
@@ -125,10 +111,10 @@ class ViTSpec:
             arguments["init_values"] = self.layer_scale
         if as_named is None or as_named.registers != self.registers:
             arguments |= {"reg_tokens": self.registers, "no_embed_class": self.registers > 0}
-        return name, arguments
+        return name, arguments | size
 
-    def _timm_eva(self, name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
-        """By one of timm's functions for DINOv3, which make its `Eva` with LayerNorm's epsilon and RoPE as there."""
+    def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
+        """One of timm's functions for DINOv3, which fix the norms and RoPE of its `Eva`, and its further arguments."""
         like = VITS.get(name, _DINOV3)
         name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
         fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
@@ -138,7 +124,7 @@ class ViTSpec:
         changed = {key: value for key, value in own.items() if value != as_named[key]}
         if self.swiglu and (not like.swiglu or int(self.width * self.mlp_ratio) // 2 % 64):
             changed["swiglu_align_to"] = 1  # no rounding; with 0 gate and value would be of one layer
-        return name, arguments | changed | {"global_pool": "token"}
+        return name, changed | {"global_pool": "token"}
 
     def _eva_arguments(self) -> dict[str, Any]:
         return {
@@ -152,7 +138,7 @@ class ViTSpec:
 
 
 FROM_SOURCE = "from_source"
-"""Instead of a name: the architecture of the weights that a run starts from; the command line resolves it first."""
+"""Value of model.backbone: the architecture of the weights of model.init_from, which the command line looks up."""
 
 _S16 = ViTSpec(16, 384, 12, 6)
 # timm: mlp_ratio = 2.66667 * 2, SwiGLUPacked
@@ -227,8 +213,3 @@ def backbone_spec(name: str) -> BackboneSpec:
     from dino_ds.models.specs.foreign_backbones import foreign_spec
 
     return foreign_spec(name)
-
-
-def backbone_name(spec: BackboneSpec) -> str:
-    """For people: of a network that dino_ds does not build itself the name that a recipe gives it."""
-    return str(getattr(spec, "name", type(spec).__name__))

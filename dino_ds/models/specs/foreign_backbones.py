@@ -16,25 +16,26 @@ from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import nearest
 from dino_ds.basics.own_code import find_own
 from dino_ds.errors import ConfigError, one_line
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_checks import has_batch_norm, has_lazy_layers, why_untrainable
 
 if TYPE_CHECKING:
     from torch import nn
 
 _PROBES = (224, 256, 64)
-"""Sides of images on which a network shows what it gives, in pixels; the first that it takes."""
+"""Sides in pixels of trial images, in order, until a network takes one."""
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
-"""What timm's models call the switch by which they take other sizes than their native one."""
+"""Arguments by which timm's models take other sizes than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
 _NOT_ARGUMENTS = (
     *("in_chans", "num_classes", "features_only"),
     *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
 )
-"""Of timm.create_model: what dino_ds sets itself, and what reads files or downloads them."""
+"""Arguments of timm.create_model that dino_ds sets itself, or that read or download files."""
 
 
 @dataclass(frozen=True)
-class ForeignSpec:
+class ForeignSpec(BackboneSpec):
     """A backbone by `name`: timm's, or MODULE:CLASS of the user's; `arguments`: a JSON object of keywords for it.
 
     An own class is made with `in_chans` and these arguments, and turns images (b, c, h, w) into features (b, d), or
@@ -42,14 +43,21 @@ class ForeignSpec:
     """
 
     builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
-    hides_patches: ClassVar[bool] = False
+    plain_form: ClassVar[str] = "dino_ds.models.foreign:PlainForeign"
     name: str
     in_chans: int = 3
     arguments: str = "{}"
 
     @property
+    def obeys(self) -> frozenset[str]:
+        return frozenset({"arguments", "in_chans", "drop_path", "sync_batch_norm", "channels_last"})
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+    @property
     def stride(self) -> int:
-        """Pixels from one patch feature to the next."""
         return facts_of(self).stride
 
     @property
@@ -61,6 +69,10 @@ class ForeignSpec:
         return facts_of(self).width
 
     @property
+    def patch_width(self) -> int:
+        return facts_of(self).patch_width
+
+    @property
     def depth(self) -> int:
         return len(facts_of(self).segments)
 
@@ -69,32 +81,43 @@ class ForeignSpec:
         return facts_of(self).has_batch_norm
 
     @property
+    def has_native_size(self) -> bool:
+        return not facts_of(self).accepts.isdisjoint(SIZE_ARGUMENTS)
+
+    @property
     def is_timm(self) -> bool:
         return ":" not in self.name
 
-    def timm_model(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        return (self.name, {"in_chans": self.in_chans, **json.loads(self.arguments)}) if self.is_timm else None
+    @property
+    def timm_layers(self) -> dict[str, Any]:
+        return facts_of(self).timm_layers
+
+    def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
+        return (self.name, _timm_arguments(self, image_size)) if self.is_timm else None
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a network shows when it is built: `width` of its features; `stride` as of the spec; `segments`: the names
-    of the modules that are compiled and recomputed one by one, in order; `has_map`: it gives patch features;
-    `accepts`: the arguments by which timm's models take an image size, any size and stochastic depth; `untrainable`:
-    why it can't be trained, for people, or ""."""
+    """Facts that a network shows when it is built.
+
+    `width`, `patch_width`, `stride`, `timm_layers` are answers of the spec; `segments`: the names of the modules that
+    are compiled and recomputed one by one, in order; `accepts`: the arguments by which timm's models take an image
+    size, any size and stochastic depth; `untrainable`: why it can't be trained, or "".
+    """
 
     width: int
+    patch_width: int
     stride: int
     segments: tuple[str, ...]
-    has_map: bool
     accepts: frozenset[str]
     has_batch_norm: bool
+    timm_layers: dict[str, Any]
     untrainable: str
 
 
 @functools.cache
 def facts_of(spec: ForeignSpec) -> Facts:
-    """Raises ConfigError for a network that gives no features."""
+    """Facts of a network, built on the meta device. Raises ConfigError for one that gives no features."""
     import torch
 
     with torch.device("meta"), torch.no_grad():
@@ -103,7 +126,8 @@ def facts_of(spec: ForeignSpec) -> Facts:
         names = (*_ANY_SIZE, "img_size", "drop_path_rate")
         known = frozenset(name for name in (names if spec.is_timm else names[-1:]) if name in accepts)
         problems = []
-        native = getattr(network, "pretrained_cfg", {}).get("input_size", (0, 0, 0))[1]
+        stated = getattr(network, "pretrained_cfg", {})
+        native = stated.get("input_size", (0, 0, 0))[1]
         for side in [*_PROBES, *([native] if native not in (0, *_PROBES) else [])]:
             images = torch.zeros(2, spec.in_chans, side, side)
             try:
@@ -117,11 +141,12 @@ def facts_of(spec: ForeignSpec) -> Facts:
         stride = 1 if patches is None else -(-side // patches.shape[1])
         return Facts(
             width=image.shape[1],
+            patch_width=0 if patches is None else patches.shape[-1],
             stride=stride,
             segments=_segments(network),
-            has_map=patches is not None,
             accepts=known,
             has_batch_norm=has_batch_norm(network),
+            timm_layers={key: stated.get(key) for key in ("first_conv", "classifier")},
             untrainable=why_untrainable(network, lambda: features_of(network, images)[0]),
         )
 
@@ -129,7 +154,7 @@ def facts_of(spec: ForeignSpec) -> Facts:
 def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
     """A new network with weights as its class draws them, on the device in force.
 
-    image_size: its native side in pixels, None: whatever it is made for. Raises ConfigError where it can't be built.
+    image_size: its native side in pixels, or None for its own. Raises ConfigError where it can't be built.
     """
     arguments = json.loads(spec.arguments)
     if drop_path:
@@ -147,7 +172,7 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
         raise ConfigError(
             f"model.arguments may not have {min(refused)}: channels are model.in_chans, weights model.init_from"
         )
-    arguments |= {"in_chans": spec.in_chans} if image_size is None else timm_arguments(spec, image_size)
+    arguments |= _timm_arguments(spec, image_size)
     try:
         network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
     except Exception as error:  # whatever timm raises
@@ -156,10 +181,12 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
     return network
 
 
-def timm_arguments(spec: ForeignSpec, image_size: int) -> dict[str, Any]:
-    """With which timm.create_model builds it for images of `image_size` pixels, as `create` does."""
-    accepts = facts_of(spec).accepts
-    sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
+def _timm_arguments(spec: ForeignSpec, image_size: int | None) -> dict[str, Any]:
+    """Arguments by which timm.create_model builds it for images of `image_size` pixels, None for its native ones."""
+    sizes: dict[str, Any] = {}
+    if image_size is not None:
+        accepts = facts_of(spec).accepts
+        sizes = {key: value for key, value in {"img_size": image_size, **_ANY_SIZE}.items() if key in accepts}
     return sizes | json.loads(spec.arguments) | {"in_chans": spec.in_chans}
 
 
@@ -193,7 +220,7 @@ def own_class(name: str) -> Any:
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
     """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
 
-    As timm gives them: its forward_features and forward_head. Raises ConfigError for anything else.
+    timm's networks give them by forward_features and forward_head. Raises ConfigError for anything else.
     """
     if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
         maps = network.forward_features(images)
@@ -213,7 +240,7 @@ def _checked(network: Any, features: Any) -> Any:
 
 
 def _patches(network: Any, maps: Any, images: Any) -> Any:
-    """timm's features before the pooling as (b, rows, columns, d), None where they are none of its three kinds."""
+    """timm's features before the pooling as (b, rows, columns, d), or None if they are none of its three kinds."""
     if getattr(maps, "ndim", 0) == 4:
         return maps if getattr(network, "output_fmt", "") == "NHWC" else maps.permute(0, 2, 3, 1)
     if getattr(maps, "ndim", 0) != 3:
@@ -232,7 +259,7 @@ def _segments(network: Any) -> tuple[str, ...]:
         return tuple(children)
     matcher = network.group_matcher(coarse=False)
     blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
-    # With a number beside it a pattern is of what lies between the blocks.
+    # A pattern with a number next to it is of what lies between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
     found: list[str] = []
     for name, module in network.named_modules():

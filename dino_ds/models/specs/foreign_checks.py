@@ -1,4 +1,4 @@
-"""What is asked of a network of other people's before it is trained; on the meta device, where it takes no memory."""
+"""Checks of a foreign network before it is trained; on the meta device, where it takes no memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """BatchNorm of any project's."""
+    """Whether it has BatchNorm, of whatever project."""
     from torch import nn
 
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
 def has_lazy_layers(network: nn.Module) -> bool:
-    """Whose tensors have no shapes before a first image."""
+    """Whether it has tensors without shapes before a first image."""
     from torch.nn.parameter import is_lazy
 
     return any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers()))
@@ -71,7 +71,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
 
 
 def _why_unusable(network: nn.Module) -> str:
-    """Of tensors that can't be the engine's, "" where there are none."""
+    """Why a tensor of it can't be the engine's, or ""."""
     import torch
 
     for name, module in network.named_modules():

@@ -1,4 +1,4 @@
-"""Plain versions of the backbones for exporters: no packing, shapes that may vary, nothing of ours in between."""
+"""The Vision Transformer for exporters: no packing, shapes that may vary, nothing of ours in between."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dino_ds.models.blocks import Block
-from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.rope import frequencies, table
-from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, features_of
 from dino_ds.models.vit import VisionTransformer
 
 
-class PlainForeign(nn.Module):
-    """Images (b, c, h, w) -> features (b, d): the network as timm or the user's class makes it, with the weights and
-    statistics of `backbone`."""
-
-    def __init__(self, backbone: ForeignBackbone) -> None:
-        super().__init__()
-        spec = backbone.spec
-        assert isinstance(spec, ForeignSpec)
-        self.network = create(spec, backbone.image_size).eval()
-        self.network.load_state_dict(backbone.state_dict())
-        self.network.to(next(backbone.parameters()).device)
-
-    def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = features_of(self.network, images)[0]
-        return features
-
-
-class PlainBackbone(nn.Module):
+class PlainViT(nn.Module):
     """Images (b, c, h, w) -> CLS features (b, d), with the weights of `vit`; h and w multiples of the patch size.
 
     Equal to `vit.features`; without packing, and with the position embedding resized by two matrix products whose
