@@ -97,7 +97,7 @@ def fish() -> str:
         choices = _own_choices(command)
         for option in command.all_options:
             words = f" -a '{_listed(choices[option.name])}'" if option.name in choices else ""
-            value = "" if option.kind in ("switch", "resume") else " -r"
+            value = "" if option.is_switch else " -r"
             lines.append(f"complete -c dino-ds -n '{seen}' -l {option.name}{value}{words}")
         by_recipe += [first] if command.takes_recipe and not second else []
     seen = f"__fish_seen_subcommand_from {_listed(by_recipe)}"
