@@ -19,6 +19,7 @@ from dino_ds.basics.names import did_you_mean, missing_file, nearest
 from dino_ds.basics.text_file import is_file, read_text
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights, override, problems_of
 from dino_ds.config.ds_schema import LOGGERS
+from dino_ds.config.ds_schema import PerformanceOptions as PerformanceOptions
 from dino_ds.errors import ConfigError, one_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -31,21 +32,6 @@ REDUCE_BUCKETS = 8
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 # Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
 COPIED_WEIGHTS = 200_000_000
-
-
-@dataclass(frozen=True)
-class PerformanceOptions:
-    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
-
-    attention: str = "sdpa"
-    attention_backend: str = "auto"
-    packed: bool = True
-    cls_only_last_block: bool = True
-    channels_last: bool | None = None
-    compile: str = "off"
-    teacher_copy: bool | None = None
-    frozen_teacher: str = "whole"
-    deterministic: bool = False
 
 
 @dataclass(frozen=True)

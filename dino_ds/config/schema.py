@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from dino_ds.basics.names import as_written, did_you_mean
-from dino_ds.config.fields import Length, Ramp, Section
+from dino_ds.config.fields import Length, Ramp
 
 COMMAND_LINE = "command line"
 """The origin of a value that no file has."""
@@ -73,7 +73,7 @@ class Option:
     def choices(self) -> tuple[str, ...]:
         """The words that are allowed, of which a value is one or, with commas between them, several."""
         parts = [get_args(part)[0] if get_origin(part) is tuple else part for part, _ in self.members]
-        return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+        return tuple(word for part in parts if get_origin(part) is Literal for word in map(str, get_args(part)))
 
     @property
     def is_switch(self) -> bool:
@@ -105,12 +105,13 @@ class Option:
         except ValidationError as error:
             problems = error.errors()
             others = [one for one in problems if one["type"] != "literal_error"]
-            raise ValueError(_say((others or problems)[0], show)) from None
+            words = f" or {', '.join(self.choices)}" if 0 < len(others) < len(problems) else ""
+            raise ValueError(_say((others or problems)[0], show) + words) from None
 
     @functools.cached_property
     def _adapter(self) -> TypeAdapter[Any]:
         annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
-        return TypeAdapter(annotated[parts])
+        return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections, by name in their order."""
     found: dict[str, Option] = {}
     for name, info in schema.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+        if hasattr(info.annotation, "__pydantic_fields__"):
             names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(info.annotation).items()}
         else:
             names = {name.removesuffix("_"): info}  # from_: a word of Python's
@@ -168,7 +169,7 @@ def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:
 
 def _type_text(part: Any, limits: list[Any]) -> str:
     if get_origin(part) is Literal:
-        return ", ".join(get_args(part))
+        return ", ".join(map(str, get_args(part)))
     if get_origin(part) is tuple:
         first, second = (get_args(one)[0] if get_origin(one) is typing.Annotated else one for one in get_args(part))
         return "low,high" if second is float else "numbers" if first in (int, float) else "names"

@@ -15,7 +15,7 @@ from dino_ds.basics.names import nearest, suggestion
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_homes import ds_home
-from dino_ds.config.ds_schema import SECTIONS, key_names
+from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
@@ -161,7 +161,7 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
     elif command.takes_ds and name.startswith("ds."):
         section, _, leaf = (key := name[3:]).rpartition(".")
         target = flags.ds
-        unknown = None if leaf in SECTIONS.get(section, {}) else wrong_key(section, leaf)
+        unknown = None if key in key_names() else wrong_key(section, leaf)
     else:
         target, key = flags.recipe, name
         unknown = None if name in command.known_options else _unknown(command, name, value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dino_ds.config.ds_schema import REFUSED, SECTIONS
+from dino_ds.config.ds_schema import KEYS, REFUSED
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import Option
@@ -156,13 +156,9 @@ def configs_markdown() -> str:
 
 
 def _ds_rows() -> Iterator[tuple[str, ...]]:
-    for section, keys in SECTIONS.items():
-        for key, spec in keys.items():
-            if spec.kind != "section":
-                name = f"{section}.{key}" if section else key
-                stages = "all" if len(spec.stages) == 4 else ", ".join(str(stage) for stage in spec.stages)
-                needed = " (required)" if spec.required else ""
-                yield f"`{name}`", spec.type_text + needed, stages, spec.meaning
+    for name, key in KEYS.items():
+        stages = ", ".join(map(str, key.fact("stages", ["all"])))
+        yield f"`{name}`", key.type + " (required)" * key.info.is_required(), stages, key.description
 
 
 def _refused_rows() -> Iterator[tuple[str, ...]]:

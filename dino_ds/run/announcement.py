@@ -93,7 +93,7 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
     kernels: dict[str, list[str]] = {}
     sizes = {group.size: None for one in recipe.resolutions for group in recipe.groups_of(one)}
     for tokens in [tokens_of(arch, size) for size in sizes]:
-        kernel = performance.attention_backend
+        kernel: str = performance.attention_backend
         if kernel == "auto":
             kernel = chosen_kernel(arch.heads, arch.width // arch.heads, tokens, DTYPES[config.precision], where)
         kernels.setdefault(kernel, []).append(str(tokens))
