@@ -9,6 +9,8 @@ from typing import Any
 
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, recipe_home
 from dino_ds.config.ds_schema import KEYS, REFUSED, SECTIONS, STRICT_SECTIONS, Zero, key_names
+from dino_ds.config.ds_values import offloads_optimizer as offloads_optimizer
+from dino_ds.config.ds_values import offloads_weights as offloads_weights
 from dino_ds.config.schema import Option
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
@@ -56,15 +58,6 @@ def override(config: dict[str, Any], name: str, text: str) -> str | None:
     except json.JSONDecodeError:
         target[leaf] = text
     return None
-
-
-def offloads_optimizer(zero: dict[str, Any]) -> bool:
-    """Whether a zero_optimization section puts the optimizer's state on another device."""
-    return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
-
-
-def offloads_weights(zero: dict[str, Any]) -> bool:
-    return bool(zero.get("offload_param", {}).get("device", "none") != "none")
 
 
 def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict
-from pydantic.dataclasses import dataclass
+from pydantic import BeforeValidator, Field, Strict
 
 from dino_ds.basics.names import by_word
+from dino_ds.config.ds_values import Bool, PerformanceOptions
 from dino_ds.config.fields import Section, option
 from dino_ds.config.schema import options_of
 
@@ -21,14 +21,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _way_to_compile(value: object) -> object:
-    """The word for true and false, as it was written before there were several ways."""
-    return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
-
-
 _SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _Auto = Literal["auto"]
-_Bool = Annotated[bool, Strict()]
 _Text = Annotated[str, Strict()]
 _Texts = Annotated[list[str], Strict()]
 _From0 = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
@@ -37,27 +31,26 @@ _Number0 = Annotated[float, Strict(), Field(ge=0)]
 _Above0 = Annotated[float, Strict(), Field(gt=0)]
 _Dtype = Literal["fp32", "bf16", "fp16"]
 _Stage = Annotated[int, Strict(), Field(ge=0, le=3), BeforeValidator(_whole)]
-_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
 
 
 class Fp16(Section):
-    enabled: _Bool = option(..., "train in fp16")
+    enabled: Bool = option(..., "train in fp16")
     loss_scale: _Number0 = option(None, "0 = dynamic")
     initial_scale_power: _From0 = option(None, "the dynamic scale starts at 2 to this power")
     loss_scale_window: _From1 = option(None, "good steps before the scale doubles")
     hysteresis: _From1 = option(None, "overflows before the scale is halved")
-    consecutive_hysteresis: _Bool = option(None, "refill the hysteresis at every good step")
+    consecutive_hysteresis: Bool = option(None, "refill the hysteresis at every good step")
     min_loss_scale: _From1 = option(None, "smallest dynamic scale")
 
 
 class Bf16(Section):
-    enabled: _Bool = option(..., "train in bf16")
-    check_grad_overflow: _Bool = option(None, "must be true: skip steps whose gradient is not finite")
+    enabled: Bool = option(..., "train in bf16")
+    check_grad_overflow: Bool = option(None, "must be true: skip steps whose gradient is not finite")
 
 
 class Offload(Section):
     device: Literal["none", "cpu"] = option(..., "where it lies; NVMe is not offered")
-    pin_memory: _Bool = option(None, "page-locked host memory")
+    pin_memory: Bool = option(None, "page-locked host memory")
 
 
 class LeafModule(Section):
@@ -68,18 +61,18 @@ class LeafModule(Section):
 
 class Zero(Section):
     stage: _Stage = option(..., "sharded: 0 nothing, 1 optimizer state, 2 + gradients, 3 + parameters")
-    contiguous_gradients: _Bool = option(None, "copy gradients into one buffer", stages=_SHARDED)
-    reduce_scatter: _Bool = option(None, "reduce-scatter instead of all-reduce", stages=_SHARDED)
+    contiguous_gradients: Bool = option(None, "copy gradients into one buffer", stages=_SHARDED)
+    reduce_scatter: Bool = option(None, "reduce-scatter instead of all-reduce", stages=_SHARDED)
     reduce_bucket_size: _From1 | _Auto = option(
         None, "elements reduced at once; auto = all, up to 5e7", stages=_SHARDED
     )
-    allgather_partitions: _Bool = option(None, "all-gather instead of broadcasts", stages=_12)
+    allgather_partitions: Bool = option(None, "all-gather instead of broadcasts", stages=_12)
     allgather_bucket_size: _From1 | _Auto = option(None, "elements gathered at once; auto = all, up to 5e7", stages=_12)
-    use_multi_rank_bucket_allreduce: _Bool = option(None, "one all-reduce for the buckets of all ranks", stages=_12)
-    overlap_comm: _Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_SHARDED)
-    round_robin_gradients: _Bool = option(None, "spread gradient copies over the ranks (offload)", stages=_12)
-    parameter_alignment: _Bool = option(None, "align parameters in the flat buffer", stages=_12)
-    ignore_unused_parameters: _Bool = option(None, "accept parameters without a gradient", stages=(2,))
+    use_multi_rank_bucket_allreduce: Bool = option(None, "one all-reduce for the buckets of all ranks", stages=_12)
+    overlap_comm: Bool = option(None, "reduce gradients during the backward pass; off on one process", stages=_SHARDED)
+    round_robin_gradients: Bool = option(None, "spread gradient copies over the ranks (offload)", stages=_12)
+    parameter_alignment: Bool = option(None, "align parameters in the flat buffer", stages=_12)
+    ignore_unused_parameters: Bool = option(None, "accept parameters without a gradient", stages=(2,))
     offload_optimizer: Offload = option(None, "optimizer state and step on the host", stages=_SHARDED)
     offload_param: Offload = option(None, "parameters on the host", stages=_3)
     sub_group_size: _From1 = option(None, "elements the optimizer treats at a time", stages=_3)
@@ -89,13 +82,13 @@ class Zero(Section):
     stage3_max_live_parameters: _From0 = option(None, "elements gathered at once, at most", stages=_3)
     stage3_max_reuse_distance: _From0 = option(None, "keep what is used again within so many elements", stages=_3)
     stage3_module_granularity_threshold: _From0 = option(None, "gather smaller modules whole", stages=_3)
-    stage3_use_all_reduce_for_fetch_params: _Bool = option(None, "fetch with all-reduce", stages=_3)
-    stage3_allgather_sequential: _Bool = option(None, "gather parameters one by one", stages=_3)
+    stage3_use_all_reduce_for_fetch_params: Bool = option(None, "fetch with all-reduce", stages=_3)
+    stage3_allgather_sequential: Bool = option(None, "gather parameters one by one", stages=_3)
     zero_hpz_partition_size: _From1 = option(None, "ZeRO++: ranks that share a second copy of the shards", stages=_3)
-    zero_quantized_weights: _Bool = option(None, "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3)
-    zero_quantized_gradients: _Bool = option(None, "ZeRO++: reduce int4 gradients (not exact)", stages=_3)
-    log_trace_cache_warnings: _Bool = option(None, "say when the trace of parameters changes", stages=_3)
-    enable_sanity_checks: _Bool = option(None, "check the order of parameters over ranks", stages=_3)
+    zero_quantized_weights: Bool = option(None, "ZeRO++: gather int8 weights (CUDA; not exact)", stages=_3)
+    zero_quantized_gradients: Bool = option(None, "ZeRO++: reduce int4 gradients (not exact)", stages=_3)
+    log_trace_cache_warnings: Bool = option(None, "say when the trace of parameters changes", stages=_3)
+    enable_sanity_checks: Bool = option(None, "check the order of parameters over ranks", stages=_3)
     leaf_module: LeafModule = option(None, "modules whose parameters are gathered together", stages=_3)
 
 
@@ -105,77 +98,52 @@ class DataTypes(Section):
 
 class ActivationCheckpointing(Section):
     number_checkpoints: _From0 | _Auto = option(None, "how many blocks are recomputed; auto or absent = all")
-    cpu_checkpointing: _Bool = option(None, "keep the saved tensors in host memory")
+    cpu_checkpointing: Bool = option(None, "keep the saved tensors in host memory")
 
 
 class CommsLogger(Section):
-    enabled: _Bool = option(..., "log collectives")
-    prof_all: _Bool = option(None, "all of them")
+    enabled: Bool = option(..., "log collectives")
+    prof_all: Bool = option(None, "all of them")
     prof_ops: _Texts = option(None, "or these")
-    verbose: _Bool = option(None, "log each call")
-    debug: _Bool = option(None, "with the caller's name")
+    verbose: Bool = option(None, "log each call")
+    debug: Bool = option(None, "with the caller's name")
 
 
 class FlopsProfiler(Section):
-    enabled: _Bool = option(..., "profile one step")
+    enabled: Bool = option(..., "profile one step")
     recompute_fwd_factor: _Number0 = option(None, "part of the forward that is recomputed")
     profile_step: _From1 = option(None, "which step")
     module_depth: Annotated[int, Strict(), Field(ge=-1)] = option(None, "depth of the table, -1 = all")
     top_modules: _From1 = option(None, "modules listed")
-    detailed: _Bool = option(None, "the whole model")
+    detailed: Bool = option(None, "the whole model")
     output_file: _Text = option(None, "file of the table")
 
 
 class Wandb(Section):
-    enabled: _Bool = option(..., "log there")
+    enabled: Bool = option(..., "log there")
     project: _Text = option(None, "default dino_ds")
     group: _Text = option(None, "group of runs")
     team: _Text = option(None, "the entity; default: your own")
 
 
 class Comet(Section):
-    enabled: _Bool = option(..., "log there")
+    enabled: Bool = option(..., "log there")
     project: _Text = option(None, "default dino_ds")
     workspace: _Text = option(None, "default: your own")
     experiment_name: _Text = option(None, "default: the run folder's name")
-    online: _Bool = option(None, "false: into a file, for comet upload")
+    online: Bool = option(None, "false: into a file, for comet upload")
 
 
 class Mlflow(Section):
-    enabled: _Bool = option(..., "log there")
+    enabled: Bool = option(..., "log there")
     experiment: _Text = option(None, "default dino_ds")
     tracking_uri: _Text = option(None, "server or file; default: MLflow's own")
 
 
 class Trackio(Section):
-    enabled: _Bool = option(..., "log there")
+    enabled: Bool = option(..., "log there")
     project: _Text = option(None, "default dino_ds")
     group: _Text = option(None, "group of runs")
-
-
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class PerformanceOptions:
-    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
-
-    attention: Literal["sdpa", "naive", "varlen"] = option("sdpa", "varlen: one kernel for all sizes (CUDA)")
-    attention_backend: Literal["cudnn", "flash", "efficient", "math", "auto"] = option(
-        "auto", "kernel of sdpa; auto = torch's choice, but cuDNN's only if named"
-    )
-    packed: _Bool = option(True, "crops of all sizes in one pass (default true); exact")
-    channels_last: _Bool | None = option(
-        None, "convolutions with the channels innermost in memory (default: on a GPU); exact"
-    )
-    cls_only_last_block: _Bool = option(True, "the last block for the CLS token alone (default true); exact")
-    compile: _Compile = option(
-        "off",
-        "torch.compile each block; same up to rounding. reduce-overhead: CUDA graphs; true = default, false = off",
-        stages=(0, 1, 2),
-    )
-    teacher_copy: _Bool | None = option(
-        None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 2e8 weights)"
-    )
-    frozen_teacher: Literal["whole", "sharded", "offloaded"] = option("whole", "sharded, offloaded: cut by ZeRO 3")
-    deterministic: _Bool = option(False, "kernels that add up in the same order in every run (GPU; slower)")
 
 
 class DsJson(Section):
@@ -185,14 +153,14 @@ class DsJson(Section):
     train_micro_batch_size_per_gpu: _From1 | _Auto = option(None, "images per rank; auto = from data.global_batch")
     gradient_accumulation_steps: _From1 | _Auto = option(None, "micro-batches of a step; auto = from the others")
     gradient_clipping: _Number0 = option(..., "largest global norm of the gradient; 0 = no clipping")
-    prescale_gradients: _Bool = option(None, "divide gradients before the all-reduce")
+    prescale_gradients: Bool = option(None, "divide gradients before the all-reduce")
     gradient_predivide_factor: _Above0 = option(None, "divisor before the all-reduce, with prescale_gradients")
     communication_data_type: _Dtype = option(None, "dtype of gradients on the wire")
-    wall_clock_breakdown: _Bool = option(None, "log times of forward, backward and step")
+    wall_clock_breakdown: Bool = option(None, "log times of forward, backward and step")
     steps_per_print: _From1 = option(None, "steps between DeepSpeed's own progress lines")
-    dump_state: _Bool = option(None, "print DeepSpeed's state after initialisation")
-    zero_allow_untested_optimizer: _Bool = option(None, "accepted, and true: dino_ds has tested its optimizers")
-    zero_force_ds_cpu_optimizer: _Bool = option(None, "false with offload: dino_ds gives an optimizer of torch's")
+    dump_state: Bool = option(None, "print DeepSpeed's state after initialisation")
+    zero_allow_untested_optimizer: Bool = option(None, "accepted, and true: dino_ds has tested its optimizers")
+    zero_force_ds_cpu_optimizer: Bool = option(None, "false with offload: dino_ds gives an optimizer of torch's")
     fp16: Fp16 = option(None, "fp16 with loss scaling")
     bf16: Bf16 = option(None, "bf16 with FP32 masters")
     zero_optimization: Zero = option(None, "ZeRO: what is sharded over the ranks")
@@ -258,8 +226,6 @@ REFUSED = by_word(
     }
 )
 """Dotted name of a key that DeepSpeed knows -> why it is refused."""
-LOGGERS = ("wandb", "comet", "mlflow", "trackio")
-"""Sections of where else metrics go; DeepSpeed would wait for the device in each step."""
 STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
 """Sections whose unknown keys make DeepSpeed stop; in all others it ignores them."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.flops import tokens_of

@@ -19,7 +19,7 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import ORIGIN, Origin, changed_settings, check_settings, is_free, learned, read_run_id
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
