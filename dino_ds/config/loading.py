@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from dino_ds.basics.names import MOST_PROBLEMS, RECIPE_HOMES, nearest, suggestion, unquoted
-from dino_ds.config.ds_homes import ds_home
-from dino_ds.config.other_network import keys_not_of
+from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted
+from dino_ds.config.homes import RECIPE_HOMES, ds_home
+from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
 from dino_ds.config.recipe_files import read_recipe_files
 from dino_ds.config.schema import COMMAND_LINE, NONE_WORDS, Option, options_of, problem_lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -171,3 +172,14 @@ SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale"
 
 def has_option(spec: Any, name: str) -> bool:
     return any(field.name == name for field in dataclasses.fields(spec))
+
+
+def keys_not_of(backbone: object) -> list[str]:
+    """Keys of a recipe for another network that `backbone` can't take over: arguments, and what it does not have."""
+    keys = ["arguments"]
+    with contextlib.suppress(ValueError):  # the schema refuses an unknown name
+        spec = None if backbone == FROM_SOURCE else backbone_spec(str(backbone))
+        keys += [key for key in SPEC_KEYS if spec and not has_option(spec, key)]
+        keys += OF_ANY_BACKBONE if spec and not isinstance(spec, ViTSpec) else ()
+        keys += OF_ROPE if spec and getattr(spec, "rope", None) is None else ()
+    return [f"model.{key}" for key in dict.fromkeys(keys)]

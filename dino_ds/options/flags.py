@@ -14,8 +14,8 @@ from typing import Any
 from dino_ds.basics.names import nearest, suggestion
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
-from dino_ds.config.ds_homes import ds_home
 from dino_ds.config.ds_schema import key_names
+from dino_ds.config.homes import ds_home
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
