@@ -17,7 +17,9 @@ from dino_ds.basics.text_file import unusable_text
 def option(default: Any, description: str, **facts: Any) -> Any:
     """A setting's default and the sentence that help has about it; without a default (...) it must be given.
 
-    facts: more about it, which `dino_ds.config.schema` and its callers read. shown: what help has as the default.
+    facts: more about it. shown: what help has as the default. learned: False for a key of a recipe that does not change
+    what is learned, so that a resumed run may change it. bare: a word without a name is for this option of a command.
+    stages: the ZeRO stages at which a key of a ds JSON acts.
     """
     return Field(default, description=description, json_schema_extra=facts or None)
 
