@@ -378,7 +378,7 @@ def test_what_can_t_name_a_model_is_refused(given):
         ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"callbacks": print}, ConfigError, "a list of functions"),
-        ({"ranks": 1.5}, ConfigError, "--ranks '1.5' is not a whole number"),
+        ({"ranks": 1.5}, ConfigError, "--ranks: '1.5' is not a whole number"),
         ({"ranks": 2, "max_step": 3}, ConfigError, "Did you mean --max_steps"),
     ],
     ids=str,

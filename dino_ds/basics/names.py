@@ -1,7 +1,4 @@
-"""The nearest names for a mistyped one, and the right file for a setting that was found in the wrong one.
-
-The recipe says what is learned, the ds JSON how fast and on what hardware: one fact has one home.
-"""
+"""The nearest names for a mistyped one, values as they stand in files, and what to say about a missing file."""
 
 from __future__ import annotations
 
@@ -18,42 +15,6 @@ MOST_PROBLEMS = 100
 def by_word(words_of: Mapping[str, str]) -> dict[str, str]:
     """Each word -> the answer whose words it is one of. words_of: answer -> words, with spaces between them."""
     return {word: answer for answer, words in words_of.items() for word in words.split()}
-
-
-RECIPE_HOMES = by_word(
-    {
-        "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...": "optimizer",
-        "optimizer.warmup, optimizer.min_lr and length": "scheduler",
-        "optimizer.lr": "lr learning_rate",
-        "optimizer.min_lr": "min_lr",
-        "optimizer.weight_decay": "weight_decay",
-        "optimizer.weight_decay_end": "weight_decay_end",
-        "optimizer.beta1 and optimizer.beta2": "betas",
-        "optimizer.warmup": "warmup warmup_epochs warmup_steps",
-        "seed": "seed",
-        "length": "epoch epochs max_epochs num_train_epochs max_steps length",
-        "data.global_batch": "global_batch batch_size",
-        "data.source, data.root, ...": "data",
-        "data.global_batch (an incomplete last batch is always dropped)": "dataloader_drop_last",
-        "data.workers": "num_workers workers",
-        "model.backbone, model.patch_size, ...": "model",
-        "model.backbone": "backbone arch",
-        "model.drop_path": "drop_path",
-        "crops.global_size, crops.num_local, ...": "crops",
-        "head.prototypes, ...": "head",
-        "objective.student_temp, ...": "objective",
-        "objective.student_temp, head.prototypes, ...": "dino",
-        "teacher.momentum": "teacher ema teacher_momentum",
-        "objective.teacher_temp": "teacher_temp",
-        "eval.every, ...": "eval",
-        "data.root": "data_path",
-        "head.prototypes": "out_dim",
-        "crops.num_local": "local_crops_number",
-        "log_every": "log_every",
-        "save_every": "save_every",
-    }
-)
-"""What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
 
 
 def as_written(value: object) -> str:
@@ -105,12 +66,6 @@ def _likeness(name: str, other: str) -> float:
     begins = len(name) > 2 and (other.startswith(name) or leaf.startswith(name))
     by_leaf = ratio(name.rsplit(".", 1)[-1], leaf)
     return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0, 0.8 if begins else 0.0)
-
-
-def recipe_home(key: str) -> str | None:
-    """The sentence for a ds JSON key that belongs to the recipe, None if it does not."""
-    part = key.split(".", 1)[0]
-    return f"it belongs to the recipe: {RECIPE_HOMES[part]}" if part in RECIPE_HOMES else None
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:

@@ -19,8 +19,8 @@ from dino_ds.basics.durable import replace_file, replacing
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.commands.sheet import Seen, draw_sheet
 from dino_ds.commands.sheet_page import build_page
-from dino_ds.config.loading import show_value
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.schema import show_value
 from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform

@@ -13,29 +13,13 @@ from typing import Any
 
 from dino_ds.basics.text_file import read_object
 from dino_ds.config.flat import differences, flatten
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
 ENVIRONMENT = "environment.json"
 """Name of the file in a run folder with the run's id, its origin and its starts."""
-# Recipe values that a resumed run may change: they do not change what is learned.
-_FREE = (
-    "log_every",
-    "save_every",
-    "expected_hours_between_failures",
-    "keep_checkpoints",
-    "keep_every",
-    "save_in_background",
-    "max_bad_steps",
-    "hang_seconds",
-    "data.workers",
-    "data.cache_gib",
-    "data.root",
-    "data.download",
-    "data.max_bad_fraction",
-    "teacher.source",  # the digest of its weights must stay the same
-)
 
 
 @dataclass(frozen=True)
@@ -111,8 +95,12 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_free(key: str) -> bool:
-    """Whether a resumed run may change this key of the recipe."""
-    return key in _FREE or key.startswith("eval.")
+    """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
+    section, _, leaf = key.rpartition(".")
+    schema = Recipe.model_fields[section].annotation if section in Recipe.model_fields else Recipe
+    field = getattr(schema, "model_fields", {}).get(leaf)
+    facts = field.json_schema_extra if field is not None else None
+    return section == "eval" or (isinstance(facts, dict) and not facts.get("learned", True))
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, recipe_home
-from dino_ds.config.ds_schema import REFUSED, SECTIONS, STRICT_SECTIONS, Key, key_names
+from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean
+from dino_ds.config.ds_schema import KEYS, REFUSED, SECTIONS, STRICT_SECTIONS, Zero, key_names
+from dino_ds.config.ds_values import offloads_optimizer as offloads_optimizer
+from dino_ds.config.ds_values import offloads_weights as offloads_weights
+from dino_ds.config.homes import recipe_home
+from dino_ds.config.schema import Option
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
 
@@ -34,7 +38,7 @@ def wrong_key(section: str, key: str) -> str:
         return f"not a key of the ds JSON: {home}"
     ignored = section.split(".")[0] not in STRICT_SECTIONS and section in SECTIONS
     silent = "DeepSpeed would ignore it silently." if ignored else "unknown key."
-    beside = [_join(section, other) for other in SECTIONS.get(section, {})]
+    beside = [name for name in key_names() if name.rpartition(".")[0] == section]
     return silent + (did_you_mean(name, beside) or did_you_mean(name, key_names()))
 
 
@@ -42,7 +46,7 @@ def override(config: dict[str, Any], name: str, text: str) -> str | None:
     """Write the key `name` of the command line into `config`; returns what is wrong with it, if anything."""
     *sections, leaf = name.split(".")
     prefix = ".".join(sections)
-    if prefix not in SECTIONS or leaf not in SECTIONS[prefix]:
+    if name not in key_names():
         return wrong_key(prefix, leaf)
     target = config
     for section in sections:
@@ -57,32 +61,29 @@ def override(config: dict[str, Any], name: str, text: str) -> str | None:
     return None
 
 
-def offloads_optimizer(zero: dict[str, Any]) -> bool:
-    """Whether a zero_optimization section puts the optimizer's state on another device."""
-    return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
-
-
-def offloads_weights(zero: dict[str, Any]) -> bool:
-    return bool(zero.get("offload_param", {}).get("device", "none") != "none")
-
-
 def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
-    keys = SECTIONS[section]
     for key, value in content.items():
         name = _join(section, key)
-        if key not in keys:
+        if name in KEYS:
+            try:
+                read = KEYS[name].read(value, json.dumps)
+                content[key] = value if isinstance(read, float) else read
+            except ValueError as error:
+                yield name, _not_decided(name) if value == "auto" else str(error)
+        elif name not in SECTIONS:
             yield name, wrong_key(section, key)
-        elif keys[key].kind != "section":
-            problem = _check_value(content, key, keys[key])
-            if problem:
-                yield name, problem
         elif isinstance(value, dict):
             yield from _check_section(value, name)
         else:
-            yield name, f"{_show(value)} is not a section: write {{...}}"
-    for key, spec in keys.items():
-        if spec.required and key not in content:
-            yield section, _missing(section, key)
+            yield name, f"{json.dumps(value)} is not a section: write {{...}}"
+    for name, option in KEYS.items():
+        if option.info.is_required() and name.rpartition(".")[0] == section and name.rpartition(".")[2] not in content:
+            yield section, _missing(section, name.rpartition(".")[2])
+
+
+def _not_decided(name: str) -> str:
+    dropped = " (DeepSpeed would drop it and use its default)" if KEYS[name].is_switch else ""
+    return f'"auto" is not decided here{dropped}: write its value ({KEYS[name].type})'
 
 
 def _missing(section: str, key: str) -> str:
@@ -94,42 +95,12 @@ def _missing(section: str, key: str) -> str:
     return f'has no "{key}", and DeepSpeed would take {default}: write it'
 
 
-def _check_value(content: dict[str, Any], key: str, spec: Key) -> str | None:
-    value = content[key]
-    if value == "auto":
-        if spec.auto:
-            return None
-        dropped = " (DeepSpeed would drop it and use its default)" if spec.kind == "bool" else ""
-        return f'"auto" is not decided here{dropped}: write {spec.article}{spec.type_text}'
-    if isinstance(value, bool) and "off" in spec.choices:  # as it was written before there were several ways
-        value = content[key] = "default" if value else "off"
-    if spec.kind == "int" and isinstance(value, float) and value.is_integer():
-        value = content[key] = int(value)
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = {
-        "int": is_number and isinstance(value, int),
-        "number": is_number,
-        "bool": isinstance(value, bool),
-        "text": isinstance(value, str),
-        "list": isinstance(value, list) and all(isinstance(part, str) for part in value),
-    }[spec.kind]
-    if not fits or (spec.choices and value not in spec.choices):
-        near = did_you_mean(value, spec.choices) if isinstance(value, str) else ""
-        return f"{_show(value)} is not {spec.article}{spec.type_text}{near and '.'}{near}"
-    if (spec.low is not None and not value >= spec.low) or (spec.above is not None and not value > spec.above):
-        return f"{_show(value)} is not {spec.article}{spec.type_text}"
-    return None
-
-
 def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
     """Keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
     zero = config.get("zero_optimization", {"stage": 0})
     stage = zero["stage"]
-    if stage > 3:
-        yield "zero_optimization.stage", f"{stage} is not one of 0, 1, 2, 3"
-        return
     for key in zero:
-        stages = SECTIONS["zero_optimization"][key].stages
+        stages = Option(key, Zero.model_fields[key]).fact("stages", (stage,))
         if stage not in stages:
             at = " and ".join(", ".join(str(s) for s in stages).rsplit(", ", 1))
             where = f"stage{'s' if len(stages) > 1 else ''} {at}"
@@ -197,10 +168,3 @@ def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
 
 def _join(section: str, key: str) -> str:
     return f"{section}.{key}" if section else key
-
-
-def _show(value: object) -> str:
-    """A value as JSON writes it: text in quotes, to tell "1.0" from 1.0."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else "null" if value is None else str(value)

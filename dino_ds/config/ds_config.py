@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ import hjson
 
 from dino_ds.basics.names import did_you_mean, missing_file, nearest
 from dino_ds.basics.text_file import is_file, read_text
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights, override, problems_of
-from dino_ds.config.ds_schema import LOGGERS
+from dino_ds.config.ds_check import override, problems_of
+from dino_ds.config.ds_values import DsConfig as DsConfig
+from dino_ds.config.ds_values import PerformanceOptions as PerformanceOptions
+from dino_ds.config.ds_values import offloads_optimizer, offloads_weights
 from dino_ds.errors import ConfigError, one_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,58 +30,6 @@ BUCKET_ELEMENTS = 50_000_000
 REDUCE_BUCKETS = 8
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
-# Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more.
-COPIED_WEIGHTS = 200_000_000
-
-
-@dataclass(frozen=True)
-class PerformanceOptions:
-    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
-
-    attention: str = "sdpa"
-    attention_backend: str = "auto"
-    packed: bool = True
-    cls_only_last_block: bool = True
-    channels_last: bool | None = None
-    compile: str = "off"
-    teacher_copy: bool | None = None
-    frozen_teacher: str = "whole"
-    deterministic: bool = False
-
-
-@dataclass(frozen=True)
-class DsConfig:
-    """A ds JSON resolved for one run. `raw` is it with all that was open filled in; `notes` say what was filled in.
-
-    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
-    0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
-    """
-
-    raw: dict[str, Any]
-    micro_batch: int
-    accumulation: int
-    stage: int
-    precision: str
-    dynamic_loss_scale: bool
-    clipping: float
-    checkpoint_blocks: int | str
-    checkpoint_on_cpu: bool
-    performance: PerformanceOptions
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def for_deepspeed(self) -> dict[str, Any]:
-        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
-
-    @property
-    def loggers(self) -> dict[str, dict[str, Any]]:
-        return {key: self.raw[key] for key in LOGGERS if key in self.raw}
-
-    def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
-        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
-        GPU, where launching the casts takes time."""
-        asked = self.performance.teacher_copy
-        return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
 
 def find_ds_config(path: str) -> str:

@@ -1,13 +1,12 @@
-"""Types of the recipe's fields, which turn text from the command line or YAML into checked values; `Length`."""
+"""Types of settings, which turn text of the command line or of YAML into checked values; `Length` and `Ramp`."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 
@@ -15,16 +14,26 @@ from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.basics.text_file import unusable_text
 
 
-def option(default: Any, description: str) -> Any:
-    return Field(default, description=description)
+def option(default: Any, description: str, **facts: Any) -> Any:
+    """A setting's default and the sentence that help has about it; without a default (...) it must be given.
+
+    facts: more about it. shown: what help has as the default. learned: False for a key of a recipe that does not change
+    what is learned, so that a resumed run may change it. bare: a word without a name is for this option of a command.
+    stages: the ZeRO stages at which a key of a ds JSON acts.
+    """
+    return Field(default, description=description, json_schema_extra=facts or None)
 
 
 class Section(BaseModel):
+    """Settings that belong together: a section of a recipe or of a ds JSON."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+_T = TypeVar("_T")
+Resume = bool | int | Literal["auto"]
+"""Whether a run is continued; or if there is one (auto), or from the checkpoint of a step."""
 UNITS = ("steps", "epochs", "images")
-_YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -158,74 +167,41 @@ def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
     return low, high
 
 
-def _parse_arguments(value: object) -> str:
-    """JSON, or a mapping of YAML whose values are JSON or words, as JSON in one spelling."""
-    try:
-        found = _from_json(value) if isinstance(value, str) else _from_text(value)
-        if not isinstance(found, dict):
-            raise TypeError
-        return json.dumps(found, sort_keys=True)
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f'{str(value)[:80]!r} is not keywords as JSON, such as {{"layers": [1, 1, 1, 1]}}') from None
-
-
-def _from_text(value: object) -> object:
-    """Numbers, true, false and null of a YAML file, in YAML's spellings (False, .5), whose values a recipe reads as
-    text; other words stay."""
-    if isinstance(value, dict):
-        return {key: _from_text(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_from_text(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    constant = "null" if value == "~" else value.lower()
-    try:
-        return _from_json(constant if constant in ("true", "false", "null") else value)
-    except ValueError:
-        return float(value) if _YAML_FLOAT.fullmatch(value) else value
-
-
-def _from_json(text: str) -> object:
-    """Raises ValueError for a key that is given twice, and for NaN and infinities, which are not JSON."""
-
-    def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError
-        return found
-
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(word)
-
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
-
-
 _MOST_COUNT = 10**12
 """Sums, products and nanoseconds stay far from the limits of 64 bits."""
 _MOST_VALUE = 1e18
 """The largest value of a pixel: differences and their inverses stay far from the limits of FP32."""
 
 
-def _parse_resolutions(value: object) -> object:
-    """Words in a list or with commas between them; `dino_ds.config.crops` says what they mean."""
+def _split_words(value: object) -> object:
+    """Words in a list or with commas between them."""
     return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w) if isinstance(value, str) else value
 
 
-BENCHMARKS = ("oxford", "paris", "copydays", "davis", "voc")
-EVALUATIONS = ("knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", *BENCHMARKS)
+def _once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not parts:
+        raise ValueError("it names nothing: give one, or several with commas between them")
+    return tuple(dict.fromkeys(parts))
+
+
+Benchmark = Literal["oxford", "paris", "copydays", "davis", "voc"]
+Evaluation = Literal["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", Benchmark]
+BENCHMARKS: tuple[str, ...] = get_args(Benchmark)
+EVALUATIONS: tuple[str, ...] = get_args(Evaluation)
 
 
 def _parse_evaluations(value: object) -> tuple[str, ...] | Literal["auto"]:
     """ "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
-    words = [w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w] if isinstance(value, str) else value
-    if not isinstance(words, (list, tuple)) or not words:
+    words = _split_words(value)
+    if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
     for name in words:
         if name not in EVALUATIONS:
             near = did_you_mean(str(name), EVALUATIONS)
             raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
-    return tuple(dict.fromkeys(words))
+    return _once(tuple(words))
 
 
 Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
@@ -237,10 +213,9 @@ SaveEvery = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
-ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
-Resolutions = Annotated[tuple[str, ...], BeforeValidator(_parse_resolutions)]
+Resolutions = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
 
@@ -257,6 +232,9 @@ def _usable(path: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1), AfterValidator(_countable)]
+Amount = Annotated[int, Field(ge=0), AfterValidator(_countable)]
+Listed = Annotated[tuple[_T, ...], BeforeValidator(_split_words), AfterValidator(_once)]
+"""Several with commas between them, each once."""
 Few = Annotated[int, Field(ge=0, le=1024)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=0, le=31_536_000)]

@@ -5,37 +5,23 @@ No torch here: help and checks must start at once.
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
-from dino_ds.basics.names import MOST_PROBLEMS, RECIPE_HOMES, nearest, suggestion, unquoted
-from dino_ds.config.ds_homes import ds_home
-from dino_ds.config.fields import Length, Ramp, Section
-from dino_ds.config.other_network import keys_not_of
-from dino_ds.config.problems import COMMAND_LINE, problem_lines, show_value
+from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted
+from dino_ds.config.homes import RECIPE_HOMES, ds_home
+from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
 from dino_ds.config.recipe_files import read_recipe_files
+from dino_ds.config.schema import COMMAND_LINE, NONE_WORDS, Option, options_of, problem_lines
 from dino_ds.errors import ConfigError
 
-NONE_WORDS = ("none", "null")
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
 _FAR, _SURE = 0.75, 0.85
 """Least similarity of a suggestion, and of a name that only other projects use."""
-
-
-class Option(NamedTuple):
-    """One key of the recipe, as `--help` and the docs show it."""
-
-    name: str
-    type: str
-    default: str
-    description: str
 
 
 class _Given(NamedTuple):
@@ -88,9 +74,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_options() -> list[Option]:
     """Every key of the recipe, in the order of the schema."""
-    return [
-        Option(name, _type_text(field), show_value(field.default), field.description or "") for name, field in _fields()
-    ]
+    return [*options_of(Recipe).values()]
 
 
 def _collect(config: str | None, overrides: Mapping[str, str]) -> _Given:
@@ -117,20 +101,19 @@ def _add(given: _Given, values: dict[str, Any], origin: str) -> None:
 
 def _read_overrides(overrides: Mapping[str, str], given: _Given) -> Iterator[tuple[str, Any]]:
     """Dotted name -> text, or None where that means none; unknown names are problems of `given`."""
-    fields = dict(_fields())
+    options = options_of(Recipe)
     for name, text in overrides.items():
-        if name not in fields:
+        if name not in options:
             given.problems.append(f"--{name}: {unknown_key(name)}")
             given.unsure.add(name.split(".")[0])
             continue
-        none = text.strip().lower() in NONE_WORDS and type(None) in _members(fields[name])
+        none = text.strip().lower() in NONE_WORDS and options[name].takes_none
         yield name, (None if none else text)
 
 
 def unknown_key(name: str) -> str:
     """The message for a name that is not a key of the recipe: where it belongs, or the nearest names."""
-    known = [option for option, _ in _fields()]
-    inside = [option for option in known if option.startswith(f"{name}.")]
+    inside = [option for option in options_of(Recipe) if option.startswith(f"{name}.")]
     if inside:
         return f"this is a section of the recipe: set {', '.join(inside[:3])}, ..."
     home = ds_home(name)
@@ -141,7 +124,7 @@ def unknown_key(name: str) -> str:
 
 def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
     """ " Did you mean ...?" with the nearest keys, sections and `more`, also by other projects' names; "" for none."""
-    options = [option for option, _ in _fields()]
+    options = options_of(Recipe)
     known = [*more, *options, *dict.fromkeys(option.split(".")[0] for option in options if "." in option)]
     called = {other: home for other, home in RECIPE_HOMES.items() if home in options and other not in known}
     others = nearest(name.rsplit(".", 1)[-1], called, count=1, cutoff=_SURE)
@@ -157,7 +140,7 @@ _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.o
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> Iterator[tuple[str, Any]]:
     """(dotted name, raw value) of the known keys; the others are problems of `given`."""
-    known = dict(_fields())
+    known = options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():
         name = f"{prefix}{key}"
@@ -199,43 +182,3 @@ def _validate(given: _Given) -> Recipe:
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return recipe
-
-
-def _fields() -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted name, field) of every key."""
-    for name, field in Recipe.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for leaf, inner in field.annotation.model_fields.items():
-                yield f"{name}.{leaf}", inner
-        else:
-            yield name, field
-
-
-def _members(field: FieldInfo) -> tuple[Any, ...]:
-    """The types of a field; `X | None` has two."""
-    is_union = get_origin(field.annotation) in (Union, types.UnionType)
-    return get_args(field.annotation) if is_union else (field.annotation,)
-
-
-def _type_text(field: FieldInfo) -> str:
-    words = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "none"}
-    words |= {Length: "length", Ramp: "weight"}
-    texts = []
-    for member in _members(field):
-        limits = [*field.metadata]
-        if get_origin(member) is typing.Annotated:
-            member, *extra = get_args(member)
-            limits += [m for e in extra for m in getattr(e, "metadata", [e])]
-        if get_origin(member) is Literal:
-            texts.append(", ".join(get_args(member)))
-        elif get_origin(member) is tuple:
-            texts.append({(float, float): "low,high", (float, ...): "numbers"}.get(get_args(member), "names"))
-        else:
-            texts.append(words[member] + _limits_text(limits))
-    return " or ".join(texts)
-
-
-def _limits_text(limits: list[Any]) -> str:
-    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    found = [f"{sign} {show_value(getattr(m, key))}" for m in limits for key, sign in signs.items() if hasattr(m, key)]
-    return f" {', '.join(found)}" if found else ""

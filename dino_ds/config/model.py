@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
+from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.fields import (
     AboveOne,
-    ArgumentsField,
     BelowOne,
     Depth,
     Few,
@@ -111,3 +112,11 @@ _NOT_OF_ALL = {
 def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
     """Options of a model that change nothing in a backbone."""
     return [key for key in _NOT_OF_ALL if key not in spec.obeys]
+
+
+def keys_not_of(backbone: object) -> list[str]:
+    """Keys of a recipe for another network that `backbone` can't take over: arguments, and what it does not obey."""
+    keys = ["arguments"]
+    with contextlib.suppress(ValueError):  # the schema refuses an unknown name
+        keys += [] if backbone == FROM_SOURCE else keys_not_obeyed(backbone_spec(str(backbone)))
+    return [f"model.{key}" for key in dict.fromkeys(keys)]

@@ -59,14 +59,22 @@ class Recipe(Section):
         "with --from RUN: continue = its whole state, steps count on; restart = its teacher's weights, from step 0",
     )
     length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
-    log_every: Count = option(10, "steps between lines of metrics")
-    save_every: SaveEvery = option("auto", "how often to save; 0 steps = only at the end; auto = by what a save costs")
-    expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto")
-    keep_checkpoints: Count = option(3, "newest checkpoints that are kept")
-    keep_every: LengthField = option(Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none")
-    save_in_background: bool = option(True, "write checkpoints while training goes on; false takes less host memory")
-    max_bad_steps: Count = option(3, "non-finite losses in a row that stop the run")
-    hang_seconds: Seconds = option(600, "no progress for so long ends the run (start, saves: 3 times); 0 = never")
+    log_every: Count = option(10, "steps between lines of metrics", learned=False)
+    save_every: SaveEvery = option(
+        "auto", "how often to save; 0 steps = only at the end; auto = by what a save costs", learned=False
+    )
+    expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto", learned=False)
+    keep_checkpoints: Count = option(3, "newest checkpoints that are kept", learned=False)
+    keep_every: LengthField = option(
+        Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none", learned=False
+    )
+    save_in_background: bool = option(
+        True, "write checkpoints while training goes on; false takes less host memory", learned=False
+    )
+    max_bad_steps: Count = option(3, "non-finite losses in a row that stop the run", learned=False)
+    hang_seconds: Seconds = option(
+        600, "no progress for so long ends the run (start, saves: 3 times); 0 = never", learned=False
+    )
     data: DataSection = DataSection()
     crops: CropsSection = CropsSection()
     model: ModelSection = ModelSection()

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
     SOURCES,
-    ArgumentsField,
     BatchSize,
     BelowOne,
     ChannelsField,
@@ -50,13 +50,15 @@ class DataSection(Section):
         "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
     )
     root: PathText | None = option(
-        None, "a folder of images, .txt list, .tar, .parquet (patterns too), or torchvision's data"
+        None, "a folder of images, .txt list, .tar, .parquet (patterns too), or torchvision's data", learned=False
     )
-    download: bool = option(False, "let torchvision download its data set into data.root")
+    download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
-    workers: Few | None = option(None, "data loading processes per rank; none = by the cores")
+    workers: Few | None = option(None, "data loading processes per rank; none = by the cores", learned=False)
     cache_gib: NotNegative = option(
-        0.0, "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none"
+        0.0,
+        "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none",
+        learned=False,
     )
     augment: Literal["device", "worker"] = option(
         "device", "where colours and blur are done: batched on the device, or by the workers"
@@ -70,7 +72,9 @@ class DataSection(Section):
     )
     mean: ChannelsField | None = option(None, "of each channel, black 0 and white 1; none = ImageNet's")
     std: ChannelsField | None = option(None, "standard deviation of each channel; none = ImageNet's")
-    max_bad_fraction: Fraction01 = option(0.01, "part of unreadable images beyond which the run stops; 0 = none")
+    max_bad_fraction: Fraction01 = option(
+        0.01, "part of unreadable images beyond which the run stops; 0 = none", learned=False
+    )
 
     @property
     def known_range(self) -> tuple[float, float] | None:
@@ -247,7 +251,9 @@ class GramSection(Section):
 
 class TeacherSection(Section):
     source: PathText | None = option(
-        None, "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA"
+        None,
+        "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA",
+        learned=False,  # but the digest of its weights must stay the same
     )
     distill: Literal["heads", "features"] | None = option(
         None, "of teacher.source the targets: its heads' outputs (none too), or its features"

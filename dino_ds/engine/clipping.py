@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.engine.masters import master_shards, shard_groups
 from dino_ds.errors import ConfigError
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine import distributed
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.lars import Lars, check_lars

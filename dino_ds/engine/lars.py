@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.errors import ConfigError
 
 

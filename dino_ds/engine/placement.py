@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.models.base import is_cast
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dino_ds.config.crops import crop_sizes
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.base import TermSpec

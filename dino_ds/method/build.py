@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.fields import Ramp
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import HeadSection
 from dino_ds.errors import ConfigError

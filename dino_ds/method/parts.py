@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Engine
 from dino_ds.method.objective import Objective

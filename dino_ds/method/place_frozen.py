@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.placement import InferencePlacement

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dino_ds.config.ds_config import find_ds_config
-from dino_ds.config.ds_schema import SECTIONS
+from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
@@ -68,11 +68,10 @@ def bash(shell: str = "bash") -> str:
     }
     values |= {f'*" --{key}"': words for key, words in _recipe_choices().items()}
     values |= {f'"{g} {g}"': [name.split()[1] for name in COMMANDS if name.startswith(f"{g} ")] for g in groups}
-    keys = (f"{section}.{key}".lstrip(".") for section, specs in SECTIONS.items() for key in specs)
     text = _BASH.format(
         name=shell,
         recipe=_listed(f"--{option.name}" for option in recipe_options()),
-        ds=_listed(f"--ds.{key}" for key in keys if key not in SECTIONS),
+        ds=_listed(f"--ds.{key}" for key in KEYS),
         groups="|".join(groups),
         commands=_listed({name.split()[0] for name in COMMANDS}),
         choices="\n".join(f'    {place}) words="{_listed(words)}" ;;' for place, words in values.items()),
@@ -97,7 +96,7 @@ def fish() -> str:
         choices = _own_choices(command)
         for option in command.all_options:
             words = f" -a '{_listed(choices[option.name])}'" if option.name in choices else ""
-            value = "" if option.kind in ("switch", "resume") else " -r"
+            value = "" if option.is_switch else " -r"
             lines.append(f"complete -c dino-ds -n '{seen}' -l {option.name}{value}{words}")
         by_recipe += [first] if command.takes_recipe and not second else []
     seen = f"__fish_seen_subcommand_from {_listed(by_recipe)}"

@@ -2,68 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from dino_ds.options.definition import Help, Json, command
+from dino_ds.config.fields import Amount, Count, Positive, option
+from dino_ds.options.definition import Json, command
 
 
-@command("find-workers", "dino_ds.planning.find_workers:run", takes_recipe=True, needs_images=True)
+@command("find-workers", "dino_ds.planning.find_workers:run", "train", takes_recipe=True, needs_images=True)
 class FindWorkersOptions:
     """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
 
-    seconds: Annotated[float, Help("measured for each number of processes, in 3 interleaved rounds")] = 15.0
-    max_workers: Annotated[int | None, Help("largest number of processes", "the cores, shared over the GPUs")] = None
-    step_images_per_second: Annotated[
-        float | None, Help("of one rank's training step: would it wait?", "not compared")
-    ] = None
+    seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
+    max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
+    step_images_per_second: Positive | None = option(
+        None, "of one rank's training step: would it wait?", shown="not compared"
+    )
     json: Json = False
 
 
-@command("look-data", "dino_ds.commands.look_data:run", takes_recipe=True, needs_images=True)
+@command("look-data", "dino_ds.commands.look_data:run", "look", takes_recipe=True, needs_images=True)
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""
 
-    images: Annotated[int, Help("images on the sheet, 200 at most")] = 8
-    sample: Annotated[int, Help("images that the statistics are made of, drawn at random; 0 = all", zero=True)] = 10000
-    out: Annotated[str, Help("the sheet; a page with more goes beside it (.html)")] = "look-data.png"
+    images: Count = option(8, "images on the sheet, 200 at most")
+    sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
+    out: str = option("look-data.png", "the sheet; a page with more goes beside it (.html)")
     json: Json = False
 
 
-@command("advise", "dino_ds.planning.advise:run")
+@command("advise", "dino_ds.planning.advise:run", "train")
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, the command to type, and predicted hours"""
 
-    root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none", bare=True)] = None
-    source: Annotated[str, Help("as data.source of a recipe")] = "folder"
-    gpu: Annotated[str | None, Help("kind of GPU, such as rtx4090-24g (see plan)", "this machine's")] = None
-    gpus: Annotated[int | None, Help("GPUs of a node", "this machine's, or 1 of --gpu")] = None
-    nodes: Annotated[int, Help("nodes")] = 1
-    memory_gib: Annotated[float | None, Help("memory of a GPU", "as its kind has")] = None
-    sample: Annotated[int, Help("images that are looked at, drawn at random")] = 500
-    workers: Annotated[int | None, Help("data loading processes", "by the cores", zero=True)] = None
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet", bare=True)
+    source: str = option("folder", "as data.source of a recipe")
+    gpu: str | None = option(None, "kind of GPU, such as rtx4090-24g (see plan)", shown="this machine's")
+    gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
+    nodes: Count = option(1, "nodes")
+    memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
+    sample: Count = option(500, "images that are looked at, drawn at random")
+    workers: Amount | None = option(None, "data loading processes", shown="by the cores")
     json: Json = False
 
 
-@command("shard", "dino_ds.commands.shard:run")
+@command("shard", "dino_ds.commands.shard:run", "cluster")
 class ShardOptions:
     """images of any source -> tar shards with an index and checksums; continues after an interruption"""
 
-    source: Annotated[str, Help("as data.source of a recipe")] = "folder"
-    root: Annotated[str | None, Help("as data.root: folder, list, shards, Parquet", "none")] = None
-    split: Annotated[Literal["train", "test"], Help("of a torchvision data set")] = "train"
-    out: Annotated[str, Help("folder of the shards")]
-    shard_size: Annotated[str, Help("images of a shard (10000) or about its size (256MiB)")] = "256MiB"
-    shrink: Annotated[int | None, Help("make the shorter side of larger images N pixels, as JPEG", "none")] = None
-    quality: Annotated[int, Help("of shrunken JPEGs, 1 to 100")] = 90
-    workers: Annotated[int | None, Help("processes", "one a core")] = None
+    source: str = option("folder", "as data.source of a recipe")
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet")
+    split: Literal["train", "test"] = option("train", "of a torchvision data set")
+    out: str = option(..., "folder of the shards")
+    shard_size: str = option("256MiB", "images of a shard (10000) or about its size (256MiB)")
+    shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
+    quality: Count = option(90, "of shrunken JPEGs, 1 to 100")
+    workers: Count | None = option(None, "processes", shown="one a core")
     json: Json = False
 
 
-@command("unshard", "dino_ds.commands.unshard:run")
+@command("unshard", "dino_ds.commands.unshard:run", "cluster")
 class UnshardOptions:
     """tar shards -> a folder of images"""
 
-    root: Annotated[str, Help("the shards: a folder or a pattern")]
-    out: Annotated[str, Help("a new folder for the images")]
-    skip_checksums: Annotated[bool, Help("do not check the shards first")] = False
+    root: str = option(..., "the shards: a folder or a pattern")
+    out: str = option(..., "a new folder for the images")
+    skip_checksums: bool = option(False, "do not check the shards first")
     json: Json = False

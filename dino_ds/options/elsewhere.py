@@ -6,7 +6,6 @@ import os
 import re
 
 from dino_ds.config.fields import UNITS
-from dino_ds.config.loading import recipe_options
 from dino_ds.options.definition import Command
 from dino_ds.options.foreign_words import MEANT, OPTIONS
 
@@ -21,28 +20,19 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     leaf = word.rpartition(".")[-1]
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
         return f"write --{switch}=false"
-    own = {option.name: option for option in command.all_options}
-    names = {*own, *(option.name for option in recipe_options() if command.takes_recipe)}
+    own, names = {option.name: option for option in command.all_options}, command.known_options
     if meant := next((one for one in (MEANT.get(word) or MEANT.get(leaf, "")).split() if one in names), None):
-        if meant in own and own[meant].help.bare:
+        if meant in own and own[meant].fact("bare"):
             return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
-        return f"write --{meant}" if meant in own and own[meant].kind == "switch" else f"write --{meant} {value or 'X'}"
+        return f"write --{meant}" if names[meant].type == "true or false" else f"write --{meant} {value or 'X'}"
     answer = OPTIONS.get(leaf) if command.takes_recipe else None
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
 
 
 def _switch(word: str, command: Command) -> str | None:
     """The switch that is called `word`, with or without its section."""
-    switches = [option.name for option in command.all_options if option.kind in ("switch", "resume")]
-    if command.takes_recipe:
-        switches += [option.name for option in recipe_options() if option.type == "true or false"]
+    switches = [name for name, option in command.known_options.items() if option.is_switch]
     return next((name for name in switches if word in (name, name.rpartition(".")[-1])), None)
-
-
-def _takes_several(name: str, command: Command) -> bool:
-    kinds = {option.name: option.kind for option in command.all_options}
-    kinds |= {option.name: option.type.partition(" ")[0] for option in recipe_options() if command.takes_recipe}
-    return kinds.get(name) in ("names", "numbers")
 
 
 def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
@@ -56,15 +46,13 @@ def stray_word(word: str, before: tuple[str, str] | None, command: Command, firs
             "--resume takes no file: it continues the run in --run_dir from its newest checkpoint, --resume N from the "
             "one of step N; weights alone start a new run: --model.init_from FILE"
         )
-    if value and _takes_several(name, command) and not os.path.exists(word):
+    known = command.known_options
+    if value and name in known and known[name].takes_list and not os.path.exists(word):
         return f"several have commas between: --{name} {value},{word}"
-    if _is_number(value) and _is_number(word):
-        return f"two numbers have a comma between: --{name} {value},{word}"
     if value and (word.rstrip("s") in [unit[:-1] for unit in UNITS] or os.path.exists(f"{value} {word}")):
         return f'quote it: --{name} "{value} {word}"'
     if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
         key, _, given = word.partition("=")
-        known = {option.name for option in command.all_options} | {option.name for option in recipe_options()}
         answer = None if key in known else option_elsewhere(key, given, command)
         return answer or f"options begin with two dashes: --{word}"
     if not command.takes_recipe:
@@ -81,7 +69,7 @@ def stray_word(word: str, before: tuple[str, str] | None, command: Command, firs
 
 
 def _own_option(word: str, command: Command, first: bool) -> str:
-    named = {option.name: option for option in command.own_options if not option.help.bare}
+    named = {option.name: option for option in command.own_options if not option.fact("bare")}
     for name, option in named.items():
         if word in option.choices:
             return f"write --{name} {word}"

@@ -11,21 +11,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.basics.names import did_you_mean, nearest, suggestion
+from dino_ds.basics.names import nearest, suggestion
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
-from dino_ds.config.ds_homes import ds_home
-from dino_ds.config.ds_schema import SECTIONS, key_names
+from dino_ds.config.ds_schema import key_names
+from dino_ds.config.homes import ds_home
 from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
+from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
-from dino_ds.options.definition import Command, Option
+from dino_ds.options.definition import Command, meaning
 from dino_ds.options.elsewhere import option_elsewhere, stray_word
 from dino_ds.options.foreign_words import CHOICES_ELSEWHERE
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
-_SWITCH_WORDS = {"true": True, "false": False}
-_WANTED = {"int": "a whole number {}", "number": "a number {}", "numbers": "whole numbers {} with commas between"}
 
 
 @dataclass
@@ -47,10 +46,7 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     if command.takes_train:
         return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
-    switches = {option.name for option in command.all_options if option.kind in ("switch", "resume")}
-    switches |= {option.name for option in recipe_options() if option.type == "true or false"}
-    lists = {option.name for option in command.all_options if option.kind == "words"}
-    for name, value in _pairs(command, list(argv), switches, lists, problems):
+    for name, value in _pairs(command, list(argv), problems):
         _store(command, flags, name, value, problems)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -60,10 +56,10 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
 def check_required(command: Command, flags: Flags) -> None:
     """Raises ConfigError for what has no default and was not given."""
     for option in command.own_options:
-        if option.required and option.name not in flags.fixed:
+        if option.info.is_required() and option.name not in flags.fixed:
             words = f"dino-ds {command.name} {' '.join(command.bare).upper()}"
-            how = words if option.help.bare else f"--{option.name} X"
-            raise ConfigError(f"no {option.name} is given: {how}, {option.meaning}")
+            how = words if option.fact("bare") else f"--{option.name} X"
+            raise ConfigError(f"no {option.name} is given: {how}, {meaning(option)}")
 
 
 def _parse_both(command: Command, words: list[str]) -> Flags:
@@ -96,11 +92,9 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _pairs(
-    command: Command, words: list[str], switches: set[str], lists: set[str], problems: list[str]
-) -> Iterator[tuple[str, str]]:
+def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
     """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
-    bare, strays = list(command.bare), list[str]()
+    bare, strays, known = list(command.bare), list[str](), command.known_options
     read: tuple[str, str] | None = None
     while words:
         word = words.pop(0)
@@ -117,14 +111,13 @@ def _pairs(
             problems.append(f"{word}: {_one_dash(command, name)}")
         elif equals:
             yield name, value
-        elif name in switches:
-            takes = words and (words[0].lower() in _SWITCH_WORDS or (name == "resume" and _is_resume(words[0])))
-            read = name, words.pop(0) if takes else "true"
+        elif name in known and known[name].is_switch:
+            read = name, words.pop(0) if words and _is_for_switch(known[name], words[0]) else "true"
             yield read
         elif words and not _is_flag(words[0]):
             read = name, words.pop(0)
             yield read
-            while name in lists and words and not _is_flag(words[0]):
+            while name in known and known[name].takes_words and words and not _is_flag(words[0]):
                 yield name, words.pop(0)
         else:
             yield name, ""
@@ -144,8 +137,15 @@ def _names(command: Command) -> list[str]:
     return [option.name for option in command.all_options]
 
 
-def _is_resume(word: str) -> bool:
-    return word.lower() == "auto" or (word.isascii() and word.isdigit())
+def _is_for_switch(option: Option, word: str) -> bool:
+    """Whether the word after a switch is its value: true, false, or what else it takes."""
+    if len(option.members) == 1:
+        return word.lower() in ("true", "false")
+    try:
+        option.read(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_flag(word: str) -> bool:
@@ -161,18 +161,17 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
     elif command.takes_ds and name.startswith("ds."):
         section, _, leaf = (key := name[3:]).rpartition(".")
         target = flags.ds
-        unknown = None if leaf in SECTIONS.get(section, {}) else wrong_key(section, leaf)
+        unknown = None if key in key_names() else wrong_key(section, leaf)
     else:
         target, key = flags.recipe, name
-        known = command.takes_recipe and any(option.name == name for option in recipe_options())
-        unknown = None if known else _unknown(command, name, value)
+        unknown = None if name in command.known_options else _unknown(command, name, value)
     if unknown is not None:
         problems.append(f"--{name}: {unknown}")
     elif unusable := unusable_text(value):
         problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
-    elif fixed is not None and fixed.kind == "words":
+    elif fixed is not None and fixed.takes_words:
         flags.fixed[key] = (*flags.fixed.get(key, ()), value)
     elif key in target:
         problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
@@ -180,52 +179,11 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         target[key] = value
     else:
         try:
-            target[key] = _convert(fixed, value)
+            target[key] = fixed.read(value)
         except ValueError as error:
-            problems.append(f"--{fixed.name} {value!r} {error}")
-
-
-def _convert(option: Option, value: str) -> Any:
-    """Raises ValueError, whose words follow the option and its value."""
-    if option.kind == "text":
-        return _chosen(option, value, "is not") if option.choices else value
-    if option.kind in ("names", "numbers"):
-        words = dict.fromkeys(word.strip() for word in value.split(",") if word.strip()) or [""]
-        return tuple(
-            _number(option, word)
-            if option.kind == "numbers"
-            else _chosen(option, word, f"names {word!r}, which is not")
-            for word in words
-        )
-    if option.kind == "resume" and _is_resume(value):
-        if value.isdigit() and int(value) == 0:
-            raise ValueError("is not the step of a checkpoint")
-        return int(value) if value.isdigit() else "auto"
-    if option.kind in ("switch", "resume"):
-        if value.lower() not in _SWITCH_WORDS:
-            raise ValueError(
-                f"is not {'true or false' if option.kind == 'switch' else 'auto or the step of a checkpoint'}"
-            )
-        return _SWITCH_WORDS[value.lower()]
-    return _number(option, value)
-
-
-def _chosen(option: Option, word: str, problem: str) -> str:
-    if word not in option.choices:
-        hint = CHOICES_ELSEWHERE.get(word.lower())
-        hint = f" {hint}" if hint else did_you_mean(word, option.choices)
-        raise ValueError(f"{problem} one of {', '.join(option.choices)}.{hint}")
-    return word
-
-
-def _number(option: Option, word: str) -> float:
-    try:
-        number = float(word) if option.kind == "number" else int(word)
-    except ValueError:
-        number = -1
-    if not (0 < number < float("inf") or (option.help.zero and number == 0)):
-        raise ValueError(f"is not {_WANTED[option.kind].format('>= 0' if option.help.zero else '> 0')}")
-    return number
+            hint = CHOICES_ELSEWHERE.get(value.lower()) if fixed.choices else None
+            said = f"{str(error).partition(' Did you mean')[0]} {hint}" if hint else str(error)
+            problems.append(f"--{name}: {said}")
 
 
 def _unknown(command: Command, name: str, value: str) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dino_ds.config.ds_schema import REFUSED, SECTIONS
+from dino_ds.config.ds_schema import KEYS, REFUSED
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
+from dino_ds.config.schema import Option
 from dino_ds.errors import EXIT_CODES
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
-from dino_ds.options.definition import Command, Option
+from dino_ds.options.definition import Command, meaning
 
 _EXAMPLES = """\
 examples
@@ -31,22 +32,14 @@ FIRST_DAY = {
     "dino-ds report runs/mine": "curves, evaluations and pictures on one page",
     "dino-ds export runs/mine --format timm": "the result for other programs",
 }
-GROUPS = {
-    "train": ("train", "init", "advise", "plan", "doctor", "find-batch-size", "find-workers", "completion"),
-    "look": ("look-data", "report", "pictures", "attention-video"),
-    "evaluate": ("eval", "embed"),
-    "export": ("export", "convert"),
-    "measure": ("profile", *(name for name in COMMANDS if name.startswith("bench "))),
-    "cluster": ("launch", "shard", "unshard", "simulate-goodput"),
-}
-"""Every command once, as `--help` shows them."""
+GROUPS = ("train", "look", "evaluate", "export", "measure", "cluster")
+"""Headings of commands, in the order in which `--help` shows them."""
 FIRST_OPTIONS = ("config", "run_dir", "resume", "max_steps", "ds_config")
 FIRST_KEYS = (
     *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
     *("model.backbone", "model.init_from", "eval.root", "save_every"),
 )
 """Options of `train`, and keys of the recipe, that a first day needs: the short page has these alone."""
-_VALUES = {"switch": "", "int": " N", "number": " N", "numbers": " N,N", "names": " X,X", "words": " X X ..."}
 _INTRO = """\
 # Options
 
@@ -80,8 +73,8 @@ def _overview() -> str:
     first = [(line, "", about) for line, about in FIRST_DAY.items()]
     groups = [
         line
-        for group, names in GROUPS.items()
-        for line in (group, *_rows([(name, "", COMMANDS[name].summary) for name in names]), "")
+        for group in GROUPS
+        for line in (group, *_rows([(c.name, "", c.summary) for c in COMMANDS.values() if c.group == group]), "")
     ]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
     usage = [
@@ -138,15 +131,17 @@ def _head(command: Command) -> list[str]:
 
 
 def _row(option: Option) -> tuple[str, str, str]:
-    return f"--{option.name}{_VALUES.get(option.kind, ' X')}", option.default_text, option.meaning
+    one = "N" if option.type.startswith(("integer", "number")) else "X"
+    several = " X X ..." if option.takes_words else f" {one},{one}" if option.takes_list else f" {one}"
+    return f"--{option.name}{'' if option.is_switch else several}", option.default, meaning(option)
 
 
 def configs_markdown() -> str:
     """The whole of docs/configs.md."""
     parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
-        (f"`--{o.name}`", o.default_text, o.help.text) for o in TRAIN.all_options
+        (f"`--{o.name}`", o.default, o.description) for o in TRAIN.all_options
     )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(
-        f"`{name}`" for names in GROUPS.values() for name in names if name != TRAIN.name
+        f"`{one.name}`" for group in GROUPS for one in COMMANDS.values() if one.group == group and one is not TRAIN
     ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
@@ -161,13 +156,9 @@ def configs_markdown() -> str:
 
 
 def _ds_rows() -> Iterator[tuple[str, ...]]:
-    for section, keys in SECTIONS.items():
-        for key, spec in keys.items():
-            if spec.kind != "section":
-                name = f"{section}.{key}" if section else key
-                stages = "all" if len(spec.stages) == 4 else ", ".join(str(stage) for stage in spec.stages)
-                needed = " (required)" if spec.required else ""
-                yield f"`{name}`", spec.type_text + needed, stages, spec.meaning
+    for name, key in KEYS.items():
+        stages = ", ".join(map(str, key.fact("stages", ["all"])))
+        yield f"`{name}`", key.type + " (required)" * key.info.is_required(), stages, key.description
 
 
 def _refused_rows() -> Iterator[tuple[str, ...]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
-from dino_ds.options.definition import Heads, Help, Json, Model, command
+from pydantic import Field
+
+from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
+from dino_ds.options.definition import Heads, Json, Model, command
 
 PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]
 MapMethod = Literal["tsne", "umap", "pca"]
@@ -13,92 +15,93 @@ ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
 
-_Source = Annotated[str | None, Help("as data.source of a recipe", "the run's, else folder")]
+_Source = Annotated[
+    str | None,
+    Field(description="as data.source of a recipe", json_schema_extra={"shown": "the run's, else folder"}),
+]
 
 
-@command("eval", "dino_ds.commands.evaluate:run")
+@command("eval", "dino_ds.commands.evaluate:run", "evaluate")
 class EvalOptions:
     """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
 
     model: Model
-    evals: Annotated[tuple[str, ...], Help("comma-separated list of", choices=EVALUATIONS)] = ("knn",)
+    evals: Listed[Evaluation] = option(("knn",), "comma-separated list of")
     source: _Source = None
-    root: Annotated[str | None, Help("labelled training images, as data.root", "the run's")] = None
-    test_root: Annotated[str | None, Help("labelled test images", "the run's eval.root, or the source's own")] = None
-    benchmark_root: Annotated[str | None, Help(f"folder of the data of {', '.join(BENCHMARKS)}", "none")] = None
-    size: Annotated[int | None, Help("pixels of a side, of whole patches", "the model's or the benchmark's")] = None
-    k: Annotated[tuple[int, ...] | None, Help("numbers of neighbours of knn", "10,20,100,200")] = None
-    temperature: Annotated[float | None, Help("knn weighs neighbours by exp(similarity / temperature)", "0.07")] = None
-    images: Annotated[int | None, Help("images of each set, at most", "all")] = None
-    epochs: Annotated[int | None, Help("passes of linear-sgd over the training images", "100")] = None
-    batch: Annotated[int | None, Help("images of its steps, over all processes", "256")] = None
-    workers: Annotated[int | None, Help("data loading processes per rank", "by the cores", zero=True)] = None
-    out: Annotated[str | None, Help("JSON file for the results", "RUN/evaluations.json of a run")] = None
+    root: str | None = option(None, "labelled training images, as data.root", shown="the run's")
+    test_root: str | None = option(None, "labelled test images", shown="the run's eval.root, or the source's own")
+    benchmark_root: str | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's or the benchmark's")
+    k: Listed[Count] | None = option(None, "numbers of neighbours of knn", shown="10,20,100,200")
+    temperature: Positive | None = option(None, "knn weighs neighbours by exp(similarity / temperature)", shown="0.07")
+    images: Count | None = option(None, "images of each set, at most", shown="all")
+    epochs: Count | None = option(None, "passes of linear-sgd over the training images", shown="100")
+    batch: Count | None = option(None, "images of its steps, over all processes", shown="256")
+    workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
+    out: str | None = option(None, "JSON file for the results", shown="RUN/evaluations.json of a run")
     json: Json = False
 
 
-@command("embed", "dino_ds.commands.embed:run", check="dino_ds.commands.embed:check")
+@command("embed", "dino_ds.commands.embed:run", "evaluate", check="dino_ds.commands.embed:check")
 class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
     model: Model
-    out: Annotated[str, Help("file to write, whose ending says how: .parquet, .npy, .csv or .pt")]
+    out: str = option(..., "file to write, whose ending says how: .parquet, .npy, .csv or .pt")
     source: _Source = None
-    root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
-    what: Annotated[EmbedWhat, Help("features of the image (CLS), the mean of its patches, or their map")] = "cls"
-    half: Annotated[bool, Help("16-bit numbers: half the size")] = False
-    size: Annotated[int | None, Help("pixels of a side, of whole patches", "the model's")] = None
-    batch: Annotated[int, Help("images at once, per process")] = 64
-    workers: Annotated[int | None, Help("data loading processes per rank", "by the cores", zero=True)] = None
+    root: str | None = option(None, "images, as data.root", shown="the run's")
+    what: EmbedWhat = option("cls", "features of the image (CLS), the mean of its patches, or their map")
+    half: bool = option(False, "16-bit numbers: half the size")
+    size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's")
+    batch: Count = option(64, "images at once, per process")
+    workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
     json: Json = False
 
 
-@command("pictures", "dino_ds.report.draw_pictures:run")
+@command("pictures", "dino_ds.report.draw_pictures:run", "look")
 class PicturesOptions:
     """what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves"""
 
     model: Model
     source: _Source = None
-    root: Annotated[str | None, Help("images, as data.root", "the run's")] = None
-    out: Annotated[str | None, Help("folder for the PNG files", "RUN/pictures")] = None
-    only: Annotated[tuple[PictureKind, ...] | None, Help("comma-separated list of", "all")] = None
-    images: Annotated[str | None, Help("how many, or which: numbers, files, folders with commas", "6")] = None
-    queries: Annotated[str | None, Help("images whose neighbours are sought, as --images", "6 of the bank")] = None
-    patch: Annotated[str | None, Help('chosen patches, "X,Y 2:X,Y" in pixels of image 1 and 2', "middles")] = None
-    foreground: Annotated[bool, Help("PCA of the foreground alone, found by the first component")] = False
-    map: Annotated[MapMethod | None, Help("how the map is made", "tsne")] = None
-    bank: Annotated[int | None, Help("images of the map, among which neighbours are sought", "500")] = None
-    size: Annotated[int | None, Help("pixels of a side of --images", "twice the model's, 16 to 30 patches")] = None
+    root: str | None = option(None, "images, as data.root", shown="the run's")
+    out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
+    only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="all")
+    images: str | None = option(None, "how many, or which: numbers, files, folders with commas", shown="6")
+    queries: str | None = option(None, "images whose neighbours are sought, as --images", shown="6 of the bank")
+    patch: str | None = option(None, 'chosen patches, "X,Y 2:X,Y" in pixels of image 1 and 2', shown="middles")
+    foreground: bool = option(False, "PCA of the foreground alone, found by the first component")
+    map: MapMethod | None = option(None, "how the map is made", shown="tsne")
+    bank: Count | None = option(None, "images of the map, among which neighbours are sought", shown="500")
+    size: Count | None = option(None, "pixels of a side of --images", shown="twice the model's, 16 to 30 patches")
     json: Json = False
 
 
-@command("attention-video", "dino_ds.report.attention_video:run")
+@command("attention-video", "dino_ds.report.attention_video:run", "look")
 class AttentionVideoOptions:
     """a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images"""
 
     model: Model
-    clip: Annotated[str, Help("a video, animated GIF or WebP, folder or pattern of images", bare=True)]
-    out: Annotated[str | None, Help("what to write: a file, for png a folder", "CLIP_attention.mp4")] = None
-    format: Annotated[ClipForm | None, Help("", "as --out ends, else mp4; gif without PyAV")] = None
-    show: Annotated[Literal["attention", "heads", "pca"], Help("mean, 60 % of each head, or PCA")] = "attention"
-    head: Annotated[int | None, Help("one head's attention", "the mean of all", zero=True)] = None
-    fps: Annotated[float | None, Help("frames a second of what is written", "the clip's, 25 of images")] = None
-    size: Annotated[int | None, Help("pixels of a frame's shorter side", "twice the model's, 16 to 30 patches")] = None
+    clip: str = option(..., "a video, animated GIF or WebP, folder or pattern of images", bare=True)
+    out: str | None = option(None, "what to write: a file, for png a folder", shown="CLIP_attention.mp4")
+    format: ClipForm | None = option(None, "", shown="as --out ends, else mp4; gif without PyAV")
+    show: Literal["attention", "heads", "pca"] = option("attention", "mean, 60 % of each head, or PCA")
+    head: Amount | None = option(None, "one head's attention", shown="the mean of all")
+    fps: Positive | None = option(None, "frames a second of what is written", shown="the clip's, 25 of images")
+    size: Count | None = option(None, "pixels of a frame's shorter side", shown="twice the model's, 16 to 30 patches")
     json: Json = False
 
 
-@command("export", "dino_ds.commands.export:run", check="dino_ds.commands.export:check")
+@command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
     """the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
 
     model: Model
-    format: Annotated[ExportForm, Help("one of")]
-    out: Annotated[str | None, Help("file or folder to write", "beside the weights")] = None
-    push: Annotated[
-        str | None, Help("OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately", "none")
-    ] = None
+    format: ExportForm = option(..., "one of")
+    out: str | None = option(None, "file or folder to write", shown="beside the weights")
+    push: str | None = option(None, "OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately")
     heads: Heads = None
-    backbone: Annotated[
-        str | None, Help("timm's name or module:Class of no ViT, of a file that doesn't say it", "known")
-    ] = None
+    backbone: str | None = option(
+        None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"
+    )
     json: Json = False

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dino_ds.errors import ConfigError
-from dino_ds.options.definition import Command
+from dino_ds.options.definition import Command, field_of
 
 
 def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """The command line that says the same. Raises ConfigError for a value that none can say."""
-    known = {name: option for option in command.all_options for name in (option.field, option.name)}
+    known = {name: option for option in command.all_options for name in (field_of(option), option.name)}
     words: list[str] = []
     for name, value in _flat("", {**own, **options}, known):
         option = known.get(name)
@@ -21,7 +21,7 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
         if value is None and (option is not None or name == "ds"):
             continue
         name = option.name if option else name
-        several = value if option and option.kind == "words" and isinstance(value, list | tuple) else [value]
+        several = value if option and option.takes_words and isinstance(value, list | tuple) else [value]
         words += [f"--{name}={_text(name, one)}" for one in several]
     return words
 

@@ -15,7 +15,7 @@ from dino_ds.config.stages import Given, begun_stages, check_chain, holds_run, s
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import TRAIN
-from dino_ds.options.definition import Command
+from dino_ds.options.definition import Command, field_of
 from dino_ds.options.flags import Flags, check_required
 from dino_ds.options.networks import check_networks
 from dino_ds.options.run import TrainOptions
@@ -37,7 +37,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     given = {**flags.fixed}
     config, ds_config = given.pop("config", command.recipe), given.pop("ds_config", command.ds_config)
     given.pop("debug", None)
-    fields = {option.name: option.field for option in command.all_options}
+    fields = {option.name: field_of(option) for option in command.all_options}
     options = command.options(**{fields[name]: value for name, value in given.items()})
     files: dict[str, Any] = {}
     problems: list[str] = []

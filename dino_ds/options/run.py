@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from dino_ds.options.definition import Help, Json, command
+from pydantic import BeforeValidator
 
-Resume = bool | int | Literal["auto"]
+from dino_ds.config.fields import Count, NotNegative, Positive, Resume, option
+from dino_ds.options.definition import Json, command
+
+
+def _read_resume(value: object) -> object:
+    words = {"true": True, "false": False, "auto": "auto"}
+    if not isinstance(value, str) or value.lower() in words:
+        return words[value.lower()] if isinstance(value, str) else value
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise ValueError(f"{value!r} is not auto or the step of a checkpoint")
+    return int(value)
 
 
 @command(
     "train",
     "dino_ds.train:train",
+    "train",
     takes_recipe=True,
     takes_ds=True,
     needs_images=True,
@@ -20,81 +31,77 @@ Resume = bool | int | Literal["auto"]
 class TrainOptions:
     """train: images in, a teacher out"""
 
-    run_dir: Annotated[
-        str, Help("folder of this run: metrics, checkpoints, teacher", "runs/RECIPE, or runs/RECIPE-2, ...")
-    ] = ""
-    from_: Annotated[
-        str | None,
-        Help("begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe", "none"),
-    ] = None
-    stages: Annotated[
-        str | None,
-        Help("RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ...", "none"),
-    ] = None
-    max_steps: Annotated[int | None, Help("stop after N steps; schedules stay as they are", "the recipe's length")] = (
-        None
+    run_dir: str = option(
+        "", "folder of this run: metrics, checkpoints, teacher", shown="runs/RECIPE, or runs/RECIPE-2, ..."
     )
-    resume: Annotated[
-        Resume,
-        Help(
-            "continue --run_dir from its newest whole checkpoint, without --config by its own recipe; auto: or start; "
-            "N: from that of step N"
-        ),
-    ] = False
-    allow_change: Annotated[
-        str | None, Help("KEY,KEY: what may differ from the checkpoint's though it changes what is learned", "none")
-    ] = None
-    allow_oversize: Annotated[bool, Help("start though more memory is predicted than there is")] = False
+    from_: str | None = option(
+        None, "begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe"
+    )
+    stages: str | None = option(
+        None, "RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ..."
+    )
+    max_steps: Count | None = option(
+        None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
+    )
+    resume: Annotated[Resume, BeforeValidator(_read_resume)] = option(
+        False,
+        "continue --run_dir from its newest whole checkpoint, without --config by its own recipe; auto: or start; "
+        "N: from that of step N",
+    )
+    allow_change: str | None = option(
+        None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
+    )
+    allow_oversize: bool = option(False, "start though more memory is predicted than there is")
 
 
-@command("init", "dino_ds.commands.project:run", check="dino_ds.commands.project:check")
+@command("init", "dino_ds.commands.project:run", "train", check="dino_ds.commands.project:check")
 class InitOptions:
     """a new folder with a recipe, a ds JSON for this machine and launch scripts, to edit and to train with"""
 
-    dir: Annotated[str, Help("a new folder, or an empty one", bare=True)]
-    recipe: Annotated[str, Help("the shipped recipe to begin with")] = "vits16"
-    root: Annotated[str, Help("your images, as data.root")] = "/images"
+    dir: str = option(..., "a new folder, or an empty one", bare=True)
+    recipe: str = option("vits16", "the shipped recipe to begin with")
+    root: str = option("/images", "your images, as data.root")
 
 
-@command("completion", "dino_ds.options.completion:run", loads_torch=False)
+@command("completion", "dino_ds.options.completion:run", "train", loads_torch=False)
 class CompletionOptions:
     """the script by which a shell completes commands and options at a TAB (docs/quickstart.md)"""
 
-    shell: Annotated[Literal["bash", "zsh", "fish"], Help("one of", bare=True)]
+    shell: Literal["bash", "zsh", "fish"] = option(..., "one of", bare=True)
 
 
-@command("convert", "dino_ds.commands.convert:run")
+@command("convert", "dino_ds.commands.convert:run", "export")
 class ConvertOptions:
     """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""
 
-    checkpoint: Annotated[str, Help("RUN/checkpoints/step_...", bare=True)]
-    out: Annotated[str, Help("a new folder: a run to resume, or that of student.safetensors")]
-    ranks: Annotated[int | None, Help("number of ranks: files of the new checkpoint", "1")] = None
-    student: Annotated[bool, Help("write the student's FP32 weights by name instead of a checkpoint")] = False
+    checkpoint: str = option(..., "RUN/checkpoints/step_...", bare=True)
+    out: str = option(..., "a new folder: a run to resume, or that of student.safetensors")
+    ranks: Count | None = option(None, "number of ranks: files of the new checkpoint", shown="1")
+    student: bool = option(False, "write the student's FP32 weights by name instead of a checkpoint")
     json: Json = False
 
 
-@command("simulate-goodput", "dino_ds.commands.simulate_goodput:run", loads_torch=False)
+@command("simulate-goodput", "dino_ds.commands.simulate_goodput:run", "cluster", loads_torch=False)
 class SimulateGoodputOptions:
     """what failures cost a run and how often to save: goodput by formula and by simulation"""
 
-    mtbf_hours: Annotated[float | None, Help("mean time between failures of a node", "24, or the run's")] = None
-    nodes: Annotated[int, Help("a job of N nodes fails N times as often")] = 1
-    save_every_minutes: Annotated[float | None, Help("an interval to look at", "the best one only")] = None
-    save_seconds: Annotated[float | None, Help("from a save's begin to its end", "the run's, else 10")] = None
-    save_stall_seconds: Annotated[float | None, Help("training stands still", "the run's, else all of it")] = None
-    restart_seconds: Annotated[float | None, Help("from detecting it to a new step", "the run's, else 120")] = None
-    detect_seconds: Annotated[float | None, Help("from a failure until it is noticed", "60", zero=True)] = None
-    run: Annotated[str | None, Help("take what is not given from the files of this run folder", "none")] = None
-    out: Annotated[str | None, Help("PNG file for goodput over the interval", "none")] = None
+    mtbf_hours: Positive | None = option(None, "mean time between failures of a node", shown="24, or the run's")
+    nodes: Count = option(1, "a job of N nodes fails N times as often")
+    save_every_minutes: Positive | None = option(None, "an interval to look at", shown="the best one only")
+    save_seconds: Positive | None = option(None, "from a save's begin to its end", shown="the run's, else 10")
+    save_stall_seconds: Positive | None = option(None, "training stands still", shown="the run's, else all of it")
+    restart_seconds: Positive | None = option(None, "from detecting it to a new step", shown="the run's, else 120")
+    detect_seconds: NotNegative | None = option(None, "from a failure until it is noticed", shown="60")
+    run: str | None = option(None, "take what is not given from the files of this run folder")
+    out: str | None = option(None, "PNG file for goodput over the interval")
     json: Json = False
 
 
-@command("report", "dino_ds.report.command:run", loads_torch=False)
+@command("report", "dino_ds.report.command:run", "look", loads_torch=False)
 class ReportOptions:
     """one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it"""
 
-    run: Annotated[str | None, Help("the run folder", "none", bare=True)] = None
-    compare: Annotated[tuple[str, ...] | None, Help("other run folders, side by side with it", "none")] = None
-    out: Annotated[str | None, Help("the .html file", "RUN/report.html, or RUN/compare.html")] = None
+    run: str | None = option(None, "the run folder", bare=True)
+    compare: tuple[str, ...] | None = option(None, "other run folders, side by side with it")
+    out: str | None = option(None, "the .html file", shown="RUN/report.html, or RUN/compare.html")
     json: Json = False

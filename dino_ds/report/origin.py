@@ -8,8 +8,9 @@ from typing import Any
 
 from dino_ds.config.begun_with import ORIGIN, Origin
 from dino_ds.config.flat import flat_values
-from dino_ds.config.loading import recipe_options, show_value
+from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.schema import show_value
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Tag
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
@@ -92,7 +92,7 @@ def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) ->
         return performance.attention
     kernels: dict[str, list[str]] = {}
     for heads, width, tokens in asked:
-        kernel = performance.attention_backend
+        kernel: str = performance.attention_backend
         if kernel == "auto":
             kernel = chosen_kernel(heads, width, tokens, DTYPES[config.precision], where)
         kernels.setdefault(kernel, []).append(str(tokens))

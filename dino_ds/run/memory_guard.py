@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import free_memory
 from dino_ds.errors import OutOfMemory, UserError, is_out_of_memory

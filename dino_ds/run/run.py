@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.feed import Position
 from dino_ds.engine import distributed

@@ -19,14 +19,14 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import ORIGIN, Origin, changed_settings, check_settings, is_free, learned, read_run_id
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.fields import Resume
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
-from dino_ds.options.run import Resume
 from dino_ds.run.environment import describe_environment, own_code, versions
 from dino_ds.run.other_images import IMAGES
 from dino_ds.weights.about import about_teacher

@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from dino_ds.basics.hubs import hub_id
-from dino_ds.config.ds_homes import DS_HOMES
 from dino_ds.config.ds_schema import key_names
+from dino_ds.config.homes import DS_HOMES
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError

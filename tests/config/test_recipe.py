@@ -11,10 +11,9 @@ import pytest
 import timm
 import yaml
 
-from dino_ds.basics.names import RECIPE_HOMES
-from dino_ds.config.ds_homes import DS_HOMES
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length
+from dino_ds.config.homes import DS_HOMES, RECIPE_HOMES
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names

@@ -1,9 +1,45 @@
-"""The place in the ds JSON of a setting that was found in the recipe or on the command line."""
+"""Names the right file for a setting that was found in the wrong one: the recipe says what is learned, the ds JSON how
+fast and on what hardware.
+"""
 
 from __future__ import annotations
 
 from dino_ds.basics.names import by_word
 
+RECIPE_HOMES = by_word(
+    {
+        "optimizer.lr, optimizer.weight_decay, optimizer.beta1, ...": "optimizer",
+        "optimizer.warmup, optimizer.min_lr and length": "scheduler",
+        "optimizer.lr": "lr learning_rate",
+        "optimizer.min_lr": "min_lr",
+        "optimizer.weight_decay": "weight_decay",
+        "optimizer.weight_decay_end": "weight_decay_end",
+        "optimizer.beta1 and optimizer.beta2": "betas",
+        "optimizer.warmup": "warmup warmup_epochs warmup_steps",
+        "seed": "seed",
+        "length": "epoch epochs max_epochs num_train_epochs max_steps length",
+        "data.global_batch": "global_batch batch_size",
+        "data.source, data.root, ...": "data",
+        "data.global_batch (an incomplete last batch is always dropped)": "dataloader_drop_last",
+        "data.workers": "num_workers workers",
+        "model.backbone, model.patch_size, ...": "model",
+        "model.backbone": "backbone arch",
+        "model.drop_path": "drop_path",
+        "crops.global_size, crops.num_local, ...": "crops",
+        "head.prototypes, ...": "head",
+        "objective.student_temp, ...": "objective",
+        "objective.student_temp, head.prototypes, ...": "dino",
+        "teacher.momentum": "teacher ema teacher_momentum",
+        "objective.teacher_temp": "teacher_temp",
+        "eval.every, ...": "eval",
+        "data.root": "data_path",
+        "head.prototypes": "out_dim",
+        "crops.num_local": "local_crops_number",
+        "log_every": "log_every",
+        "save_every": "save_every",
+    }
+)
+"""What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
 DS_HOMES = by_word(
     {
         "train_micro_batch_size_per_gpu": "micro_batch micro_batch_size batch_size_per_gpu "
@@ -40,3 +76,9 @@ def ds_home(key: str) -> str | None:
         if part in DS_HOMES:
             return f"it belongs to the ds JSON: {DS_HOMES[part]} (--ds.{DS_HOMES[part]})"
     return None
+
+
+def recipe_home(key: str) -> str | None:
+    """The sentence for a ds JSON key that belongs to the recipe, None if it does not."""
+    part = key.split(".", 1)[0]
+    return f"it belongs to the recipe: {RECIPE_HOMES[part]}" if part in RECIPE_HOMES else None

@@ -1,0 +1,97 @@
+"""The values of a ds JSON by which a run is built: `DsConfig`, and its section "dino_ds", `PerformanceOptions`.
+
+`dino_ds.config.ds_config` loads and resolves them. No torch and no DeepSpeed here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Strict
+from pydantic.dataclasses import dataclass
+
+from dino_ds.config.fields import option
+
+COPIED_WEIGHTS = 200_000_000
+"""Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more."""
+LOGGERS = ("wandb", "comet", "mlflow", "trackio")
+"""Sections of where else metrics go; DeepSpeed would wait for the device in each step."""
+Bool = Annotated[bool, Strict()]
+
+
+def _way_to_compile(value: object) -> object:
+    """The word for true and false, as it was written before there were several ways."""
+    return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
+
+
+_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class PerformanceOptions:
+    """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
+
+    attention: Literal["sdpa", "naive", "varlen"] = option("sdpa", "varlen: one kernel for all sizes (CUDA)")
+    attention_backend: Literal["cudnn", "flash", "efficient", "math", "auto"] = option(
+        "auto", "kernel of sdpa; auto = torch's choice, but cuDNN's only if named"
+    )
+    packed: Bool = option(True, "crops of all sizes in one pass (default true); exact")
+    channels_last: Bool | None = option(
+        None, "convolutions with the channels innermost in memory (default: on a GPU); exact"
+    )
+    cls_only_last_block: Bool = option(True, "the last block for the CLS token alone (default true); exact")
+    compile: _Compile = option(
+        "off",
+        "torch.compile each block; same up to rounding. reduce-overhead: CUDA graphs; true = default, false = off",
+        stages=(0, 1, 2),
+    )
+    teacher_copy: Bool | None = option(
+        None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 2e8 weights)"
+    )
+    frozen_teacher: Literal["whole", "sharded", "offloaded"] = option("whole", "sharded, offloaded: cut by ZeRO 3")
+    deterministic: Bool = option(False, "kernels that add up in the same order in every run (GPU; slower)")
+
+
+@dataclasses.dataclass(frozen=True)
+class DsConfig:
+    """A ds JSON resolved for one run. `raw` is it with all that was open filled in; `notes` say what was filled in.
+
+    micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
+    0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
+    """
+
+    raw: dict[str, Any]
+    micro_batch: int
+    accumulation: int
+    stage: int
+    precision: str
+    dynamic_loss_scale: bool
+    clipping: float
+    checkpoint_blocks: int | str
+    checkpoint_on_cpu: bool
+    performance: PerformanceOptions
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def for_deepspeed(self) -> dict[str, Any]:
+        return {key: value for key, value in self.raw.items() if key not in LOGGERS}
+
+    @property
+    def loggers(self) -> dict[str, dict[str, Any]]:
+        return {key: self.raw[key] for key in LOGGERS if key in self.raw}
+
+    def keeps_teacher_copy(self, on_gpu: bool, weights: int) -> bool:
+        """Whether the teacher's matrices are kept in the engine's precision too; by default for small networks on a
+        GPU, where launching the casts takes time."""
+        asked = self.performance.teacher_copy
+        return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
+
+
+def offloads_optimizer(zero: dict[str, Any]) -> bool:
+    """Whether a zero_optimization section puts the optimizer's state on another device."""
+    return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
+
+
+def offloads_weights(zero: dict[str, Any]) -> bool:
+    return bool(zero.get("offload_param", {}).get("device", "none") != "none")

@@ -1,0 +1,177 @@
+"""Reads the classes that settings are declared in, all in one language: keys of a recipe, keys of a ds JSON and options
+of commands are pydantic fields, which say their type, range, default and help. No torch here.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from dino_ds.basics.names import as_written, did_you_mean
+from dino_ds.config.fields import Length, Ramp
+
+COMMAND_LINE = "command line"
+"""The origin of a value that no file has."""
+NONE_WORDS = ("none", "null")
+_WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
+_WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight"}
+_SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_WANTED = {"int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false"}
+_WANTED |= {"string": "text", "tuple": "a range such as 0.4,1", "list": "a list of text", "model": "a section"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting: its name as it is typed (dotted in sections), and the pydantic field that declares it."""
+
+    name: str
+    info: FieldInfo
+
+    @property
+    def description(self) -> str:
+        return self.info.description or ""
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """What `option` of config.fields was given in addition to a default and a description."""
+        facts = self.info.json_schema_extra
+        return facts.get(name, default) if isinstance(facts, dict) else default
+
+    @property
+    def default(self) -> str:
+        """The default as help shows it."""
+        shown = self.fact("shown")
+        return "required" if self.info.is_required() else shown or show_value(self.info.default)
+
+    @functools.cached_property
+    def members(self) -> tuple[tuple[Any, list[Any]], ...]:
+        """The types that a value may have (`X | None` has two), each with its limits and validators."""
+        is_union = get_origin(self.info.annotation) in (Union, types.UnionType)
+        parts = get_args(self.info.annotation) if is_union else (self.info.annotation,)
+        found = []
+        for part in parts:
+            limits = [*self.info.metadata]
+            if get_origin(part) is typing.Annotated:
+                part, *more = get_args(part)
+                limits += [limit for one in more for limit in getattr(one, "metadata", [one])]
+            found.append((part, limits))
+        return tuple(found)
+
+    @property
+    def type(self) -> str:
+        """The type in words, with its limits or the words that are allowed."""
+        return " or ".join(_type_text(part, limits) for part, limits in self.members)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The words that are allowed, of which a value is one or, with commas between them, several."""
+        parts = [get_args(part)[0] if get_origin(part) is tuple else part for part, _ in self.members]
+        return tuple(word for part in parts if get_origin(part) is Literal for word in map(str, get_args(part)))
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it needs no value on the command line."""
+        return self.members[0][0] is bool and not self.takes_none
+
+    @property
+    def takes_none(self) -> bool:
+        return any(part is types.NoneType for part, _ in self.members)
+
+    @property
+    def takes_words(self) -> bool:
+        """Whether several words of the command line are its value."""
+        part, limits = self.members[0]
+        return get_origin(part) is tuple and not limits
+
+    @property
+    def takes_list(self) -> bool:
+        """Whether its value is several parts with commas between them."""
+        return get_origin(self.members[0][0]) is tuple and not self.takes_words
+
+    def read(self, value: Any, show: Callable[[Any], str] = as_written) -> Any:
+        """A value as the type has it, from what a file or the command line says. Raises ValueError that says why not;
+        `show` writes values in it."""
+        if self.takes_none and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
+            return None
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            problems = error.errors()
+            others = [one for one in problems if one["type"] != "literal_error"]
+            words = f" or {', '.join(self.choices)}" if 0 < len(others) < len(problems) else ""
+            raise ValueError(_say((others or problems)[0], show) + words) from None
+
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
+        return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
+
+
+@functools.cache
+def options_of(schema: type) -> dict[str, Option]:
+    """The settings of a class and of its sections, by name in their order."""
+    found: dict[str, Option] = {}
+    for name, info in schema.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        if hasattr(info.annotation, "__pydantic_fields__"):
+            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(info.annotation).items()}
+        else:
+            names = {name.removesuffix("_"): info}  # from_: a word of Python's
+        found |= {name: Option(name, info) for name, info in names.items()}
+    return found
+
+
+def show_value(value: object) -> str:
+    """A value as one writes it in YAML and on the command line."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return ",".join(show_value(part) for part in value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def problem_lines(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+    """A line for each problem. given: dotted name -> (raw value, where it came from)."""
+    return [line for problem in error.errors() for line in _lines(problem, given)]
+
+
+def _lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+    name = ".".join(part for part in problem["loc"] if isinstance(part, str))
+    origin = given[name][1] if name in given else None
+    where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
+    where = f"--{name}: " if origin == COMMAND_LINE else where
+    return [where + line for line in _say(problem).splitlines()]
+
+
+def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:
+    """pydantic's error in our words: what was given, what is allowed."""
+    value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        allowed = [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
+        return f"{show(value)} is not one of {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+    if kind in _BOUNDS:
+        return f"{show_value(value)} must be {_BOUNDS[kind]} {show_value(next(iter(context.values())))}"
+    if kind in ("missing", "too_long"):
+        return f"{show(value)} is not a range of two numbers such as 0.4,1"
+    wanted = next((words for start, words in _WANTED.items() if kind.startswith(start)), None)
+    return f"{show(value)} is not {wanted}" if wanted else f"{show(value)}: {problem['msg']}"
+
+
+def _type_text(part: Any, limits: list[Any]) -> str:
+    if get_origin(part) is Literal:
+        return ", ".join(map(str, get_args(part)))
+    if get_origin(part) is tuple:
+        first, second = (get_args(one)[0] if get_origin(one) is typing.Annotated else one for one in get_args(part))
+        return "low,high" if second is float else "numbers" if first in (int, float) else "names"
+    signs = [f"{sign} {show_value(getattr(m, key))}" for m in limits for key, sign in _SIGNS.items() if hasattr(m, key)]
+    return _WORDS[get_origin(part) or part] + (f" {', '.join(signs)}" if signs else "")

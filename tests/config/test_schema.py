@@ -1,0 +1,104 @@
+"""One declaration says all of a setting: what a command or a section declares, here in a test alone, is in help, is
+parsed, is checked, and reaches the function.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import Field
+
+import dino_ds.cli.main as cli
+from dino_ds.config.begun_with import is_free
+from dino_ds.config.fields import Count, Listed, Positive, Section, option
+from dino_ds.config.schema import options_of
+from dino_ds.errors import ConfigError
+from dino_ds.options.definition import COMMANDS, Json, Model, command
+from dino_ds.options.flags import parse_flags
+from dino_ds.options.help_text import help_text
+from dino_ds.options.python_values import words_of
+
+
+def count_toys(options: Any) -> None:
+    print(options)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> type:
+    """The options of a command that this file alone knows."""
+    monkeypatch.setitem(COMMANDS, "toy", COMMANDS["train"])  # removed again afterwards
+
+    @command("toy", f"{__name__}:count_toys", "look", loads_torch=False)
+    class ToyOptions:
+        """counts toys"""
+
+        model: Model
+        rounds: Annotated[Count, Field(le=9)] = option(2, "how often they are counted")
+        ways: Listed[Literal["up", "down"]] = option(("up",), "comma-separated list of")
+        seconds: Positive | None = option(None, "time for it", shown="as long as it takes")
+        from_: str | None = option(None, "the toy to begin with")
+        json: Json = False
+
+    return ToyOptions
+
+
+def test_a_command_is_declared_in_one_place(toy: type, capsys: pytest.CaptureFixture[str]):
+    words = "toy ball --rounds=3 --ways down,up,down --from bear --json"
+    cli.main(words.split())
+    made = toy(model="ball", rounds=3, ways=("down", "up"), from_="bear", json=True)
+    assert capsys.readouterr().out == f"{made}\n"
+    python = {"model": "ball", "rounds": 3, "ways": ("down", "up"), "from_": "bear"}
+    assert parse_flags(COMMANDS["toy"], words_of(COMMANDS["toy"], python, {})).fixed == {
+        "model": "ball", "rounds": 3, "ways": ("down", "up"), "from": "bear",
+    }  # fmt: skip
+    assert "  toy  " in help_text([]) and "counts toys" in help_text([])
+    for row in (
+        "--rounds N   how often they are counted (2)",
+        "--ways X,X   comma-separated list of: up, down (up)",
+        "--seconds N  time for it (as long as it takes)",
+        "--from X     the toy to begin with (none)",
+        "--json       print one JSON object (false)",
+    ):
+        assert f"  {row}\n" in help_text(["toy", "--help"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("toy", "no model is given: dino-ds toy MODEL, a run folder"),
+        ("toy a --rounds 10", "--rounds: 10 must be <= 9"),
+        ("toy a --ways up,dwn", "--ways: 'dwn' is not one of up, down. Did you mean down?"),
+        ("toy a --ways ,", "--ways: it names nothing"),
+        ("toy a --seconds inf", "--seconds: 'inf' is not a number"),
+        ("toy a --secnds 3", "--secnds: unknown option. Did you mean --seconds?"),
+        ("toy a --json maybe", "unexpected word 'maybe': "),
+        ("toy a up", "unexpected word 'up': write --ways up"),
+    ],
+)
+def test_values_are_checked_by_what_is_declared(toy: type, typed: str, says: str):
+    with pytest.raises(ConfigError) as caught:
+        cli.prepare(typed.split())
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="less than or equal to 9"):
+        toy(model="a", rounds=10)
+
+
+def test_a_key_of_a_recipe_is_declared_in_one_place():
+    """Its type, range, default and meaning in help; whether a resumed run may change it."""
+
+    class Toys(Section):
+        share: Annotated[float, Field(ge=0, lt=1)] = option(0.5, "part of the toys")
+        names: tuple[str, ...] | None = option(None, "names of toys", learned=False)
+
+    share, names = options_of(Toys).values()
+    assert (share.name, share.type, share.default, share.description) == (
+        "share", "number >= 0, < 1", "0.5", "part of the toys",
+    )  # fmt: skip
+    assert (names.type, names.default, names.fact("learned", True)) == ("names or none", "none", False)
+    assert share.read("1e-1") == 0.1 and names.read("none") is None
+    with pytest.raises(ValueError, match="1 must be < 1"):
+        share.read("1")
+    assert [is_free(key) for key in ("data.workers", "eval.k", "log_every", "seed", "data", "data.gone", "gone")] == [
+        True, True, True, False, False, False, False,
+    ]  # fmt: skip
