@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dino_ds.config.sections import OptimizerSection
 from dino_ds.engine.lars import Lars
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
@@ -44,20 +43,6 @@ class OptimizerOptions:
     eps: float = 1e-8
     momentum: float = 0.9
     trust: float = 0.001
-
-    @staticmethod
-    def of(section: OptimizerSection) -> OptimizerOptions:
-        """Those of a recipe."""
-        return OptimizerOptions(
-            section.layer_decay,
-            section.patch_embed_lr,
-            section.clip_by,
-            section.kind,
-            (section.beta1, section.beta2),
-            section.eps,
-            section.momentum,
-            section.trust,
-        )
 
 
 ONE_RATE = OptimizerOptions()

@@ -33,14 +33,13 @@ class Reports:
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
         self._meter = Meter(("loss", *run.step.objective.scalars, "constant_images"), run.step.engine.device)
-        self.clock = Clock(run.recipe.data.global_batch)
+        self.clock = Clock(run.options.global_batch)
         self._throughput = ThroughputMonitor(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         warmup = run.step.schedules.warmup_steps
-        balanced = run.recipe.objective.centering == "sinkhorn"
         self._collapse = [
-            (entropy, CollapseAlarm(entropy.prototypes, warmup, entropy.rows, balanced))
+            (entropy, CollapseAlarm(entropy.prototypes, warmup, entropy.rows, run.options.balanced))
             for entropy in run.step.objective.entropies
         ]
         self._constant = ConstantImages()
@@ -61,7 +60,7 @@ class Reports:
 
     def write(self, out: MicroStep) -> None:
         """Write the line of metrics of a step, and the alarms that follow from it."""
-        run, schedule = self._run, out.schedule
+        run, schedule, predicted = self._run, out.schedule, self._run.options.predicted_gib
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -73,7 +72,7 @@ class Reports:
         kls = {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         record = {
             "step": run.step.applied_steps,
-            "images": run.step.applied_steps * run.recipe.data.global_batch,
+            "images": run.step.applied_steps * run.options.global_batch,
             "epoch": run.state.position.epoch,
             "loss": means["loss"],
             **{name: means[name] for name in objective.scalars},
@@ -95,7 +94,7 @@ class Reports:
             **_read_host(),
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
-            **({} if run.predicted_gib is None else {"memory_predicted_gib": run.predicted_gib}),
+            **({} if predicted is None else {"memory_predicted_gib": predicted}),
         }
         # Constant images are reported once, whatever the number of terms.
         constant = [means["constant_images"], *[0.0] * len(self._collapse)]
@@ -117,7 +116,7 @@ class Reports:
         before, step = self._last_gpu
         steps = self._run.step.applied_steps - step
         self._last_gpu = gpu, self._run.step.applied_steps
-        images = steps * self._run.recipe.data.global_batch // distributed.world_size()
+        images = steps * self._run.options.global_batch // distributed.world_size()
         return gpu, gpu.metrics(before, images)
 
     def collect_bad_images(self) -> None:
@@ -132,8 +131,8 @@ class Reports:
             run.state.bad_images.add(name)
             self._log.info(f"unreadable image skipped: {name}")
         self._bad_images.clear()
-        drawn, fraction = run.images_drawn, run.recipe.data.max_bad_fraction
-        limit = allowed_bad_images(fraction, drawn, run.images)
+        drawn, fraction = run.images_drawn, run.options.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(run.state.bad_images) > limit:
             self._log.info(*self._saver.saving.finish())
             raise DataError(
@@ -165,8 +164,10 @@ class Reports:
         knn = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
         self._log.progress(record["step"], f"{short}, {speed}{knn}")
         if not self._log.shows_bar:
-            left = (run.last_step - record["step"]) * run.recipe.data.global_batch / rate
-            self._log.info(f"step {record['step']}/{run.last_step}  {short}, {speed}, {_duration(left)} left{knn}")
+            left = (run.options.last_step - record["step"]) * run.options.global_batch / rate
+            self._log.info(
+                f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left{knn}"
+            )
 
 
 def _read_host() -> dict[str, float]:
