@@ -1,4 +1,4 @@
-"""Into the process group of the launcher, and out of it at the end."""
+"""Joins the process group of the launcher, and leaves it at the end."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _join(timeout: timedelta) -> None:
 
 
 def _share_cores() -> None:
-    """Threads of torch's operators on the host: this rank's share of its cores, unless the user has said."""
+    """Give torch's operators on the host this rank's share of its cores, unless the user has set their threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
 

@@ -15,8 +15,9 @@ from dino_ds.health.beat import Beat
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_steps import BadSteps
+from dino_ds.run.image_reports import constant_images
 from dino_ds.run.intervals import SaveClock
-from dino_ds.run.reports import Reports, constant_images
+from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
 from dino_ds.run.saver import Saver
 from dino_ds.run.stop import StopRequests
@@ -85,7 +86,7 @@ class Loop:
             except DataTimeout:
                 self._data_timed_out = True
                 return None
-        self._reports.loaded(batch.bad, feed.take_notes())
+        self._reports.images.loaded(batch.bad, feed.take_notes())
         return batch
 
     def _train(self, batch: Batch, inputs: Inputs, feed: Feed) -> MicroStep:
@@ -115,14 +116,14 @@ class Loop:
         self._clock.step()
         if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
             run.step.flags.set("stop")
-        self._log.info(*self._saver.saving.look())
+        self._log.info(*self._saver.saving.poll())
         self._settle_save_interval()
         self._log.progress(done)
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
             self._reports.write(out)
         elif done == 1:
-            self._reports.collect_bad_images()  # report unreadable images after the first step
+            self._reports.images.report_unreadable()
         stop = run.step.flags.count("stop") > 0 and not last
         evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:
@@ -181,7 +182,7 @@ class Loop:
         self._beat.enter("save", self._run.step.applied_steps)
         self._saver.check_folder()
         with self._clock.paused():
-            self._reports.collect_bad_images()
+            self._reports.images.report_unreadable()
             self._log.info(*self._saver.save(wait))
 
     def _settle_save_interval(self) -> None:
