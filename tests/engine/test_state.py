@@ -332,21 +332,26 @@ def _refused(setup, saved, network):
     return "loaded", False
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_another_network_is_refused(stage):
+@pytest.mark.parametrize(
+    ("setup", "prototypes", "message"),
+    [
+        *(
+            (
+                Setup(stage),
+                48,
+                "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]",
+            )
+            for stage in (0, 3)
+        ),
+        (Setup(2, kind="lars"), 40, "the checkpoint has the moments of adamw, optimizer.kind is lars"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_network_or_optimizer_is_refused(setup, prototypes, message):
+    """On all ranks, and nothing of it has moved the weights."""
     saved, _, _ = straight(Setup(2))
-    for message, untouched in run_on_ranks(_refused, Setup(stage), saved, tiny_network(prototypes=48)):
-        assert message == (
-            "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
-        )
-        assert untouched
-
-
-def test_the_moments_of_another_optimizer_are_refused():
-    saved, _, _ = straight(Setup(2))
-    message = "the checkpoint has the moments of adamw, optimizer.kind is lars"
-    for found, untouched in run_on_ranks(_refused, Setup(2, kind="lars"), saved, tiny_network()):
-        assert found == message and untouched
+    found = run_on_ranks(_refused, setup, saved, tiny_network(prototypes=prototypes))
+    assert found == [(message, True)] * 2
 
 
 def test_a_state_from_before_there_were_other_optimizers_is_adamw_s():

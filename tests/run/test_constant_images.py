@@ -8,7 +8,7 @@ from PIL import Image
 
 from dino_ds.health.collapse import WINDOWS, CollapseAlarm
 from dino_ds.run.image_reports import ConstantImages, constant_images
-from tests.engine.test_levers import HostReads
+from tests.engine.test_speed_options import HostReads
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny
 
