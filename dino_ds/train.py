@@ -68,7 +68,7 @@ from dino_ds.run.saver import Saver
 
 
 class _Request(NamedTuple):
-    """What the user wants in addition to the recipe: see `train`."""
+    """The wishes of the user in addition to the recipe: see `train`."""
 
     options: TrainOptions
     ds: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What the loop needs of a recipe: plain values, and two functions of batches."""
+"""Takes out of a recipe everything that the loop needs: plain values, and two functions of batches."""
 
 from __future__ import annotations
 

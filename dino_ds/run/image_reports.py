@@ -95,7 +95,7 @@ class ConstantImages:
 
 
 def constant_images(crops: list[Tensor]) -> Tensor:
-    """Which images have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
+    """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
 
     Only a grid of about 32 x 32 pixels is looked at.
     """

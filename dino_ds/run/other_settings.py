@@ -85,7 +85,7 @@ def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
-    """How a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
+    """The way a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
     ranks = f"{this['world_size']} rank{'s' if this['world_size'] > 1 else ''}"
     offload = ", offloaded" if this["offload"] else ""
     parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]

@@ -22,7 +22,7 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands between two steps; `images` counts those that its teacher has seen so far.
+    """A place between two steps of a run; `images` counts those that its teacher has seen so far.
 
     Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress.
     """
@@ -65,7 +65,7 @@ class AtStep(Protocol):
 
 @dataclass
 class RunState:
-    """Where a run stands, apart from its tensors and its step; a checkpoint keeps it."""
+    """The place of a run apart from its tensors and its step; a checkpoint keeps it."""
 
     position: Position = field(default_factory=Position)
     skipped_steps: int = 0

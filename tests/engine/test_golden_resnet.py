@@ -157,7 +157,7 @@ def test_features_of_timm_s_resnets_are_torchvision_s(name: str) -> None:
 
 
 def _by_formula(key: str, t: int, like: Tensor) -> Tensor:
-    """Of entry `t` of the state, by its name and shape."""
+    """Values of entry `t` of the state, by its name and shape."""
     w = torch.cos(0.7 * torch.arange(like.numel(), dtype=torch.float64) + t).view(like.shape)
     if key.endswith("running_var"):
         return 1 + 0.2 * w

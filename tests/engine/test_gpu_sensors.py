@@ -22,7 +22,7 @@ class _NvmlError(Exception):
 
 
 def _fake_nvml(**changes):
-    """As the module pynvml: functions of a handle, in NVML's units."""
+    """A stand-in for the module pynvml: functions of a handle, in NVML's units."""
     nvml = types.ModuleType("pynvml")
     values = {
         "nvmlInit": lambda: None,

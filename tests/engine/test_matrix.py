@@ -151,7 +151,7 @@ def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
 
 
 def _precisions():
-    """What each precision computes and stores in."""
+    """Whether student and teacher are stored as they should be in each precision, and the dtype of a forward pass."""
     found = {}
     for precision in ("fp32", "bf16", "fp16"):
         step = build_step(ds_config(1, precision, BATCH))

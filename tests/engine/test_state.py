@@ -41,7 +41,7 @@ OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine runs."""
+    """Stage, precision, ranks and options of an engine."""
 
     stage: int
     precision: str = "fp32"
@@ -60,7 +60,7 @@ class Setup:
         return hash(str(self))
 
     def features(self) -> tuple[Any, ...]:
-        """What a sample of setups must show of each."""
+        """The values that a sample of setups must show."""
         return self.stage, self.precision, self.world, self.accumulation, [*self.zero, *self.sections], self.kind
 
 
@@ -92,7 +92,7 @@ def _build(setup):
 
 
 def _take(step):
-    """This rank's part, and what a run saves beside it."""
+    """This rank's part, and what a run saves in addition."""
     state = step.engine.state()
     tensors = {name: tensor.cpu().clone() for name, tensor in state.tensors.items()}
     assert all(tensor.ndim == 1 and tensor.dtype == torch.float32 for tensor in tensors.values())
@@ -119,7 +119,7 @@ def _straight(setup, windows, more):
 
 
 def _resume(setup, saved, more):
-    """In a new engine: the state right after loading, the masters by the teacher's way, and the training after it."""
+    """Load into a new engine: the state right after it, the masters by the teacher's way, and the later training."""
     step = _build(setup)
     saved.read_elements = 0
     step.engine.load_state(saved)
@@ -132,7 +132,7 @@ def _resume(setup, saved, more):
 
 @functools.cache
 def straight(setup, more=2, windows=SAVED_AT):
-    """What a run saved after `windows` windows, its losses in `more` further ones, and its state after them."""
+    """The state of a run after `windows` windows, its losses in `more` further ones, and its state after them."""
     taken, losses, ended = zip(*run_on_ranks(_straight, setup, windows, more, world=setup.world), strict=True)
     return _gathered(taken), losses[0], _gathered(ended)
 

@@ -22,7 +22,7 @@ def _blacken(paths, same_size=False):
 
 
 def test_crops_without_contrast():
-    """In every channel and both global crops; of a float image the noise of arithmetic is no contrast."""
+    """Every channel of both global crops counts; the noise of float arithmetic is no contrast."""
     noise = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     flat = torch.full((5, 3, 64, 64), -2.1) + 1e-6 * noise
     one, two = noise.clone(), noise.clone()

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, TensorBoard, teacher, configs."""
+"""The files that a run leaves behind: metrics, TensorBoard, teacher, configs."""
 
 from __future__ import annotations
 

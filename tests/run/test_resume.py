@@ -244,7 +244,7 @@ def begun(tmp_path_factory):
      ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
 )  # fmt: skip
 def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
-    """In its own metric where it has one, else in the losses; what was learned before stays."""
+    """It shows in its own metric if it has one, else in the losses; earlier steps stay as they were."""
     root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
     ds = {key: value} if key == "gradient_clipping" else {}
     changes = {} if ds else {key: value}

@@ -465,7 +465,7 @@ def test_stages_that_make_no_sense(words, message):
 
 
 def test_other_images_begin_a_new_epoch(base, tmp_path):
-    """Where they stand in the order of the old ones says nothing."""
+    """A place in the order of the old images means nothing in the new ones."""
     path, other = tmp_path / "stage", image_folder(tmp_path / "other", images=9, seed=1)
     stage = ["--from", str(base), *flags(CONTINUE), "--data.root", str(other), "--length", "2 steps"]
     assert run(words_of(path, *stage)) is None

@@ -243,7 +243,7 @@ def test_the_end_of_a_terminal_stops_the_run_unless_nohup_ignores_it(ignored, of
 
 
 def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path, monkeypatch):
-    """What is still printed then is in log.txt only; the process' own output goes nowhere once a stop was requested."""
+    """Later lines are in log.txt only; the process' own output goes nowhere once a stop was requested."""
     there, here = pty.openpty()
     kept = os.dup(2)
     log = RunLog(tmp_path, 0, 1)
