@@ -33,8 +33,8 @@ def test_weight_decay_and_momentum_go_from_one_end_to_the_other():
     assert (first.teacher_momentum, last.teacher_momentum) == pytest.approx((0.9, 1.0))
 
 
-def test_staircase_with_treads_of_an_epoch():
-    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, tread=2) for i in range(8)]
+def test_staircase_with_one_stair_an_epoch():
+    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, stair=2) for i in range(8)]
     assert values == pytest.approx([0.04, 0.04, 0.055, 0.055, 0.07, 0.07, 0.07, 0.07])
 
 
