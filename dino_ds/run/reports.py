@@ -10,6 +10,7 @@ from dino_ds.basics.host_memory import host_memory_gib, resident_gib
 from dino_ds.engine import distributed
 from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
+from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.health.collapse import CollapseAlarm
 from dino_ds.method.step import MicroStep
 from dino_ds.run.image_reports import ImageReports
@@ -47,7 +48,6 @@ class Reports:
 
     def write(self, out: MicroStep) -> None:
         """Write the line of metrics of a step, and the alarms that follow from it."""
-        run, schedule, predicted = self._run, out.schedule, self._run.options.predicted_gib
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -55,15 +55,32 @@ class Reports:
         rolling, warning = self._throughput.update(**speed, gpu=gpu)
         self.images.report_unreadable()
         self.images.report_constant(means["constant_images"])
-        objective = run.step.objective
-        kls = {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
+        predicted = self._run.options.predicted_gib
         record = {
+            **self._describe_step(means, out.schedule),
+            **speed,
+            **rolling,
+            **hardware,
+            **_read_host(),
+            **self._saver.metrics(),
+            "memory_gib": memory_gib(),
+            **({} if predicted is None else {"memory_predicted_gib": predicted}),
+        }
+        alarms = self._ask_alarms(record)
+        self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
+        self._show_progress(record)
+        self._log.info(*([f"speed    after step {record['step']}: {warning}"] if warning else []), *alarms)
+
+    def _describe_step(self, means: dict[str, float], schedule: ScheduleValues) -> dict[str, Any]:
+        """The metrics of training: progress, losses, schedules, gradient, skipped steps and bad images."""
+        run, objective = self._run, self._run.step.objective
+        return {
             "step": run.step.applied_steps,
             "images": run.step.applied_steps * run.options.global_batch,
             "epoch": run.state.position.epoch,
             "loss": means["loss"],
             **{name: means[name] for name in objective.scalars},
-            **kls,
+            **{entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies},
             "lr": schedule.lr,
             "weight_decay": schedule.weight_decay,
             "teacher_momentum": schedule.teacher_momentum,
@@ -75,25 +92,16 @@ class Reports:
             "skipped_steps": run.state.skipped_steps,
             "bad_images": len(run.state.bad_images),
             "constant_images": means["constant_images"],
-            **speed,
-            **rolling,
-            **hardware,
-            **_read_host(),
-            **self._saver.metrics(),
-            "memory_gib": memory_gib(),
-            **({} if predicted is None else {"memory_predicted_gib": predicted}),
         }
-        # Images of a single color are reported once, whatever the number of terms.
-        constant = [means["constant_images"], *[0.0] * len(self._collapse)]
-        alarms = [
-            alarm.look(run.step.applied_steps, means[entropy.scalar], kls[entropy.kl], part)
-            for (entropy, alarm), part in zip(self._collapse, constant, strict=False)
+
+    def _ask_alarms(self, record: dict[str, Any]) -> list[str]:
+        """Lines of the alarms for a collapse; images of a single color are told to the first one alone."""
+        told = [record["constant_images"], *[0.0] * len(self._collapse)]
+        lines = [
+            alarm.look(record["step"], record[entropy.scalar], record[entropy.kl], constant)
+            for (entropy, alarm), constant in zip(self._collapse, told, strict=False)
         ]
-        self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
-        self._show_progress(record)
-        for line in (f"speed    after step {record['step']}: {warning}" if warning else "", *alarms):
-            if line:
-                self._log.info(line)
+        return [line for line in lines if line]
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
         """The reading of rank 0's GPU, or None, and its metrics; energy counts evaluations and saves too."""
