@@ -133,10 +133,7 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
         assert run_on_ranks(train_tiny, root, run, max_steps=steps, resume="auto") == [None, None]
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
-    for resume in (True, "auto"):  # lost, not on purpose
-        for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=resume):
-            assert "has no checkpoint, and had one" in message
-    (run / "teacher.safetensors").unlink()
+    (run / "teacher.safetensors").unlink()  # else they would be lost: tests/run/test_run_folder.py
     for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=True):
         assert "no checkpoint in" in message and "--resume auto" in message
     assert run_on_ranks(train_tiny, root, run, max_steps=3, resume="auto") == [None, None]
