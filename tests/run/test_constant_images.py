@@ -43,7 +43,7 @@ def test_the_alarm_for_images_of_one_color():
     alarm = CollapseAlarm(4096, warmup_steps=100)
     said = [alarm.look(step, 4.0, 1.0, constant=0.9) for step in range(WINDOWS + 5)]
     assert [i for i, text in enumerate(said) if text] == [WINDOWS - 1] and alarm.on
-    assert "90% of the images are of one colo" in said[WINDOWS - 1] and "look-data" in said[WINDOWS - 1]
+    assert "90% of the images are of one color" in said[WINDOWS - 1] and "look-data" in said[WINDOWS - 1]
     assert "over" in alarm.look(99, 4.0, 1.0, constant=0.1) and not alarm.on
 
 
@@ -60,6 +60,6 @@ def test_a_few_are_named_once_and_a_folder_of_them_is_an_alarm(tmp_path):
     _blacken(paths, same_size=True)
     assert run_on_ranks(train_tiny, root, tmp_path / "all", changes=CHANGES) == [None, None]
     log = log_of(tmp_path / "all")
-    assert f"collapse after step {WINDOWS}: 100% of the images are of one colo" in log
+    assert f"collapse after step {WINDOWS}: 100% of the images are of one color" in log
     assert log.count("image of one color: ") == 20 and "note     16 images that were compared are the same file" in log
     assert [record["constant_images"] for record in read_metrics(tmp_path / "all")] == [1.0] * STEPS
