@@ -36,11 +36,14 @@ _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 class UserError(Exception):
     """An error's message says what was given, what is allowed, what to do; `exit_code` is the process's.
 
-    `said_by_me`: whether this rank prints it; None: rank 0 does.
+    said_by_me: whether this rank prints it, or None where rank 0 does, which `Failures.settle` may decide later.
     """
 
     exit_code = 2
-    said_by_me: bool | None = None
+
+    def __init__(self, *message: object, said_by_me: bool | None = None) -> None:
+        super().__init__(*message)
+        self.said_by_me = said_by_me
 
 
 class ConfigError(UserError):

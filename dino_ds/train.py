@@ -37,38 +37,38 @@ from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import ConfigError, DataError, UserError, unwritable
+from dino_ds.errors import ConfigError, DataError, unwritable
 from dino_ds.evals.runner import EvalRunner
-from dino_ds.health.failures import Failures
-from dino_ds.health.lock import RunLock
-from dino_ds.health.records import Heartbeats
-from dino_ds.health.watchdog import Watchdog, longest_wait
+from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.backbone_checks import check_frozen_statistics
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.method.step import TrainingStep
 from dino_ds.options.run import TrainOptions
 from dino_ds.planning.measure.trial import free_memory
 from dino_ds.planning.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
 from dino_ds.report.during_run import PeriodicPictures
 from dino_ds.run.announcement import announce
-from dino_ds.run.beginning import choose_beginning
+from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
-from dino_ds.run.hold import held
+from dino_ds.run.ending import closing_lines
+from dino_ds.run.folder_files import write_description, write_teacher
+from dino_ds.run.from_recipe import draw_crops, loop_options, nan_inputs
+from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.length_checks import check_lengths
-from dino_ds.run.loggers import Logger, open_loggers
+from dino_ds.run.loggers import open_loggers
 from dino_ds.run.loop import Loop
-from dino_ds.run.memory_guard import MemoryGuard
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.other_images import OtherImages, describe_images, same_images
+from dino_ds.run.other_settings import describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
-from dino_ds.run.stop import StopRequests
 
 
 class _Request(NamedTuple):
-    """What the user wants beside the recipe: see `train`."""
+    """The wishes of the user in addition to the recipe: see `train`."""
 
     options: TrainOptions
     ds: Mapping[str, Any]
@@ -93,10 +93,10 @@ def train(
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
-    ds_overrides: None where the user has named `ds`; else a resumed run keeps its own ds config, a new one on GPUs gets
-    the planner's, each with these keys changed, and `ds` is for a machine without GPUs. given: what the user has given
-    of the recipe, or of that of each of `options.stages`, which are trained one after the other; `recipe` is the first
-    one's. A stage is over once the next one has begun.
+    ds_overrides: keys to change in the ds config of a resumed run, or in the planner's of a new one on GPUs, where `ds`
+    is for a machine without; or None where the user has named `ds`. given: what the user has given of the recipe, or of
+    that of each of `options.stages`, which are trained one after the other; `recipe` is the first one's. A stage is
+    over once the next one has begun.
 
     Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
@@ -105,7 +105,7 @@ def train(
 
 
 def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
-    """`train`, its other arguments in `files`, in a program that outlives it; its SystemExit is from a Stopped."""
+    """Run `train`, with its other arguments in `files`, in a program that outlives it; its SystemExit is of Stopped."""
     request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], caller=caller)
     _train_stages(request, files["recipe"], files["given"])
 
@@ -131,42 +131,26 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
 
 def _train(recipe: Recipe, request: _Request) -> None:
     """One run, from where it stands to its end."""
-    path, rank, ranks = request.path, distributed.rank(), distributed.world_size()
-    lock, heartbeats = RunLock(path), Heartbeats(path)
-    with Watchdog(path, rank, ranks, recipe.hang_seconds, ends_hangs=request.caller is None) as watchdog:
-        beat = watchdog.beat
-        failures, memory_guard = Failures(path, rank, ranks, beat), MemoryGuard(beat)
-        stop_requests = StopRequests(beat, failures.stopped_early, failures.ended_at_once)
-        if request.caller:
-            stop_requests = request.caller.stop_requests(beat)
-        with failures.reported(), stop_requests as stop, memory_guard.explain():
-            init_distributed()
-            with held(lock, heartbeats, beat) as lock_notes:
-                try:
-                    _agree_on_folder(path)
-                    start, machine = _choose_ds_config(recipe, request)
-                    memory = predict(recipe, start.config, machine)
-                    predicted_gib = memory.gib if memory else None
-                    memory_guard.expect(recipe, start.config, predicted_gib)
-                    folder, source, notes = _open_folder(recipe, start, machine, request)
-                    run, saver, more_notes = _build(folder, source, request, predicted_gib)
-                except UserError as error:  # of all ranks
-                    if lock.guards_a_run:
-                        beat.listed = False  # this start was refused: the run in the folder is another start's
-                    else:
-                        failures.settle(error)
-                    raise
-                if rank == 0:
-                    heartbeats.forget_earlier()
-                with closing(run.log):
-                    announce(run, memory, [*notes, *more_notes, *lock_notes], folder.resume)
-                    if start.path != start.why:
-                        run.log.info(f"chosen   {start}")
-                    Loop(run, saver, beat, stop).run(
-                        lambda: build_prefetcher(
-                            run.recipe, source, run.config.micro_batch, run.step.engine.device, run.state.position
-                        )
-                    )
+    with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
+        init_distributed()
+        with FolderLock(request.path, guards).held() as lock:
+            with lock.starting():
+                _agree_on_folder(request.path)
+                start, machine = _choose_ds_config(recipe, request)
+                memory = predict(recipe, start.config, machine)
+                predicted_gib = memory.gib if memory else None
+                guards.memory.expect(recipe, start.config, predicted_gib)
+                folder, source, notes = _open_folder(recipe, start, machine, request)
+                run, saver, more_notes = _build(folder, source, request, predicted_gib)
+            with closing(run.log):
+                announce(run, folder, memory, [*notes, *more_notes, *lock.notes])
+                if start.path != start.why:
+                    run.log.info(f"chosen   {start}")
+                feed = functools.partial(
+                    build_prefetcher, folder.recipe, source, start.config.micro_batch, run.step.engine.device
+                )
+                Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
+                run.log.info(*closing_lines(run, folder.recipe.model))
 
 
 def _agree_on_folder(path: Path) -> None:
@@ -195,7 +179,7 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine
 def _open_folder(
     recipe: Recipe, start: Start, machine: Machine, request: _Request
 ) -> tuple[RunFolder, Source, list[str]]:
-    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for people.
+    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for the log.
 
     Raises UserError, before it looks into an image: for images that are not there, then for too few, then ConfigError
     for more memory predicted than there is.
@@ -228,60 +212,77 @@ def _check_count(source: Source, data: DataSection) -> None:
 def _build(
     folder: RunFolder, source: Source, request: _Request, predicted_gib: float | None
 ) -> tuple[Run, Saver, list[str]]:
-    """The run, new or as its checkpoint has it, its saver, and notes for people; on return the folder is this run's.
+    """The run, new or as its checkpoint has it, its saver, and notes for its log; the folder is then this run's.
 
     Every rank must call it. Raises UserError for data, a ds config or a checkpoint that can't be used, and where the
     disk has no room for one checkpoint.
     """
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = steps_per_epoch(len(source), batch)
-    keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
-    checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
     images = describe_images(source, folder.recipe.data.root)
     other_images = OtherImages(folder.recipe, images, folder.allows_other_images)
+    keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
+    checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
+
+    # Where it begins and ends; the recipe of a stage counts from there.
     begin = choose_beginning(folder, checkpoints, other_images, request.options.from_, request.given)
     recipe, max_steps = folder.recipe, request.options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
-    begin.check_ahead(
-        last_step, str(folder.path), f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
-    )
-    late = check_lengths(recipe, epoch_steps)
+    ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
+    begin.check_ahead(last_step, str(folder.path), ends)
+    notes = [*begin.notes, *check_lengths(recipe, epoch_steps), *same_images(source, images)]
+
+    # What is learned, and what is done between steps.
     evaluations = EvalRunner.build(recipe, source, epoch_steps)
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
-    folder.adopt_run_id(begin.own.manifest if begin.own else None)
+    run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_frozen_statistics(recipe)
     # Weights of a checkpoint take the place of others, whose file may be gone.
     new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
     step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
+    notes += _describe_start(begin, step, recipe)
+
+    # What is saved, and what was.
     teacher = distilled(step.teachers)
-    write_teacher = functools.partial(folder.write_teacher, teacher)
-    description = {**folder.description(), "images": images.to_json(), "frozen_teacher": teacher}
-    saver = Saver(checkpoints, step, state, evaluations, description, write_teacher, recipe.save_in_background)
-    notes = begin.notes + late + same_images(source, images)
+    about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
+    description = describe_settings(recipe, config) | about
+    write = functools.partial(write_teacher, folder.path, recipe, teacher)
+    saver = Saver(checkpoints, step, state, evaluations, description, write, recipe.save_in_background)
+    if begin.own is not None:
+        check_same_teacher(begin.own.manifest, teacher)
+        notes += [*notes_on_changes(begin.own.manifest, recipe, config), *other_images.notes(begin.own.manifest)]
+    notes += begin.load(saver)
+    distributed.set_timeouts(longest_wait(recipe.hang_seconds))
+    log, tidied = _open_log(folder, saver, last_step, request.caller)
+
+    options = loop_options(recipe, len(source), epoch_steps, last_step, predicted_gib)
+    nothing = functools.partial(nan_inputs, recipe, config.micro_batch, step.engine.device)
+    draw = functools.partial(draw_crops, recipe)
+    run = Run(folder.path, options, step, state, evaluations, pictures, log, nan_inputs=nothing, draw_crops=draw)
+    return run, saver, [*notes, *tidied]
+
+
+def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> list[str]:
+    """Notes on the weights that the run begins with, and on the teacher that is distilled."""
+    notes = []
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
     elif begin.own is None and begin.before is None:
         notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
-    notes += describe_distillation(step.teachers, recipe)
-    if begin.own is not None:
-        check_same_teacher(begin.own.manifest, teacher)
-        notes += [*folder.notes_on(begin.own.manifest), *other_images.notes(begin.own.manifest)]
-    notes += begin.load(saver)
-    distributed.set_timeouts(longest_wait(recipe.hang_seconds))
-    if step.applied_steps < last_step:
+    return [*notes, *describe_distillation(step.teachers, recipe)]
+
+
+def _open_log(folder: RunFolder, saver: Saver, last_step: int, caller: Caller | None) -> tuple[RunLog, list[str]]:
+    """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
+    step = saver.step.applied_steps
+    if step < last_step:
         saver.check_space()
     with distributed.raise_on_all_ranks():
-        loggers = open_loggers(config.loggers, folder.path, str(folder.run_id))
-    folder.write()
-    notes += saver.tidy()
-    log = _open_log(folder.path, step.applied_steps, last_step, loggers, request.caller)
-    facts = (recipe, config, folder.path, len(source), epoch_steps, last_step, predicted_gib)
-    return Run(*facts, step, state, evaluations, pictures, log), saver, notes
-
-
-def _open_log(path: Path, step: int, last_step: int, loggers: Mapping[str, Logger], caller: Caller | None) -> RunLog:
+        loggers = open_loggers(folder.config.loggers, folder.path, str(folder.run_id))
+    write_description(folder.path, folder.recipe, folder.config, str(folder.run_id), folder.origin)
+    notes = saver.tidy()
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(path, step, last_step, loggers, caller.tell if caller else None)
+            return RunLog(folder.path, step, last_step, loggers, caller.tell if caller else None), notes
         except OSError as error:
-            raise unwritable(error.filename or path, error) from None
+            raise unwritable(error.filename or folder.path, error) from None

@@ -12,7 +12,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.step import Inputs, TrainingStep
 from tests.engine.harness import ds_config, fp32_student
@@ -61,7 +61,7 @@ def _trajectory(name: str, stage: int) -> None:
     network = build_network(recipe, PerformanceOptions(), objective=objective)
     network.load_state_dict(_initial(name, recorded))
     config = ds_config(stage, "fp32", 4, gradient_clipping=0.5)
-    options = OptimizerOptions.of(recipe.optimizer)
+    options = optimizer_options(recipe.optimizer)
     engine = Engine(network, config, options)
     teachers = build_teachers(recipe, config, engine, objective)
     step = TrainingStep(engine, teachers, objective, build_schedules(recipe, 2), recipe.groups)

@@ -16,7 +16,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method import gram_teacher as gram
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
@@ -151,7 +151,7 @@ def _trajectory(name: str, stage: int) -> None:
         del initial[_MASK_TOKEN]
     network.load_state_dict(initial)
     config = ds_config(stage, "fp32", 4, gradient_clipping=0.5)
-    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
+    engine = Engine(network, config, optimizer_options(recipe.optimizer))
     teachers = _teachers_of(name, recipe, config, engine, objective)
     schedules: Any = _RecordedSchedules(recipe, name)
     step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)

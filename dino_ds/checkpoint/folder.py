@@ -27,7 +27,6 @@ from dino_ds.checkpoint.manifest import (
     read_manifest,
     step_name,
 )
-from dino_ds.config.begun_with import ENVIRONMENT
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError
 
@@ -92,7 +91,7 @@ class Checkpoints:
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
             manifest = read_manifest(folder)
             if run_id not in (None, manifest.run_id):
-                says = self.folder.parent / ENVIRONMENT
+                says = self.folder.parent / "environment.json"
                 raise CheckpointError(f"checkpoint step {step} in {self.folder} is of another run than {says} says")
             check_present(folder, manifest)
         except CheckpointError as error:

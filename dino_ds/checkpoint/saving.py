@@ -108,7 +108,7 @@ class Saving:
             lines += self._background_tasks.wait(must=True)
         return lines
 
-    def look(self) -> list[str]:
+    def poll(self) -> list[str]:
         """After each applied step: commits a save that all ranks have written; lines to say. Raises StorageError."""
         lines, pending = self._background_tasks.ended(), self._pending
         if pending is not None:

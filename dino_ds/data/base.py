@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from PIL import Image
-
-_DEVIATIONS = 4.0
 
 
 class UnreadableImage(Exception):
@@ -45,16 +42,3 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """One printable line: the file's path, or such as cifar10/train/17."""
         ...
-
-
-def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
-    """The most unreadable images among the first `sampled` different ones of `images` before the data is given up.
-
-    Images come in random order, so this is what data with exactly `fraction` of unreadable images shows, plus 4
-    standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is ceil(fraction *
-    images) once all were met. Data twice as bad as allowed is found out after about 16 / fraction images, a folder
-    without readable images at once, and one bad file among the first stops no run unless `fraction` is 0.
-    """
-    sampled = min(sampled, images)
-    expected = fraction * sampled
-    return math.ceil(expected + _DEVIATIONS * math.sqrt(expected * (1 - sampled / images)))

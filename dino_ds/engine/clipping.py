@@ -1,4 +1,4 @@
-"""The norm of the gradient over all ranks, and clipping: of the whole network by DeepSpeed, or of each part of it here.
+"""Computes the norm of the gradient over all ranks, and clips each part of the network, where DeepSpeed clips it whole.
 
 Source of clipping by part: facebookresearch/dinov2 clips backbone, DINO head and iBOT head each by its own norm.
 """
@@ -33,7 +33,7 @@ def check_clip_by_part(config: DsConfig) -> None:
 
 
 def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of `network` by the part that they are clipped with, in the network's order; at stage 0."""
+    """The parameters of `network` by the part that they are clipped with, in the network's order, at stage 0."""
     part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
     parts: dict[str, list[nn.Parameter]] = {}
     for parameter in network.parameters():
@@ -42,7 +42,7 @@ def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[
 
 
 def norm_of_parts(parts: list[list[nn.Parameter]]) -> tuple[Tensor, list[Tensor]]:
-    """The norm of all gradients and those of the parts, scalars on the device; at stage 0."""
+    """The norm of all gradients and the norms of the parts, scalars on the device, at stage 0."""
     norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms)), norms
 
@@ -51,8 +51,8 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
     """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce.
 
     DeepSpeed starts two kernels for each parameter and copies a constant to the device for each group. The same number:
-    in FP64, infinite where a gradient is not finite. With an offloaded optimizer its own way stays: on the host.
-    clip_parts: above 0 each part's norm is clipped to it, by us: DeepSpeed's own gradient_clipping must be 0.
+    in FP64, infinite if a gradient is not finite. With an offloaded optimizer DeepSpeed's own way stays, on the host.
+    clip_parts: above 0 each part's norm is clipped to it here, and DeepSpeed's own gradient_clipping must be 0.
     """
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         return
@@ -71,7 +71,7 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
 class _ShardedGradient:
     """The gradients that this rank owns under ZeRO 1 to 3, by the part that they are clipped with.
 
-    `limit` 0: DeepSpeed clips.
+    limit: the largest norm of a part, or 0 where DeepSpeed clips.
     """
 
     def __init__(self, optimizer: Any, limit: float) -> None:
@@ -83,7 +83,10 @@ class _ShardedGradient:
         self._part_of = [self._parts.index(part) for part in parts]
 
     def norm(self) -> Tensor:
-        """Of all gradients, times the loss scale: a scalar on the device, FP32, infinite if not finite. Collective."""
+        """The norm of all gradients times the loss scale: a scalar on the device, FP32, infinite if one is not finite.
+
+        A collective.
+        """
         owned: list[list[Tensor]] = [[] for _ in self._parts]
         for i, gradients in self._optimizer.averaged_gradients.items():
             owned[self._part_of[i]] += [g.detach() for g in gradients or () if _is_owned(g)]
@@ -97,7 +100,7 @@ class _ShardedGradient:
         return torch.where(norm.isfinite(), norm, torch.inf)
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
-        """In DeepSpeed's stead, after `norm`: of one of the master shards, by its index (ZeRO 3) or its gradient."""
+        """Do in DeepSpeed's stead, after `norm`, one of the master shards, by its index (ZeRO 3) or its gradient."""
         shards = master_shards(self._optimizer)
         i = shard if isinstance(shard, int) else next(i for i, m in enumerate(shards) if m.grad is shard[0])
         gradient = shards[i].grad
@@ -110,9 +113,9 @@ def _is_owned(gradient: Tensor) -> bool:
 
 
 def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
-    """Clip the gradients of DeepSpeed's BF16_Optimizer by part, and give their norm before it.
+    """Clip the gradients of DeepSpeed's BF16_Optimizer by part; their norm before it.
 
-    They are FP32 and whole on every rank, and have no loss scale.
+    They are FP32, whole on every rank, and have no loss scale.
     """
     parts: dict[str, list[Tensor]] = {}
     for i, group in enumerate(optimizer.optimizer.param_groups):
@@ -126,12 +129,12 @@ def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
 
 
 def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """A scalar, FP64."""
+    """The sum of all squared elements, a scalar in FP64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
 
 
 def _clip_factors(squares: Tensor, limit: float, scale: float) -> Tensor:
-    """Of parts whose gradients, times `scale`, have these squared norms (parts,): at most 1, FP32."""
+    """Factors, at most 1 and FP32, of parts whose gradients times `scale` have these squared norms (parts,)."""
     return (limit / (squares.sqrt() / scale + _EPS)).clamp(max=1.0).float()

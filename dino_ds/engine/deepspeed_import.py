@@ -1,4 +1,4 @@
-"""The first import of DeepSpeed, which prints warnings to standard output: without a CUDA toolkit, for one."""
+"""Imports DeepSpeed, which prints warnings to standard output, such as about a missing CUDA toolkit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dino_ds.basics.own_code import explaining_interrupted
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed; what it prints goes to stderr, as standard output is for results such as a bench's JSON.
+    """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON.
 
     Raises ConfigError where an earlier import of it was interrupted.
     """
@@ -24,7 +24,7 @@ def import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _without_mlflow() -> Iterator[None]:
-    """DeepSpeed's autotuner, of no use here, imports it where it is installed: a second and a half, and a thread."""
+    """Keep DeepSpeed's autotuner, of no use here, from importing MLflow: a second and a half, and a thread."""
     hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
     if hides:
         sys.modules["mlflow"] = None  # type: ignore[assignment]

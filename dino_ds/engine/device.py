@@ -1,4 +1,4 @@
-"""The device of this process, and what it can do."""
+"""The device of this process, its abilities and its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fp16_supported() -> bool:
 
 
 def free_memory() -> str:
-    """What is left on this process's GPU and on the host, for people."""
+    """The free memory of this process's GPU and of the host, in words."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -37,7 +37,7 @@ def free_memory() -> str:
 
 
 def use_deterministic_kernels() -> None:
-    """From now on kernels add up in the same order in every run; to be called before anything is computed on a GPU."""
+    """Have kernels add up in the same order in every run; to be called before anything is computed on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     torch.use_deterministic_algorithms(True)
     # It would write NaN into all new memory first, to find those who read it; a pass over the memory each time.
@@ -45,8 +45,8 @@ def use_deterministic_kernels() -> None:
 
 
 def set_convolutions(fastest: bool, tf32: bool) -> None:
-    """From now on: whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether
-    it may compute FP32 ones in TF32, which is torch's default."""
+    """Set whether cuDNN times its kernels on each new size of a convolution and takes the fastest, and whether it may
+    compute FP32 convolutions in TF32, which is torch's default."""
     torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = fastest, tf32
 
 
@@ -60,7 +60,7 @@ def memory_gib() -> float:
 def resident_mib(peak: bool = False) -> float:
     """Resident set of this process, now or at its highest.
 
-    From /proc where it tells: getrusage's maximum begins with that of the process that started this one.
+    Read from /proc where there is one: getrusage's maximum begins with that of the process that started this one.
     """
     status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     for line in status.read_text().splitlines() if status.exists() else []:

@@ -1,4 +1,4 @@
-"""Rank and world size, and the few collectives that dino_ds uses; each is the identity on one process."""
+"""Rank and world size, and the collectives of dino_ds, each of which is the identity on one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """How many processes share this node (LOCAL_SIZE by DeepSpeed's launcher, LOCAL_WORLD_SIZE by torchrun)."""
+    """Number of processes on this node (LOCAL_SIZE by DeepSpeed's launcher, LOCAL_WORLD_SIZE by torchrun)."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -62,7 +62,7 @@ def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
 class GatherRows(torch.autograd.Function):
     """(v, n, d) of every rank, n the same -> (v, ranks * n, d), ranks in order; every rank must call it.
 
-    The gradient of a rank's rows is the sum of what all ranks have for them.
+    The gradient of a rank's rows is the sum of the gradients that all ranks have for them.
     """
 
     @staticmethod
@@ -82,8 +82,10 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
-    """Each of `whole` (ranks * n,) from every rank's shard of it (n,), its part of the same memory; one collective for
-    all of them, which every rank of `group` must call."""
+    """Fill each of `whole` (ranks * n,) from every rank's shard (n,), a part of the same memory, by one collective.
+
+    Every rank of `group` must call it.
+    """
     with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
         for flat, shard in zip(whole, shards, strict=True):
             dist.all_gather_into_tensor(flat, shard, group=group)
@@ -107,7 +109,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """A UserError of one rank inside becomes that error on all ranks, instead of a wait for the one that left.
+    """Raise a UserError of one rank inside on all ranks, which would wait for the one that left.
 
     Every rank must enter it; nothing inside may be a collective.
     """
@@ -123,7 +125,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def naming_the_port() -> Iterator[None]:
-    """Wraps joining a process group. Raises ConfigError where another program has rank 0's port."""
+    """Wrap joining a process group. Raises ConfigError where another program has rank 0's port."""
     try:
         yield
     except RuntimeError as error:
@@ -135,7 +137,7 @@ def naming_the_port() -> Iterator[None]:
 
 @contextmanager
 def agreed_world_size(timeout: timedelta) -> Iterator[None]:
-    """Wraps joining a process group. Raises ConfigError where ranks disagree on the world size: each would wait for
+    """Wrap joining a process group. Raises ConfigError where ranks disagree on the world size: each would wait for
     others that never come."""
     mine, ranks = rank(), world_size()
     if (ranks == 1 and mine == 0) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

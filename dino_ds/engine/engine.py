@@ -13,15 +13,15 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dino_ds.config.ds_values import DsConfig
-from dino_ds.engine import distributed
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
+from dino_ds.engine.deepspeed_engine import initialize
 from dino_ds.engine.lars import Lars, check_lars
 from dino_ds.engine.masters import Masters, masters_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
-from dino_ds.engine.placement import let_go_of, release
+from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
@@ -36,7 +36,7 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class Progress(enum.Enum):
-    """What a call of `Engine.step` did."""
+    """The effect of a call of `Engine.step`."""
 
     ACCUMULATING = "the window of micro-batches goes on"
     SKIPPED = "the window ended, its gradient was not finite, nothing moved"
@@ -46,68 +46,38 @@ class Progress(enum.Enum):
 class Engine:
     """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
 
-    Args: `network` the student, FP32, equal on all ranks; `config` a resolved ds config; `options` of the optimizer,
+    Args: `network`, the student, FP32, equal on all ranks; `config`, a resolved ds config; `options` of the optimizer,
     of learning rates by layer and of clipping. Learning rates and weight decays come with each step through
     `set_groups`. Raises ConfigError if DeepSpeed refuses the config, or it and the options don't go together.
     """
 
     def __init__(self, network: Network, config: DsConfig, options: OptimizerOptions = ONE_RATE) -> None:
-        import deepspeed
-
+        _check_together(config, options)
         self.config, self._kind = config, options.kind
-        if config.performance.attention == "varlen" and not torch.cuda.is_available():
-            raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
-        by_part = options.clip_by != WHOLE
-        if by_part:
-            check_clip_by_part(config)
-        if options.kind == "lars":
-            check_lars(config)
         self._name_of = {id(p): name for name, p in network.named_parameters()}
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
         network.train()
-        buffers = {name: buffer.detach().clone() for name, buffer in network.named_buffers()}
-        saved = network.state_dict().keys() & buffers.keys()
-        modules = dict(network.named_modules())
-        owners = {name: modules[name.rpartition(".")[0]] for name in buffers}
-        self._buffers = [(name, owners[name], name.rpartition(".")[2], name in saved) for name in buffers]
-        # torch's own: DeepSpeed's are compiled at run time.
-        optimizer = build_optimizer(network, options)
-        # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
-        raw = config.for_deepspeed | {"timers": {"throughput": {"enabled": False}}}
-        raw["zero_allow_untested_optimizer"] = True  # by DeepSpeed; we have tested SGD and LARS
-        # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
-        if config.stage == 0 or by_part:
-            raw["gradient_clipping"] = 0.0
-        try:
-            self._engine, self._optimizer, _, _ = deepspeed.initialize(
-                model=network, optimizer=optimizer, config=raw, dist_init_required=False
-            )
-        except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
-            raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
-        if config.stage == 3:
-            let_go_of(network)
+
+        self._buffers = _Buffers(network)
+        optimizer = build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
+        by_part = options.clip_by != WHOLE
+        self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
+        self._buffers.restore(self.device)
         weakref.finalize(self, release, self._engine).atexit = False
-        for name, buffer in buffers.items():  # DeepSpeed casts them to the engine's precision with the parameters
-            setattr(owners[name], name.rpartition(".")[2], buffer.to(self.device))
-        self._unsynced = unsynced_statistics(network)
+
         if isinstance(optimizer, Lars) and config.stage:
             lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
         norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
-        _read_finiteness_once(self._optimizer)
-        if config.dynamic_loss_scale:
-            # Of a window that was spoilt to stop, it would be no error: `scale_is_exhausted` tells who knows.
-            self._optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._before_step = self._dynamic_state()
-        if config.stage == 0 and distributed.world_size() == 1:
-            self._engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
-        self._stage0_parts = parts_of(self._optimizer, self._engine.module) if config.stage == 0 else []
+        self._unsynced = unsynced_statistics(network)
+        self._stage0_parts = parts_of(self._optimizer, network) if config.stage == 0 else []
         self._stage0_norm: float | None = None
+        self._before_step = self._dynamic_state()
 
     @property
     def started_from(self) -> str:
-        """The weights that the student was given, for people; empty where they were drawn."""
+        """The name of the weights that the student was given, or "" where they were drawn."""
         return str(self._engine.module.started_from)
 
     @property
@@ -122,7 +92,7 @@ class Engine:
         comparisons: Mapping[str, Comparison] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Output]:
-        """As of the network. One call per micro-batch: ZeRO 3 traces it."""
+        """The outputs of the network, which takes the same arguments. One call per micro-batch: ZeRO 3 traces it."""
         # Copies: ZeRO 3's hooks write into the dictionaries that they are given.
         outputs: dict[str, Output] = self._engine(
             crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons), step_key
@@ -134,7 +104,7 @@ class Engine:
         self._engine.backward(loss)
 
     def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
-        """lr, before a group's own multiplier, and weight_decay of each parameter group, by its name."""
+        """Set lr, before a group's own multiplier, and weight_decay of each parameter group, by its name."""
         apply_settings(self._optimizer.param_groups, settings)
 
     def freeze_prototypes(self, frozen: bool) -> None:
@@ -144,7 +114,7 @@ class Engine:
         self._engine.module.freeze_backbone(frozen)
 
     def step(self) -> Progress:
-        """After every micro-batch. On all ranks the answer is the same."""
+        """End a micro-batch, and the window if it was the last one. On all ranks the answer is the same."""
         boundary = self._engine.is_gradient_accumulation_boundary()
         skip = boundary and self.config.stage == 0 and not self._stage0_clip()
         self._before_step = self._dynamic_state()
@@ -154,7 +124,7 @@ class Engine:
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
 
     def restore_scaler_state(self) -> None:
-        """After SKIPPED: as if the window had not been, for DeepSpeed's counters and the loss scale too."""
+        """After SKIPPED: undo what the window did to DeepSpeed's counters and the loss scale."""
         self._set_dynamic_state(self._before_step["counters"], self._before_step["loss_scaler"] or {})
 
     @property
@@ -166,9 +136,9 @@ class Engine:
         return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
 
     def _stage0_clip(self) -> bool:
-        """Whether the gradient is finite; it is then clipped, else removed: NaN would get into the weights.
+        """Clip a finite gradient and remove another, whose NaN would get into the weights; whether it was finite.
 
-        DeepSpeed sums gradients over ranks before this at stage 0, and checks them itself from stage 1 on.
+        At stage 0 DeepSpeed has summed gradients over ranks before this; from stage 1 on it checks them itself.
         """
         norm, norms = norm_of_parts(self._stage0_parts)
         self._stage0_norm = float(norm)
@@ -201,15 +171,15 @@ class Engine:
                 flat.reset()
 
     def masters(self) -> list[Masters]:
-        """Where the FP32 master weights of this engine are; see `dino_ds.engine.masters`."""
+        """The places of this engine's FP32 master weights; see `dino_ds.engine.masters`."""
         return masters_of(self._optimizer, self._engine.module, self._name_of)
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
-        """The student's buffers by name, in their own precision; `saved`: those that belong into a checkpoint."""
-        return {name: getattr(owner, leaf) for name, owner, leaf, kept in self._buffers if kept or not saved}
+        """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""
+        return self._buffers.read(saved)
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """BatchNorm's running averages, FP32, that each rank has of its own batch."""
+        """BatchNorm's running averages, FP32, where each rank takes them over its own batch."""
         return self._unsynced
 
     def state(self) -> EngineState:
@@ -219,17 +189,17 @@ class Engine:
         return export_state(self._flats(), self._shapes, self.config.stage > 0, common)
 
     def load_state(self, saved: SavedState) -> None:
-        """Put back what the `state` of all ranks gave, under this engine's stage, ranks, precision and offload.
+        """Put back what the `state` of all ranks gave, in place, whatever stage, ranks, precision and offload saved it.
 
-        In place: who follows the masters need not know. With the settings that saved, training goes on to the bit. All
-        ranks must call it. Raises CheckpointError, on all ranks, for a state of another network or kind of optimizer.
+        With the settings that saved, training goes on to the bit. All ranks must call it. Raises CheckpointError, on
+        all ranks, for a state of another network or kind of optimizer.
         """
         parameters = import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
         self._set_dynamic_state(parameters.counters, parameters.loss_scaler)
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 
     def _dynamic_state(self) -> dict[str, Any]:
-        """DeepSpeed's counters, and of fp16's dynamic loss scaler what moves; its settings are the ds config's."""
+        """DeepSpeed's counters, and the values of fp16's dynamic loss scaler that move; others are the ds config's."""
         scaler = self._optimizer.loss_scaler if self.config.dynamic_loss_scale else None
         return {
             "loss_scaler": None if scaler is None else {name: getattr(scaler, name) for name in _SCALER},
@@ -247,22 +217,34 @@ class Engine:
         return partitions_of(self._optimizer, self._engine.module, self._name_of, self._shapes)
 
 
-def _read_finiteness_once(optimizer: Any) -> None:
-    """Whether a step is applied is the one thing that the host must know in it: read it from the device once.
+def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
+    """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
+    if config.performance.attention == "varlen" and not torch.cuda.is_available():
+        raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
+    if options.clip_by != WHOLE:
+        check_clip_by_part(config)
+    if options.kind == "lars":
+        check_lars(config)
 
-    DeepSpeed 0.19 reads it up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
-    each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
-    """
-    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
-    from deepspeed.runtime.utils import is_invalid_grad_norm
 
-    if hasattr(optimizer, "check_overflow") and not getattr(optimizer, "cpu_offload", False):
-        optimizer.check_overflow = lambda partition_gradients=True: None
-    last: list[Any] = [None, False]
+class _Buffers:
+    """A network's buffers in the precision that they have before DeepSpeed casts them together with the parameters."""
 
-    def ask(norm: Any) -> bool:
-        if norm is not last[0]:
-            last[:] = norm, is_invalid_grad_norm(norm)
-        return last[1]
+    def __init__(self, network: Network) -> None:
+        modules, state = dict(network.named_modules()), network.state_dict()
+        self._places: dict[str, tuple[nn.Module, str]] = {}
+        for name, _ in network.named_buffers():
+            owner, _, leaf = name.rpartition(".")
+            self._places[name] = modules[owner], leaf
+        self._in_checkpoints = state.keys() & self._places.keys()
+        self._before = {name: buffer.detach().clone() for name, buffer in self.read().items()}
 
-    stage_1_and_2.is_invalid_grad_norm = ask
+    def restore(self, device: torch.device) -> None:
+        """Put the buffers back as they were, on `device`."""
+        for name, (owner, leaf) in self._places.items():
+            setattr(owner, leaf, self._before.pop(name).to(device))
+
+    def read(self, saved: bool = False) -> dict[str, Tensor]:
+        """The buffers by name; with `saved` only those that checkpoints hold."""
+        wanted = self._in_checkpoints if saved else self._places.keys()
+        return {name: getattr(*place) for name, place in self._places.items() if name in wanted}

@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU says of itself by NVML: how busy, hot, hungry and shared it is. No kernel waits for it."""
+"""Reads by NVML how busy, hot, hungry and shared an NVIDIA GPU is. No kernel waits for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _LIMIT_SECONDS = 2.0
-"""A driver that takes longer is not asked, and so not waited for, again."""
+"""The time after which a driver is not asked, and so not waited for, again."""
 _GIB = 2**30
 # Of nvml.h, nvmlClocksEventReasons: software power cap and power brake; software and hardware thermal slowdown.
 _POWER, _HEAT = 0x04 | 0x80, 0x20 | 0x40
@@ -19,10 +19,10 @@ _POWER, _HEAT = 0x04 | 0x80, 0x20 | 0x40
 
 @dataclass(frozen=True)
 class GpuReading:
-    """None for what this GPU does not tell.
+    """The state of a GPU; None for a value that it does not tell.
 
     utilization: the part of the last second or less in which a kernel ran. joules: since the driver was loaded.
-    slowed_by: why the clock is lowered, "heat", "power" or "". others: processes on it beside this one.
+    slowed_by: why the clock is lowered, "heat", "power" or "". others: processes on it in addition to this one.
     """
 
     utilization: float | None = None
@@ -34,7 +34,7 @@ class GpuReading:
     others: int = 0
 
     def metrics(self, before: GpuReading | None, images: int) -> dict[str, float]:
-        """As metrics.jsonl has them; `images`: what this GPU has processed since the reading `before`."""
+        """The values for metrics.jsonl; `images`: number that this GPU has processed since the reading `before`."""
         values = {
             "gpu_utilization": self.utilization,
             "gpu_memory_gib": self.memory_gib,
@@ -62,7 +62,7 @@ class GpuSensors:
             self._thread.start()
 
     def finish(self) -> GpuReading | None:
-        """The reading that was started; None where there is none, or the driver does not answer."""
+        """The reading that was started, or None without one or if the driver does not answer."""
         if self._thread is None or self._late:
             return None
         self._thread.join(_LIMIT_SECONDS)
@@ -96,7 +96,7 @@ class GpuSensors:
 
 
 def open_sensors(device: torch.device) -> GpuSensors | None:
-    """None where `device` is not an NVIDIA GPU, or the module pynvml (nvidia-ml-py) or the driver's NVML is missing."""
+    """The sensors of an NVIDIA GPU, or None for another device, or without pynvml (nvidia-ml-py) or NVML."""
     if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     try:

@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """What lies in a flat tensor of this rank; `total`: layers with a trust ratio in those of all ranks together."""
+    """Contents of a flat tensor of this rank; `total`: number of layers with a trust ratio on all ranks together."""
 
     layers: list[Layer]
     total: int
@@ -43,9 +43,9 @@ def check_lars(config: DsConfig) -> None:
 
 
 class Lars(torch.optim.Optimizer):
-    """`momentum` and `trust` of all groups; lr and weight_decay come with each step.
+    """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
 
-    A tensor is a whole parameter, unless `lay_out` has said what lies in it. Uses up the gradients.
+    A tensor is a whole parameter unless `lay_out` was told its contents. A step overwrites the gradients.
     """
 
     def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
@@ -53,7 +53,7 @@ class Lars(torch.optim.Optimizer):
         self._shards: dict[Tensor, tuple[Shard, Tensor]] = {}
 
     def lay_out(self, tensor: Tensor, shard: Shard) -> None:
-        """Parameters are cut among ranks, and `tensor` holds this rank's part of those of one group.
+        """Take `tensor` for this rank's part of the parameters of one group, which are cut among ranks.
 
         From now on all ranks must call `step` together, with equal groups.
         """
@@ -62,7 +62,7 @@ class Lars(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """No look at the device; one all-reduce for each tensor that was laid out."""
+        """Make a step without reading from the device, with one all-reduce for each tensor that was laid out."""
         assert closure is None
         for group in self.param_groups:
             tensors = [p for p in group["params"] if p.grad is not None]
@@ -79,7 +79,7 @@ class Lars(torch.optim.Optimizer):
             torch._foreach_add_(tensors, momenta, alpha=-group["lr"])
 
     def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
-        """Weight decay and the trust ratio, into the gradients of the layers that have them."""
+        """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
         found = self._shards.get(tensors[0])
         if found is None:
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
@@ -89,7 +89,7 @@ class Lars(torch.optim.Optimizer):
         if weights:
             torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
             norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
-            squares = norms.double().square().view(2, -1)  # in FP32 those of small gradients would vanish
+            squares = norms.double().square().view(2, -1)  # in FP32 the squares of small gradients would vanish
         else:
             squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
         if found is not None and found[0].total:

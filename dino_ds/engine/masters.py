@@ -1,4 +1,4 @@
-"""Where an engine keeps its FP32 master weights, and what the inner layout of each of DeepSpeed's optimizers is.
+"""The places of an engine's FP32 master weights, and the inner layout of each of DeepSpeed's optimizers.
 
 `Engine.masters()` gives a list of `Masters`, which need no knowledge of DeepSpeed; `EmaTeacher` follows them. Names are
 those of `named_parameters()`.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Names = Mapping[int, str]
-"""id of a parameter -> its name"""
+"""Names of parameters, by their ids."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ Masters = WholeMasters | FlatMasters | PartitionedMasters
 
 
 def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
-    """Of `optimizer`, as deepspeed.initialize gives it for `network`; one entry a parameter group or sub-group."""
+    """The masters of `optimizer`, which deepspeed.initialize gave for `network`; one entry a group or sub-group."""
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
         return [WholeMasters(list(network.named_parameters()))]
     if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
@@ -71,7 +71,7 @@ def master_shards(optimizer: Any) -> list[Tensor]:
 
 
 def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
-    """What lies where in each of `master_shards`."""
+    """The contents of each of `master_shards`, with their places."""
     build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
     return [build(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
 
@@ -111,14 +111,14 @@ def _bf16(optimizer: Any, i: int, names: Names) -> FlatMasters:
 
 
 def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Of each of `master_shards`, its parameter group."""
+    """The parameter group of each of `master_shards`."""
     groups = optimizer.optimizer.param_groups
     owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
     return [groups[owners[i]] for i in range(len(owners))]
 
 
 def refresh_weights(optimizer: Any) -> None:
-    """The weights of the forward pass, from the masters; collective. At stage 0 they are the masters."""
+    """Set the weights of the forward pass to the masters, which they are at stage 0; a collective."""
     if hasattr(optimizer, "fp16_groups"):
         optimizer.checkpoint_event_prologue()  # whole parameters that are still gathered are given up
         for i in range(len(optimizer.fp16_groups)):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from dino_ds.config.sections import OptimizerSection
 from dino_ds.engine.lars import Lars
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
@@ -22,7 +21,7 @@ from dino_ds.models.network import Network
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
 BACKBONE = "backbone_"
-"""Before the first two, of the backbone's own groups in a network whose backbone is frozen for a while."""
+"""Prefix of the first two for the backbone's own groups in a network whose backbone is frozen for a while."""
 NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
 WHOLE = "network"
 PATCH_EMBED = "patch_embed"
@@ -31,9 +30,9 @@ PATCH_EMBED = "patch_embed"
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """As the recipe's section `optimizer`. By default all of a network has one learning rate and one norm (DINO).
+    """Options of the recipe's section `optimizer`. By default a network has one learning rate and one norm (DINO).
 
-    kind: adamw, which `betas` and `eps` are of; sgd, with `momentum`; lars, with `trust` too.
+    kind: adamw, with `betas` and `eps`; sgd, with `momentum`; or lars, with `momentum` and `trust`.
     """
 
     layer_decay: float = 1.0
@@ -45,26 +44,12 @@ class OptimizerOptions:
     momentum: float = 0.9
     trust: float = 0.001
 
-    @staticmethod
-    def of(section: OptimizerSection) -> OptimizerOptions:
-        """Those of a recipe."""
-        return OptimizerOptions(
-            section.layer_decay,
-            section.patch_embed_lr,
-            section.clip_by,
-            section.kind,
-            (section.beta1, section.beta2),
-            section.eps,
-            section.momentum,
-            section.trust,
-        )
-
 
 ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """Of all of `network`'s parameters, at learning rate 0; `fused`: torch's AdamW and SGD in one kernel."""
+    """The optimizer of all of `network`'s parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel."""
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
@@ -76,7 +61,7 @@ def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = T
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
     """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them.
 
-    Each has a "name", by which `group_settings` has its lr and weight decay; an "lr_multiplier" of that lr; and the
+    Each has a "name", the key of its lr and weight decay in `group_settings`; an "lr_multiplier" of that lr; and the
     "part" of the network that its gradient is clipped with. Groups of one name differ in the other two. Raises
     ConfigError for a learning rate of a patch embedding that is not there.
     """
@@ -93,7 +78,7 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
 
 
 def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:
-    """Of the learning rates of the backbone's parameters: decay ** (layers above)."""
+    """Multipliers of the learning rates of the backbone's parameters: decay ** (layers above)."""
     layers = network.backbone.layers()
     top = len(network.backbone.segments()) + 1
     patches = {name: options.patch_embed_lr for name in layers if name.partition(".")[0] == PATCH_EMBED}
@@ -116,24 +101,24 @@ def _group_of(name: str, parameter: nn.Parameter) -> str:
     return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
 
 
-def group_settings(knobs: ScheduleValues) -> dict[str, dict[str, float]]:
-    """lr and weight_decay of the groups of each name in this step; a frozen group has none of either."""
+def group_settings(schedule: ScheduleValues) -> dict[str, dict[str, float]]:
+    """The lr and weight_decay of the groups of each name in this step; both are 0 in a frozen group."""
 
     def settings(frozen: bool, weight_decay: float) -> dict[str, float]:
         moves = 0.0 if frozen else 1.0
-        return {"lr": knobs.lr * moves, "weight_decay": weight_decay * moves}
+        return {"lr": schedule.lr * moves, "weight_decay": weight_decay * moves}
 
     return {
-        DECAY: settings(False, knobs.weight_decay),
+        DECAY: settings(False, schedule.weight_decay),
         NO_DECAY: settings(False, 0.0),
-        PROTOTYPES: settings(knobs.prototypes_frozen, knobs.weight_decay),
-        BACKBONE + DECAY: settings(knobs.backbone_frozen, knobs.weight_decay),
-        BACKBONE + NO_DECAY: settings(knobs.backbone_frozen, 0.0),
+        PROTOTYPES: settings(schedule.prototypes_frozen, schedule.weight_decay),
+        BACKBONE + DECAY: settings(schedule.backbone_frozen, schedule.weight_decay),
+        BACKBONE + NO_DECAY: settings(schedule.backbone_frozen, 0.0),
     }
 
 
 def apply_settings(groups: Iterable[dict[str, Any]], settings: dict[str, dict[str, float]]) -> None:
-    """Give optimizer's `groups` of `parameter_groups` their lr and weight decay of `group_settings`."""
+    """Set lr and weight decay, as `group_settings` gives them, in an optimizer's `groups`."""
     for group in groups:
         group.update(settings[group["name"]])
         group["lr"] *= group["lr_multiplier"]

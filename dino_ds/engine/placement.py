@@ -1,4 +1,4 @@
-"""Where weights go, module by module: to the device, under ZeRO 3 at once into the partitions.
+"""Places weights module by module: on the device, under ZeRO 3 at once in the partitions.
 
 No rank holds more of a network in partitions than its own part and the module that is just being placed. Every rank
 must place the same modules in the same order.
@@ -18,7 +18,7 @@ from dino_ds.engine.device import DTYPES, device
 from dino_ds.models.base import is_cast
 
 PERSISTENT_BELOW = 100_000
-"""Parameters of so many elements, norms and biases, stay whole on every rank, as by DeepSpeed's default."""
+"""Parameters of up to this many elements, norms and biases, stay whole on every rank: DeepSpeed's default."""
 
 
 class Placement:
@@ -43,7 +43,7 @@ class Placement:
 
 
 class InferencePlacement:
-    """Called with each module of a network that is never trained, once its own weights are there, as above.
+    """Called with each module of a network that is never trained, once its own weights are drawn or read.
 
     Afterwards they are on `device`, the matrices that autocast casts to `dtype` in it: results are the same. kind:
     "whole"; "sharded": the modules of `part` are partitioned over all ranks, "offloaded": in their host memory; then
@@ -70,7 +70,7 @@ class InferencePlacement:
             self._partition(own)
 
     def finish(self) -> None:
-        """When all modules are placed: from here on DeepSpeed gathers what a forward pass of `part` needs."""
+        """Let DeepSpeed gather what a forward pass of `part` needs, once all modules are placed."""
         if self._partition is None:
             return
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -102,9 +102,9 @@ def _zero3(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def let_go_of(module: nn.Module) -> None:
-    """To be called when DeepSpeed has made its hooks for a partitioned `module`: it is freed with its last user.
+    """Have a partitioned `module` freed with its last user, once DeepSpeed has made its hooks for it.
 
-    DeepSpeed keeps it in a list of the whole process, and with it the weights, masters and moments of its engine.
+    Else a list of the whole process keeps it, and with it the weights, masters and moments of its engine.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as stack
 
@@ -115,8 +115,8 @@ def let_go_of(module: nn.Module) -> None:
 
 
 def release(engine: Any) -> None:
-    """Of DeepSpeed's engine when nobody needs it any more: autograd's own nodes, and a cache of the whole process,
-    would keep all that it trains with."""
+    """Free the memory of a DeepSpeed engine that nobody needs any more: autograd's own nodes, and a cache of the whole
+    process, would keep all that it trains with."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     engine.destroy()
@@ -129,11 +129,11 @@ def release(engine: Any) -> None:
 
 
 class _Partitioner:
-    """Cuts parameters into ZeRO 3's partitions, as the ds config `raw` says."""
+    """Cuts parameters into ZeRO 3's partitions by the ds config `raw`."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self._raw = raw
-        self._partitioned: Any = None  # a parameter that is
+        self._partitioned: Any = None  # the first parameter that was cut
 
     def __call__(self, parameters: list[nn.Parameter]) -> None:
         if self._partitioned is None:

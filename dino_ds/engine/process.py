@@ -1,4 +1,4 @@
-"""Into the process group of the launcher, and out of it at the end."""
+"""Joins the process group of the launcher, and leaves it at the end."""
 
 from __future__ import annotations
 
@@ -55,12 +55,11 @@ def _join(timeout: timedelta) -> None:
     else:
         local, gpus = distributed.local_rank(), accelerator.device_count()
         if local >= gpus:
-            error = ConfigError(
+            raise ConfigError(
                 f"process {local} of this machine (they count from 0) has no GPU, it sees {gpus}: start one a "
-                "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)"
+                "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)",
+                said_by_me=local == gpus,  # the first of them; rank 0 knows of nothing
             )
-            error.said_by_me = local == gpus  # the first of them; rank 0 knows of nothing
-            raise error
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
             _share_cores()  # an offloaded optimizer steps on the host
@@ -69,7 +68,7 @@ def _join(timeout: timedelta) -> None:
 
 
 def _share_cores() -> None:
-    """Threads of torch's operators on the host: this rank's share of its cores, unless the user has said."""
+    """Give torch's operators on the host this rank's share of its cores, unless the user has set their threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
 

@@ -1,9 +1,9 @@
 """A training state at rest: flat FP32 tensors of every rank, and layouts that say whose elements lie where.
 
-A layout is plain JSON. Every rank's has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
-offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensors "NAME.master" and those
-of the moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0's has besides what all share: the
-"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (absent: adamw, once the only one).
+A layout is plain JSON. Each rank has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
+offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its
+moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0 also has the values that all share: the
+"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (adamw if absent, once the only one).
 Nothing depends on how many ranks saved or how they shared the work: whoever loads takes the elements it needs from
 wherever they lie.
 """
@@ -21,7 +21,7 @@ from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lars": ("momentum_buffer",)}
-"""What each kind of optimizer keeps of every weight."""
+"""Names of the moments that each kind of optimizer keeps of every weight."""
 # Elements read at a time: bounds the extra memory of loading to 64 MiB.
 _READ_ELEMENTS = 16 * 2**20
 
@@ -30,14 +30,14 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class EngineState:
-    """One rank's part. `tensors`: FP32, 1-D, references to what the engine trains with, on their device."""
+    """One rank's part. tensors: FP32, 1-D, the engine's own, on their device."""
 
     tensors: dict[str, Tensor]
     layout: dict[str, Any]
 
 
 class SavedState(Protocol):
-    """The parts of all ranks that saved, in rank order, wherever they are kept."""
+    """The parts of all ranks that saved, in rank order, wherever they lie."""
 
     layouts: list[dict[str, Any]]
 
@@ -66,7 +66,7 @@ class _Place(NamedTuple):
 
 
 def layout_of(flats: Iterable[tuple[str, int, Iterable[Piece]]], shared: dict[str, Any] | None) -> dict[str, Any]:
-    """One rank's: (name, step, pieces) of its flat tensors; `shared` by all ranks, given for rank 0."""
+    """The layout of one rank, from (name, step, pieces) of its flat tensors; rank 0 gives what is `shared` by all."""
     listed = [{"name": name, "step": step, "pieces": [list(p) for p in pieces]} for name, step, pieces in flats]
     return {"flats": listed, **(shared or {})}
 
@@ -120,9 +120,9 @@ class SavedParameters:
             )
 
     def step_of(self, parameters: Iterable[str]) -> int:
-        """How many steps the moments of these parameters have seen, 1 where nobody counts; 0: they have none.
+        """Number of steps that the moments of these parameters have seen, 0 without moments, 1 where nobody counts.
 
-        Raises CheckpointError where they differ: one flat tensor of the optimizer has one count.
+        Raises CheckpointError where it differs: one flat tensor of the optimizer has one count.
         """
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:

@@ -1,4 +1,4 @@
-"""What moves during training, as pure functions of the number of applied optimizer steps.
+"""Schedules: pure functions of the number of applied optimizer steps.
 
 Source: facebookresearch/dino `cosine_scheduler`: warm-up starts at its start value at step 0 and reaches the base
 value at its last step; the cosine approaches its final value and never reaches it.
@@ -21,12 +21,12 @@ def cosine_schedule(
     return final + 0.5 * (base - final) * (1 + math.cos(math.pi * min(progress, 1.0)))
 
 
-def warmup_schedule(step: int, start: float, final: float, warmup: int, tread: int = 1) -> float:
-    """A staircase of `warmup` treads of `tread` steps from `start` to `final`, then constant.
+def warmup_schedule(step: int, start: float, final: float, warmup: int, stair: int = 1) -> float:
+    """A staircase of `warmup` stairs of `stair` steps each from `start` to `final`, then constant.
 
-    DINO raises the teacher's temperature once an epoch: tread = steps of an epoch.
+    DINO raises the teacher's temperature once an epoch: stair = steps of an epoch.
     """
-    i = step // tread
+    i = step // stair
     return _linear(i, start, final, warmup) if i < warmup else final
 
 
@@ -38,6 +38,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 @dataclass(frozen=True)
 class WeightSchedule:
     """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
+
     The first point is step `begin`; before step `start_at` it is 0.
 
     Source: facebookresearch/dinov3 weights its Gram loss so.
@@ -51,11 +52,11 @@ class WeightSchedule:
 
     @property
     def moves(self) -> bool:
-        """Whether it has more than one value."""
+        """Whether the weight has more than one value."""
         return self.start != self.end or self.start_at > 0
 
     def at(self, step: int) -> float:
-        """After `step` applied optimizer steps."""
+        """The weight after `step` applied optimizer steps."""
         if step < self.start_at:
             return 0.0
         progress = min(max(step - self.begin, 0) / (self.steps - 1), 1.0) if self.steps > 1 else 1.0
@@ -64,8 +65,8 @@ class WeightSchedule:
 
 @dataclass(frozen=True)
 class Replacements:
-    """When a teacher is replaced by the EMA teacher, in optimizer steps: at `start` if `at_start`, and after every
-    `every` steps from then on, `most` times.
+    """The steps at which a teacher is replaced by the EMA teacher: `start` if `at_start`, and every `every` steps from
+    then on, `most` times.
 
     Source: facebookresearch/dinov3.
     """
@@ -76,7 +77,7 @@ class Replacements:
     most: int = 0
 
     def due(self, steps: int) -> bool:
-        """Whether it is replaced after `steps` applied steps: the next one sees the new teacher."""
+        """Whether the teacher is replaced after `steps` applied steps; the next one sees the new teacher."""
         past = steps - self.start
         again = self.every > 0 and 0 < past <= self.every * self.most and past % self.every == 0
         return again or (self.at_start and past == 0)
@@ -95,11 +96,11 @@ class ScheduleValues:
     teacher_momentum: float
     teacher_temp: float
     prototypes_frozen: bool
-    """Their learning rate and weight decay are 0."""
+    """Whether the prototypes' learning rate and weight decay are 0."""
     prototypes_gradient: bool
-    """Whether the clipping norm and Adam's moments see their gradient."""
+    """Whether the clipping norm and Adam's moments see the prototypes' gradient."""
     unfreeze_prototypes: bool
-    """Their first gradient comes now: Adam's state begins anew."""
+    """Whether the prototypes' first gradient comes now: Adam's state begins anew."""
     backbone_frozen: bool
     unfreeze_backbone: bool
     weights: Mapping[str, float]
@@ -112,10 +113,11 @@ class ScheduleValues:
 
 @dataclass(frozen=True)
 class Schedules:
-    """All lengths in optimizer steps; `lr` is the peak after scaling with the batch.
+    """All schedules of a run, with lengths in optimizer steps; `lr` is the peak after scaling with the batch.
 
     frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2). warmup_shape: of the
-    learning rate, "linear", or "cosine": half a cosine (DINOv3); constant: it stays at its peak.
+    learning rate, "linear" or "cosine", which is half a cosine (DINOv3); constant: it then stays at its peak. The
+    teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each.
     """
 
     steps: int
@@ -150,7 +152,7 @@ class Schedules:
         return cosine_schedule(step, self.lr, self.lr if self.constant else self.min_lr, self.steps, self.warmup_steps)
 
     def at(self, step: int) -> ScheduleValues:
-        """The knobs after `step` applied optimizer steps."""
+        """The values after `step` applied optimizer steps."""
         absent = self.frozen_prototypes == "no_gradient"
         return ScheduleValues(
             lr=self._lr(step),

@@ -1,4 +1,4 @@
-"""An engine's training state, taken out and put back under any ZeRO stage, number of ranks, precision and offload.
+"""Takes out an engine's training state, and puts it back under any ZeRO stage, number of ranks, precision and offload.
 
 DeepSpeed's own files hold each stage's tensors as they lie there, so another stage or number of ranks can't read them.
 Here every engine is a list of flat FP32 tensors with the names of what lies in them (`dino_ds.engine.saved_state`).
@@ -45,7 +45,7 @@ from dino_ds.errors import CheckpointError
 class Flat:
     """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
 
-    group: the name of its parameter group; pieces: the elements in it, in order; what they leave out is padding.
+    group: the name of its parameter group; pieces: the elements in it, in order; places between them are padding.
     """
 
     name: str
@@ -55,16 +55,14 @@ class Flat:
     pieces: list[Piece]
 
     def reset(self) -> None:
-        """Zero moments, step count 0."""
+        """Set moments and step count to 0."""
         for tensor in self.state.values():
             tensor.zero_()
 
 
 def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
-    """All of `optimizer`, as deepspeed.initialize gives it for `network`. At stage 0 one a parameter, else one a shard.
-
-    `shapes`: of the whole parameters.
-    """
+    """The tensors of `optimizer`, which deepspeed.initialize gave for `network`: one a parameter at stage 0, else one a
+    shard. shapes: of the whole parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         group_of = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
         return [
@@ -80,7 +78,7 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
 
 
 def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes) -> Iterator[Piece]:
-    """What this rank's shard holds."""
+    """The pieces of parameters in this rank's shard."""
     rank = dist.get_rank(masters.process_group)
     if isinstance(masters, PartitionedMasters):
         for name, offset, size in masters.layout:
@@ -110,9 +108,9 @@ def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> 
 
 
 def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
-    """This rank's part. Without sharding every rank holds everything, and each takes an equal share of it.
+    """This rank's part of the state. Without sharding every rank holds everything, and each takes an equal share.
 
-    `common`: what all ranks share besides the `shapes`, the kind of "optimizer" among it.
+    common: values that all ranks share in addition to the `shapes`, such as the kind of "optimizer".
     """
     moments = MOMENTS[common["optimizer"]]
     steps = dict(zip((flat.name for flat in flats), _steps(flats), strict=True))
@@ -131,7 +129,7 @@ def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[
 
 
 def _steps(flats: list[Flat]) -> list[int]:
-    """How many steps their moments have seen, with one look at the device; where nobody counts them 1, if any."""
+    """Numbers of steps that moments have seen, read from the device at once; 1 for moments that nobody counts."""
     counts = [flat.state[STEP] for flat in flats if STEP in flat.state]
     known = iter(torch.stack(counts).tolist() if counts else [])
     return [int(next(known)) if STEP in flat.state else int(bool(flat.state)) for flat in flats]
@@ -148,7 +146,7 @@ def _part(flat: Flat, piece: Piece) -> Flat:
 
 
 def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
-    """Into `flats`, in place, then into the weights; all ranks must call it. Each reads only the elements it holds.
+    """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads only what it holds.
 
     Raises CheckpointError, on all ranks, where the saved state is of another network or not of this `kind`.
     """

@@ -59,7 +59,7 @@ class CollapseAlarm:
         hint = _BALANCED_HINTS.get(kind, _HINTS[kind]) if self._balanced else _HINTS[kind]
         what = f"the teacher gives every {self._rows} the same target"
         if kind == "constant images":
-            what = f"{constant:.0%} of the images are of one colour: nothing can be learned from them"
+            what = f"{constant:.0%} of the images are of one color: nothing can be learned from them"
         return (
             f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
             f"for {WINDOWS} lines; DINO, figure 7); {hint}"

@@ -34,11 +34,10 @@ def check_ranks(environment: Mapping[str, str]) -> None:
 
 
 def _wrong(problem: str) -> ConfigError:
-    error = ConfigError(
-        f"{problem}: start the ranks with deepspeed, torchrun or dino-ds launch, which set {', '.join(_NEEDED)}"
+    return ConfigError(
+        f"{problem}: start the ranks with deepspeed, torchrun or dino-ds launch, which set {', '.join(_NEEDED)}",
+        said_by_me=True,  # the other ranks may not know of it
     )
-    error.said_by_me = True  # of the other ranks none may know
-    return error
 
 
 def _number(name: str, given: Mapping[str, str], low: int, high: int, of: str = "") -> int:

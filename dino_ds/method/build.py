@@ -23,8 +23,8 @@ from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device, set_convolutions, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
-from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.engine.placement import Placement
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.method.backbone_checks import check_backbone, check_levers
 from dino_ds.method.build_frozen import begin_centers, find_teacher
@@ -61,7 +61,7 @@ def build_step(
     if config.performance.compile != "off":
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
-    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
+    engine = Engine(network, config, optimizer_options(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective, frozen)
     schedules = build_schedules(recipe, epoch_steps)
     return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)

@@ -16,21 +16,23 @@ from dino_ds.engine.device import DTYPES
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.run.run import Run
+from dino_ds.run.run_folder import RunFolder
 
 
-def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: bool) -> None:
+def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable[str]) -> None:
     """Write them; `notes` are what was found while the run was built."""
-    recipe, config, steps = run.recipe, run.config, run.step.schedules.steps
+    recipe, config, steps, options = folder.recipe, folder.config, run.step.schedules.steps, run.options
     data, device = recipe.data, run.step.engine.device
     given = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given)
+    epochs = steps / options.epoch_steps
     compiled = ", compiled blocks" if config.performance.compile != "off" else ""
-    stopping = f", stopping after step {run.last_step}" if run.last_step < steps else ""
+    stopping = f", stopping after step {options.last_step}" if options.last_step < steps else ""
     run.log.info(
-        f"images   {run.images} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
+        f"images   {options.images} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
         f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
-        f"{run.epoch_steps} steps an epoch",
-        f"length   {steps} steps = {steps * data.global_batch} images = {steps / run.epoch_steps:.1f} epochs{stopping}",
+        f"{options.epoch_steps} steps an epoch",
+        f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
         *_objective_lines(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
@@ -44,7 +46,7 @@ def announce(run: Run, memory: Memory | None, notes: Iterable[str], resumed: boo
         ),
         *(f"note     {text}" for text in notes),
     )
-    if resumed:
+    if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")

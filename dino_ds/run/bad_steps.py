@@ -23,7 +23,7 @@ class BadSteps:
         self._in_a_row = 0
 
     def reset(self) -> None:
-        """A step was applied."""
+        """Begin the count anew, after a step that was applied."""
         self._in_a_row = 0
 
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
@@ -37,7 +37,7 @@ class BadSteps:
         all_mine = [name for _, names in window for name in names]
         found = distributed.gather_objects((mine, all_mine))
         ranks = [rank for rank, (names, _) in enumerate(found) if names]
-        if not ranks and run.config.dynamic_loss_scale:
+        if not ranks and step.engine.config.dynamic_loss_scale:
             if step.engine.scale_is_exhausted:
                 raise NumericError(
                     f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
@@ -55,7 +55,7 @@ class BadSteps:
         if culprits and len(found) > 1:
             what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
         what = f"{what}, after step {step.applied_steps}"
-        limit = run.recipe.max_bad_steps
+        limit = run.options.max_bad_steps
         self._log.info(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)")
         if self._in_a_row >= limit:
             raise NumericError(

@@ -1,6 +1,6 @@
 """The Python program that a run is part of: it is told of every line of metrics, and outlives the run.
 
-What ends a process elsewhere is an exception there, and a run that hangs is reported and goes on.
+There an exception takes the place of the end of the process, and a run that hangs is reported and goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Callback = Callable[[int, dict[str, Any]], object]
 
 
 class Caller:
-    """`error`: what a callback has raised; the run then stops and saves, as at a signal."""
+    """The program's callbacks. `error` is the one that a callback has raised; the run then stops and saves."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.error: Exception | SystemExit | None = None
@@ -31,12 +31,12 @@ class Caller:
         self._stop: CallersStopRequests | None = None
 
     def stop_requests(self, beat: Beat) -> CallersStopRequests:
-        """Those of a run that begins."""
+        """The stop requests of a run that begins."""
         self._stop = CallersStopRequests(beat)
         return self._stop
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Call every callback, until one has raised an error or changed torch's default dtype, which is one."""
+        """Call every callback, until one has raised an error or changed torch's default dtype, which is an error."""
         before = default_dtype()
         try:
             for callback in self._callbacks:
@@ -49,15 +49,15 @@ class Caller:
                 self._stop.request(f"{type(error).__name__} of a callback")
 
     def let_go(self) -> None:
-        """Of what the run had in memory: an error of a callback would keep it, by the frames that called this."""
+        """Free what the run had in memory: an error of a callback would keep it, by the frames that led to it."""
         if self.error is not None and self.error.__traceback__ is not None:
             for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
-                with suppress(RuntimeError):  # of those that are still at work
+                with suppress(RuntimeError):  # the frame is still at work
                     frame.clear()
 
 
 class CallersStopRequests(StopRequests):
-    """Those of a run in a program that goes on after it, such as a notebook: nothing here ends the process.
+    """Stop requests in a program that goes on after the run, such as a notebook: nothing here ends the process.
 
     Before `install`, and from the second signal on, signals do what they do in that program: Ctrl-C is a
     KeyboardInterrupt. In a thread other than the main one they always do.

@@ -1,4 +1,4 @@
-"""Where a run is computed: versions, machine, and the command line of each of its starts, for environment.json."""
+"""Describes the place of a run for environment.json: versions, machine, and the command line of each start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def own_code(recipe: Recipe) -> dict[str, str]:
-    """A digest of the file of each module of the user's that a recipe names, not of what these import."""
+    """A digest of each module of the user's own that a recipe names, without the modules that these import."""
     names = [recipe.data.transform, recipe.data.source, recipe.model.backbone]
     found = {}
     for module in [name.partition(":")[0] for name in names if name and ":" in name]:
@@ -48,7 +48,7 @@ def own_code(recipe: Recipe) -> dict[str, str]:
 
 
 def describe_environment(run_dir: Path) -> dict[str, Any]:
-    """What environment.json says, but for the run's id; this start is the last of its "starts"."""
+    """The contents of environment.json but for the run's id; this start is the last of its "starts"."""
     cuda = torch.cuda.is_available()
     return {
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""How often to save: what a save costs against what a failure costs."""
+"""Decides how often to save, by the cost of a save and the cost of a failure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 
 FIRST_SAVE_AFTER = 5
-"""Steps of this process before its first save: the cost is known and a broken disk is noticed at once."""
+"""Steps of this process before its first save, by which the cost is known and a broken disk is noticed early."""
 _SHORTEST, _LONGEST = 30.0, 3600.0  # seconds
 
 Times = tuple[float, float]
-"""Seconds of one rank: training stood still for a save; an optimizer step."""
+"""Two times of one rank in seconds: how long training stood still for a save, and an optimizer step."""
 
 
 def young_interval(stall_seconds: float, mtbf_seconds: float) -> float:
@@ -23,9 +23,9 @@ def young_interval(stall_seconds: float, mtbf_seconds: float) -> float:
 
 
 class SaveClock:
-    """After which optimizer steps a checkpoint is written; every rank has one, and they agree.
+    """Knows after which optimizer steps a checkpoint is written; every rank has one, and they agree.
 
-    every: steps (0: never); None: as often as pays, known once the first save after the step `start` was measured.
+    every: steps, 0 for never, or None for as often as pays, known once the first save after step `start` was measured.
     """
 
     def __init__(self, every: int | None, start: int, epoch_steps: int, hours_between_failures: float) -> None:
@@ -46,10 +46,10 @@ class SaveClock:
         return steps in [FIRST_SAVE_AFTER * 10**power for power in range(10)]
 
     def settle(self, stall_seconds: float, gather: Callable[[Times], list[Times]]) -> str | None:
-        """A save that stopped training for so long is complete: fix the interval if it is not known, by the slowest
-        rank's times; returns a line for people.
+        """Fix the interval, if it is not known, after a save that stopped training for `stall_seconds` on this rank.
 
-        gather: a value of this rank -> those of all ranks, who must all call this after the same step.
+        The slowest rank's times decide. gather: turns a value of this rank into the values of all ranks, which must all
+        call this after the same step. Returns a line for the log, or None if the interval was known.
         """
         if self._every is not None or not self._step_seconds:
             return None

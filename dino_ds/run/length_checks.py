@@ -1,4 +1,4 @@
-"""Lengths that are longer than the run, once an epoch's steps are known: the schema compares those of one unit."""
+"""Checks for lengths that exceed the run's, once an epoch's steps are known: the schema compares equal units."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dino_ds.method.specs.of_recipe import terms_of
 
 
 def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
-    """Lines for people about what ends no sooner than the run; an epoch has `epoch_steps` optimizer steps.
+    """Lines for the log about warm-ups that end no sooner than the run; an epoch has `epoch_steps` optimizer steps.
 
     Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
     term that never begins.

@@ -54,7 +54,7 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
 
 
 def _reason(error: BaseException) -> str:
-    """One line of why a service failed: the network's own error if that is the cause, which libraries wrap in pages."""
+    """The reason why a service failed, in one line: the network's own error, which libraries wrap in pages, if any."""
     innermost = error
     while below := innermost.__cause__ or innermost.__context__:
         innermost = below
@@ -62,7 +62,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """A run of W&B. Its own variables, such as WANDB_MODE=offline, set what the section does not."""
+    """Open a run of W&B. Its own variables, such as WANDB_MODE=offline, act where the section is silent."""
     import wandb
     from deepspeed.monitor.config import WandbConfig
     from deepspeed.monitor.wandb import WandbMonitor
@@ -70,7 +70,7 @@ def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     own = {"WANDB_DIR": str(run_dir), "WANDB_RUN_ID": run_id, "WANDB_NAME": run_dir.name, "WANDB_RESUME": "allow"}
     for name, value in own.items():
         os.environ.setdefault(name, value)
-    return _of_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
+    return _wrap_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
 
 
 def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
@@ -79,10 +79,10 @@ def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
     named = {"experiment_key": run_id.ljust(32, "0")[:50], "experiment_name": run_dir.name, "project": "dino_ds"}
     monitor = CometMonitor(CometConfig(enabled=True, samples_log_interval=0, **{**named, **section}))
-    return _of_monitor(monitor, monitor.experiment.end)
+    return _wrap_monitor(monitor, monitor.experiment.end)
 
 
-def _of_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
+def _wrap_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
     """Wrap one of DeepSpeed's monitors."""
     return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
 
@@ -117,7 +117,7 @@ def _soon_refused() -> Iterator[None]:
 
 
 def _open_trackio(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """A run in Trackio's folder on this machine, unless its own TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
+    """Open a run in Trackio's folder on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
 
     Trackio continues a run by its name alone, so the name has a part of `run_id`: folders of one name stay apart.
     """

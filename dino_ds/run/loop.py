@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import closing
 
-import torch
 from torch import Tensor
 
-from dino_ds.config.crops import teacher_crops
 from dino_ds.data.feed import Batch, DataTimeout, Feed
-from dino_ds.data.masks import synthetic_masks
-from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.visible import crops_picture
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError, Stopped
@@ -20,8 +15,9 @@ from dino_ds.health.beat import Beat
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_steps import BadSteps
+from dino_ds.run.image_reports import constant_images
 from dino_ds.run.intervals import SaveClock
-from dino_ds.run.reports import Reports, constant_images
+from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
 from dino_ds.run.saver import Saver
 from dino_ds.run.stop import StopRequests
@@ -36,16 +32,8 @@ class Loop:
         self._reports = Reports(run, saver)
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
-        self._normalisation = Normalisation.of(run.recipe)
-        self._hidden = {group.name for group in run.recipe.groups if group.hides}
-        recipe, start = run.recipe, run.step.applied_steps
-        every = recipe.save_every
-        self._saves = SaveClock(
-            None if every == "auto" else every.in_steps(recipe.data.global_batch, run.epoch_steps),
-            start,
-            run.epoch_steps,
-            recipe.expected_hours_between_failures,
-        )
+        options, start = run.options, run.step.applied_steps
+        self._saves = SaveClock(options.save_every, start, options.epoch_steps, options.hours_between_failures)
         self._window: list[tuple[MicroStep, list[str], Tensor]] = []
         self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position
@@ -62,13 +50,13 @@ class Loop:
         with closing(open_feed()) as feed:
             self._clock.read()
             try:
-                while step.applied_steps < run.last_step:
+                while step.applied_steps < run.options.last_step:
                     self._micro_batch(feed)
             except NumericError:  # of all ranks
                 self._log.info(*self._saver.saving.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
-        self._finish()
+        self._remove_stop_file()
 
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
@@ -88,7 +76,7 @@ class Loop:
             self._after_step(out, batch)
 
     def _next(self, feed: Feed) -> Batch | None:
-        """The next micro-batch; None where a stop was requested and it does not come."""
+        """The next micro-batch, or None where a stop was requested and it does not come."""
         self._beat.enter("data", self._run.step.applied_steps)
         if self._data_timed_out:
             return None
@@ -98,31 +86,26 @@ class Loop:
             except DataTimeout:
                 self._data_timed_out = True
                 return None
-        self._reports.loaded(batch.bad, feed.take_notes())
+        self._reports.images.loaded(batch.bad, feed.take_notes())
         return batch
 
     def _train(self, batch: Batch, inputs: Inputs, feed: Feed) -> MicroStep:
         run = self._run
-        constant = constant_images(teacher_crops(run.recipe.groups, batch.crops, run.recipe.taught_by))
+        constant = constant_images([crop for name in run.options.teacher_groups for crop in batch.crops[name]])
         out = run.step.micro_batch(inputs, feed.prefetch)
         self._window.append((out, batch.names, constant))
         run.advance()
         return out
 
     def _inputs(self, batch: Batch | None) -> Inputs:
-        """What the step takes of a batch; None: one of NaN, so that all ranks skip this window, moving nothing, and
-        then agree on the stop. Without it the others would wait for this rank's gradient until its data come.
+        """The part of a batch that the step takes.
+
+        Without a batch it is one of NaN: all ranks skip this window, moving nothing, and then agree on the stop; else
+        the others would wait for this rank's gradient until its data come.
         """
-        run = self._run
-        if batch:
-            return Inputs(batch.crops, sample_keys(run.recipe.seed, batch.epoch, batch.indices), batch.masks)
-        micro, channels, device = run.config.micro_batch, run.recipe.model.in_chans, run.step.engine.device
-        crops = {
-            group.name: [torch.full((micro, channels, group.size, group.size), torch.nan, device=device)] * group.count
-            for group in run.recipe.groups
-        }
-        indices = torch.zeros(micro, dtype=torch.long, device=device)
-        return Inputs(crops, sample_keys(run.recipe.seed, 0, indices), synthetic_masks(run.recipe, micro, device))
+        if batch is None:
+            return self._run.nan_inputs()
+        return Inputs(batch.crops, sample_keys(self._run.options.seed, batch.epoch, batch.indices), batch.masks)
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
@@ -133,22 +116,20 @@ class Loop:
         self._clock.step()
         if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
             run.step.flags.set("stop")
-        self._log.info(*self._saver.saving.look())
+        self._log.info(*self._saver.saving.poll())
         self._settle_save_interval()
         self._log.progress(done)
-        last = done == run.last_step
-        if last or done % run.recipe.log_every == 0:
+        last = done == run.options.last_step
+        if last or done % run.options.log_every == 0:
             self._reports.write(out)
         elif done == 1:
-            self._reports.collect_bad_images()  # report unreadable images after the first step
+            self._reports.images.report_unreadable()
         stop = run.step.flags.count("stop") > 0 and not last
         evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
-            masks = {name: mask for name, mask in batch.masks.items() if name in self._hidden}
-            picture = crops_picture(batch.crops, self._normalisation, masks=masks)
-            self._log.picture("crops", picture, done)
+            self._log.picture("crops", run.draw_crops(batch), done)
         if not stop:
             self._run_if_due(run.pictures, last)
         if self._saves.due(done) or last or stop:
@@ -174,7 +155,7 @@ class Loop:
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
-        """A window ends. again: its images were not used, the next run begins with them."""
+        """End a window and begin the next. again: its images were not used, the next start of this run begins there."""
         self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
         if again:
@@ -188,12 +169,12 @@ class Loop:
             return True
         self._beat.enter("evaluate", done)
         with self._clock.paused():
-            images = done * run.recipe.data.global_batch
+            images = done * run.options.global_batch
             teacher, device = run.step.teachers.exported, run.step.engine.device
             return what.run(Moment(teacher, device, done, images, run.path, run.log, self._stop_requested))
 
     def _stop_requested(self) -> bool:
-        """Asked again and again by what takes long: the monitor process sees that it makes progress."""
+        """Whether a stop was requested; the monitor process sees by each call that the work makes progress."""
         self._beat.tick()
         return self._stop.requested_anywhere()
 
@@ -201,7 +182,7 @@ class Loop:
         self._beat.enter("save", self._run.step.applied_steps)
         self._saver.check_folder()
         with self._clock.paused():
-            self._reports.collect_bad_images()
+            self._reports.images.report_unreadable()
             self._log.info(*self._saver.save(wait))
 
     def _settle_save_interval(self) -> None:
@@ -226,20 +207,6 @@ class Loop:
         raise SystemExit(STOPPED) from Stopped(f"{run.path}: stopped {stopped}")
 
     def _remove_stop_file(self) -> None:
-        """It was obeyed: the next start of this run continues."""
+        """Remove RUN/stop once it was obeyed, so that the next start of this run continues."""
         if distributed.rank() == 0:
             (self._run.path / "stop").unlink(missing_ok=True)
-
-    def _finish(self) -> None:
-        run, path, model = self._run, self._run.path, self._run.recipe.model
-        knows = model.spec().timm_model(model.backbone) is not None
-        how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
-        steps = run.step.schedules.steps
-        of = f" of {steps}" if run.last_step < steps else ""  # --max_steps
-        self._remove_stop_file()
-        self._log.info(
-            f"done     step {run.step.applied_steps}{of}; the run is in {path}",
-            f"teacher  {path / 'teacher.safetensors'}; {how}",
-            f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
-            *(run.evaluations.summary(cut=bool(of)) if run.evaluations else []),
-        )

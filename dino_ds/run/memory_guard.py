@@ -1,4 +1,4 @@
-"""Explains running out of memory in one line: in which part, what was predicted, what is free, what to change."""
+"""Explains running out of memory in one line: in which part, the prediction, free memory, and what to change."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PARTS = {
     "start": "building the model",
     "end": "the end",
 }
-"""What `Beat.where` means to people."""
+"""`Beat.where` in words."""
 
 
 class MemoryGuard:
-    """Turns what an allocator raises on this rank into OutOfMemory; `expect` tells it of the run once that is built."""
+    """Turns an allocator's errors on this rank into OutOfMemory; `expect` tells it of the run that is being built."""
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
@@ -37,7 +37,7 @@ class MemoryGuard:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Raises OutOfMemory instead of what an allocator raises."""
+        """Raise OutOfMemory in the place of an allocator's error."""
         try:
             yield
         except UserError:
@@ -61,7 +61,7 @@ class MemoryGuard:
 
 
 def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
-    """The setting to change."""
+    """The setting to change, for running out of memory in `part`."""
     if part == "saving" and recipe.save_in_background:
         return "--save_in_background false, which needs no second copy of a checkpoint in host memory"
     if part == "evaluation":

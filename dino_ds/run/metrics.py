@@ -1,4 +1,4 @@
-"""Writes the metrics and the log of a run: metrics.jsonl, TensorBoard, log.txt and the console.
+"""Measures and writes the metrics of a run, and its log: metrics.jsonl, TensorBoard, log.txt and the console.
 
 Only rank 0 writes; every rank may call everything.
 """
@@ -39,7 +39,7 @@ class Meter:
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
     def read(self) -> dict[str, float]:
-        """The means by name since the last reading; every rank must call it."""
+        """The means since the last reading, by name; every rank must call it."""
         *sums, count = distributed.sum_across_ranks(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}
@@ -92,7 +92,7 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """The files of a run folder that grow, and the progress bar.
+    """The growing files of a run folder, and the progress bar.
 
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` are services by
     name that get the numbers too; one that fails is left out from then on. `tell` gets every line of metrics.jsonl.

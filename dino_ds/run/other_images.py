@@ -17,13 +17,13 @@ from dino_ds.errors import CheckpointError, DataError
 from dino_ds.method.build import build_schedules
 
 IMAGES = "images"
-"""Their name in --allow_change."""
+"""The name of the images in --allow_change."""
 _PROBES = 500
 _COMPARED = 16
 
 
 class OtherImages:
-    """Compares the images of this start with those of a checkpoint; `allowed`: schedules may change with them."""
+    """Compares the images of this start with a checkpoint's; with `allowed`, schedules may change with them."""
 
     def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:
         self._recipe, self._now, self._allowed = recipe, now, allowed
@@ -42,7 +42,7 @@ class OtherImages:
             )
 
     def notes(self, saved: Manifest) -> list[str]:
-        """What has changed, in lines for people."""
+        """Human-readable lines on the images that have changed."""
         before = ImageSet.from_json(saved.images)
         if before is None:
             return [f"whether the images are those of step {saved.step} is not known: its checkpoint does not say"]
@@ -51,7 +51,7 @@ class OtherImages:
 
 
 def _moved(old: Schedules, new: Schedules, step: int) -> str:
-    """How training from `step` on would differ; "" if it would not."""
+    """The differences of training from `step` on, in words; "" without any."""
     last = max(old.steps, new.steps, step + 1)
     edges = [
         edge

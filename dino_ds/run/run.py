@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from dino_ds.config.ds_values import DsConfig
-from dino_ds.config.recipe import Recipe
-from dino_ds.data.feed import Position
+from dino_ds.data.feed import Batch, Position
 from dino_ds.engine import distributed
-from dino_ds.method.step import TrainingStep
+from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.run.metrics import RunLog
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a run stands between two steps: `images` its teacher has seen so far.
+    """A place between two steps of a run; `images` counts those that its teacher has seen so far.
 
-    `stop_requested` is to be asked every few seconds by what takes long; it also tells the watchdog of progress.
+    Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress.
     """
 
     teacher: Teacher
@@ -49,7 +48,7 @@ class AtStep(Protocol):
         ...
 
     def short(self) -> str:
-        """The newest result in a few words for the progress line, or ""."""
+        """The newest result in a few words for the progress line, or "" without one."""
         return ""
 
     def summary(self, cut: bool = False) -> list[str]:
@@ -57,16 +56,16 @@ class AtStep(Protocol):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The part of a checkpoint that this keeps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` of an earlier start gave."""
+        """Take back what `state_dict` of an earlier start gave."""
 
 
 @dataclass
 class RunState:
-    """Where a run stands, apart from its tensors and its step; a checkpoint keeps it."""
+    """The place of a run apart from its tensors and its step; a checkpoint keeps it."""
 
     position: Position = field(default_factory=Position)
     skipped_steps: int = 0
@@ -87,29 +86,50 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The parts of a run; `images` and `epoch_steps` are the number of images and the optimizer steps of one pass."""
+class LoopOptions:
+    """Plain values of a recipe and its images that the loop goes by, so that it depends on neither.
 
-    recipe: Recipe
-    config: DsConfig
-    path: Path
+    images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
+    None for as often as pays. teacher_groups: names of the crop groups whose outputs are the targets; balanced: whether
+    these targets are Sinkhorn-Knopp's. predicted_gib: memory of a rank, or None where it was not estimated.
+    """
+
+    seed: int
     images: int
+    global_batch: int
     epoch_steps: int
     last_step: int
+    log_every: int
+    save_every: int | None
+    hours_between_failures: float
+    max_bad_steps: int
+    max_bad_fraction: float
+    teacher_groups: tuple[str, ...]
+    balanced: bool
     predicted_gib: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run. `nan_inputs` makes a micro-batch that every rank skips, `draw_crops` a picture of a batch."""
+
+    path: Path
+    options: LoopOptions
     step: TrainingStep
     state: RunState
     evaluations: AtStep | None
     pictures: AtStep
     log: RunLog
+    nan_inputs: Callable[[], Inputs]
+    draw_crops: Callable[[Batch], Tensor]
 
     def advance(self) -> None:
-        """One micro-batch of every rank has been used."""
-        consumed = self.config.micro_batch * distributed.world_size()
-        per_epoch = self.epoch_steps * self.recipe.data.global_batch
+        """Move on in the images by one micro-batch of every rank."""
+        consumed = self.step.engine.config.micro_batch * distributed.world_size()
+        per_epoch = self.options.epoch_steps * self.options.global_batch
         self.state.position = self.state.position.advance(consumed, per_epoch)
 
     @property
     def images_drawn(self) -> int:
         """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
-        return self.images if self.state.position.epoch else self.state.position.samples
+        return self.options.images if self.state.position.epoch else self.state.position.samples

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: taken out of the run's parts for a save, and put back on a resume."""
+"""Takes the contents of a checkpoint out of a run's parts for a save, and puts them back on a resume."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dino_ds.run.run import AtStep, RunState
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: puts the tensors
-    of the teacher's backbone after so many steps into the run folder. `saving` commits saves. Methods that return lines
-    return them for people.
+    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: writes the
+    tensors of the teacher's backbone, and the step that they are of, into the run folder. `saving` commits saves.
+    Methods that return lines return them for the log.
     """
 
     checkpoints: Checkpoints
@@ -39,7 +39,7 @@ class Saver:
     def __post_init__(self) -> None:
         self._run_dir = self.checkpoints.folder.parent
         self.saved_step = 0
-        """That of this run's newest checkpoint, as far as this start knows: one that was loaded or saved."""
+        """Step of the newest checkpoint that this start has loaded or saved."""
         self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
@@ -48,7 +48,7 @@ class Saver:
         self.saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
 
     def tidy(self) -> list[str]:
-        """Clears up what earlier starts have left beyond the step to continue from. Raises StorageError."""
+        """Clear up what earlier starts have left beyond the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
                 return self.checkpoints.tidy(self.saved_step)
@@ -65,10 +65,10 @@ class Saver:
                 )
 
     def save(self, wait: bool) -> list[str]:
-        """A checkpoint, and the teacher as one file that timm reads.
+        """Write a checkpoint, and the teacher as one file that timm reads.
 
-        It is written while training continues, and counts when `poll` has found it complete; with `wait` it is
-        complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
+        Training continues meanwhile, and the checkpoint counts once `saving.poll` has found it complete; with `wait` it
+        is complete on return. Raises StorageError on all ranks where that fails, or three saves in a row have failed.
         """
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
@@ -77,7 +77,7 @@ class Saver:
         return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
 
     def metrics(self) -> dict[str, float]:
-        """What the last checkpoint of this process took, for metrics.jsonl."""
+        """Time and size of the last checkpoint of this process, for metrics.jsonl."""
         cost = self.saving.cost
         if cost is None:
             return {}
@@ -88,12 +88,12 @@ class Saver:
         }
 
     def load(self, saved: SavedCheckpoint) -> None:
-        """Puts a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
+        """Put a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
         self._load(saved, saved.whole())
         self.saved_step = saved.manifest.step
 
     def continue_from(self, saved: SavedCheckpoint) -> list[str]:
-        """As `load`, with the checkpoint of the run before: what that has not keeps its initial value, and is named.
+        """Load a checkpoint of the run before; tensors that it lacks keep their initial values, and are named.
 
         So does a teacher that begins now or later as a copy of another, whatever teacher the run before had.
         """
@@ -102,14 +102,14 @@ class Saver:
         begin = tuple(f"teachers.{name}." for name, one in replaced if one.start >= saved.manifest.step)
         theirs = {key: t for key, t in saved.whole().items() if not key.startswith(begin)}
         self._load(saved, {**own, **theirs})
-        return lacking(saved, own)
+        return _name_missing(saved, own)
 
     def restart_from(self, saved: SavedCheckpoint) -> list[str]:
-        """Of the run before the objective's running statistics: the network has begun with its teacher's weights."""
+        """Load the objective's running statistics alone: the network was built with the teacher's weights."""
         objective = self.step.objective
         own = objective.state()
         objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
-        return lacking(saved, own)
+        return _name_missing(saved, own)
 
     def _load(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
         state = saved.manifest.state
@@ -123,7 +123,7 @@ class Saver:
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
-        """RUN/teacher.safetensors and RUN/teacher.json, from a checkpoint."""
+        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint."""
         saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
         backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
         for name in self.step.teachers.exported.backbone.training_only:
@@ -131,8 +131,8 @@ class Saver:
         self.write_teacher(backbone, saved.manifest.step)
 
 
-def lacking(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
-    """A line about those of a new run's tensors that a checkpoint has not, by their first names."""
+def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
+    """A line that names, by their first parts, the tensors of a new run that a checkpoint lacks; none if it has all."""
     missing = own.keys() - saved.whole().keys()
     names = sorted({".".join(name.split(".")[:2]) for name in missing})
     return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []

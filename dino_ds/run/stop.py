@@ -56,23 +56,23 @@ class StopRequests:
         os.close(self._read)
 
     def install(self, ask: Callable[[], None]) -> None:
-        """From now on there is something to save: the first request calls `ask`, from any thread."""
+        """Let the first request call `ask`, from any thread: from now on there is something to save."""
         self._ask = ask
 
     def request(self, why: str) -> None:
-        """Stop at the next step, as at a first signal; `install` was called before."""
+        """Ask for a stop at the next step, like a first signal does; `install` was called before."""
         assert self._ask is not None
         _let_go_of_a_closed_terminal()
         self._signal, self._first_at = why, time.monotonic()
         self._ask()
 
     def finish(self) -> None:
-        """Everything is saved: ignore later signals, such as a launcher's SIGTERM to rank after rank."""
+        """Ignore later signals, such as a launcher's SIGTERM to rank after rank: everything is saved."""
         self._over = True
 
     @property
     def why(self) -> str:
-        """Why this rank is to stop: "SIGTERM", "the stop file", "the end of the launcher", or "" if it is not."""
+        """The reason for this rank to stop, such as "SIGTERM", "the stop file" or "the end of the launcher", or ""."""
         return self._signal or self._beat.stop_reason
 
     def requested_anywhere(self) -> bool:
@@ -107,13 +107,13 @@ class StopRequests:
 
 
 def signals_to_handle() -> list[signal.Signals]:
-    """Those that make a run stop; under nohup a terminal's end is not one of them."""
+    """The signals that make a run stop; under nohup the end of a terminal is not one of them."""
     ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     return [number for number in STOP_SIGNALS if number not in ignored]
 
 
 def _let_go_of_a_closed_terminal() -> None:
-    """What is printed to it would be an error before all is saved."""
+    """Send output of a closed terminal nowhere: printing to it would be an error before all is saved."""
     for output in (1, 2):
         poll = select.poll()
         poll.register(output, 0)
@@ -127,7 +127,7 @@ _numbers = iter(range(sys.maxsize))
 
 
 def _nothing(_number: int, _frame: object) -> None:
-    """Python's part of a handler: the thread does the work."""
+    """Do nothing in Python's part of a handler: the thread does the work."""
 
 
 def _leave(code: int) -> None:

@@ -1,4 +1,4 @@
-"""Monitors a run's own throughput: reports once that it has become slow for long, with the likely cause."""
+"""Monitors the throughput of this run: reports once that it has become slow for long, with the likely cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dino_ds.basics.digits import short
 from dino_ds.basics.host_memory import own_processes
 from dino_ds.engine.gpu_sensors import GpuReading
 
-# In windows, which are the times between two lines of metrics.
+# Numbers of windows; a window is the time between two lines of metrics.
 WARMUP = 2
 ROLLING = LONG = 5
 SLOW, RECOVERED = 0.8, 0.9
@@ -48,9 +48,9 @@ class _State:
 
 
 class ThroughputMonitor:
-    """`look` after each window. The baseline is the best mean of `ROLLING` windows; the first `WARMUP` do not count.
+    """Gets each window by `update`. The baseline is the best mean of ROLLING windows, without the first WARMUP ones.
 
-    A run is slow after `LONG` windows in a row under 80 % of the baseline, until the mean is back at 90 %.
+    A run is slow after LONG windows in a row under 80 % of the baseline, until the mean is back at 90 %.
     """
 
     def __init__(self, read_host: Callable[[], Host]) -> None:
@@ -61,10 +61,10 @@ class ThroughputMonitor:
         self._slow_windows = 0
         self._warned = False
 
-    def look(
+    def update(
         self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
     ) -> tuple[dict[str, float], str | None]:
-        """Take a window's values; return the rolling ones for the metrics, and a human-readable line or None."""
+        """Take a window's values; the rolling ones for the metrics, and a line for the log or None."""
         if self._warmup:
             self._warmup -= 1
             return {}, None
@@ -97,7 +97,7 @@ class ThroughputMonitor:
 
 
 def _cause(now: _State, best: _State) -> str:
-    """Cause of at least half of the added time per image; if that is the step, what the numbers say of GPU and host."""
+    """The cause of at least half of the added time per image; if that is the step, a reading of GPU and host."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (

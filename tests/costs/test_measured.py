@@ -16,8 +16,9 @@ from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.measured import FORMULAS, measure, measure_student, parameters_of
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.parameters import copied_names, group_sizes, recipe_sizes
-from dino_ds.engine.optim import OptimizerOptions, parameter_groups
+from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.errors import NotEstimated
 from dino_ds.method.build import build_network
 from dino_ds.planning.measure.trial import build_trial, resolve, synthetic_inputs
@@ -36,7 +37,7 @@ def test_parameters_and_groups_are_those_of_the_network(network, changes):
     recipe = cnn_recipe(network, **changes)
     built = build_network(recipe, PerformanceOptions())
     assert recipe_sizes(recipe) == {name: p.numel() for name, p in built.named_parameters()}
-    groups = parameter_groups(built, OptimizerOptions.of(recipe.optimizer))
+    groups = parameter_groups(built, optimizer_options(recipe.optimizer))
     assert sorted(group_sizes(recipe)) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
 
 

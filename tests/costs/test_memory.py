@@ -23,8 +23,9 @@ from dino_ds.costs.memory import (
 )
 from dino_ds.costs.objective import HeadSizes
 from dino_ds.costs.parameters import group_sizes, parameter_sizes, recipe_sizes
-from dino_ds.engine.optim import OptimizerOptions, parameter_groups
+from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_network
 from dino_ds.models.drop_path import step_key
 from dino_ds.models.head import DinoHead
@@ -76,7 +77,7 @@ def test_a_recipes_parameters_and_groups_are_those_of_its_network(changes):
     network = build_network(recipe, PerformanceOptions())
     assert recipe_sizes(recipe) == {name: p.numel() for name, p in network.named_parameters()}
     optimizer = recipe.optimizer
-    options = OptimizerOptions.of(optimizer)
+    options = optimizer_options(optimizer)
     groups = parameter_groups(network, options)
     assert sorted(group_sizes(recipe)) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dino_ds.data.base import allowed_bad_images
+from dino_ds.run.image_reports import allowed_bad_images
 
 
 def stopped_at(bad: np.ndarray, fraction: float, batch: int) -> int | None:

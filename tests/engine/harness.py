@@ -95,7 +95,7 @@ def build_step(
     schedules: Schedules | None = None,
     options: OptimizerOptions = ONE_RATE,
 ) -> TrainingStep:
-    """As `Run` does it; levers of the network itself are the network's."""
+    """A training step of the tiny network, built as a run builds its own; options of the network itself are its own."""
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
@@ -130,7 +130,7 @@ def run_windows(step: TrainingStep, first: int, count: int, global_batch: int = 
 
 
 def inputs_of(recipe: Recipe, indices: Tensor) -> Inputs:
-    """What these images are in a run of the recipe: crops of each of its groups, masks, keys of stochastic depth."""
+    """The inputs that these images are in a run of the recipe: crops of each of its groups, masks, drop keys."""
     masks = draw_masks(recipe.groups, MaskOptions.of(recipe), [crop_seed(0, 0, index) for index in indices.tolist()])
     cut = crops(indices) | {"gram": crops(indices, (48, 48))["global"]}
     return Inputs({group.name: cut[group.name] for group in recipe.groups}, sample_keys(0, 0, indices), masks)

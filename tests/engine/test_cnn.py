@@ -155,7 +155,7 @@ def test_statistics_that_are_not_synced_become_equal_with_every_step():
 
 
 def _rules():
-    """By rule: the teacher's features of four images and of the first two alone, and its buffers before and after."""
+    """The teacher's features of four and of two images, its buffers before and after, and a run; for each rule."""
     found = {}
     for rule in ("reference", "ema", "frozen"):
         recipe = cnn_recipe("resnet", teacher__batch_norm=rule)

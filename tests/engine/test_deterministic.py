@@ -31,7 +31,7 @@ def _losses(deterministic: bool) -> tuple[list[float], bool, str | None]:
 
 
 def test_the_switch_changes_nothing_on_a_cpu():
-    """Which operators of CUDA torch refuses under it is only seen on a GPU."""
+    """Only a GPU shows which operators of CUDA torch refuses under it."""
     ((losses, off, _),) = run_on_ranks(_losses, False, world=1)
     ((same, on, workspace),) = run_on_ranks(_losses, True, world=1)
     assert same == losses

@@ -14,7 +14,7 @@ from dino_ds.config.ds_config import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.lars import Lars
-from dino_ds.engine.optim import OptimizerOptions
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.ema import EmaTeacher
@@ -75,7 +75,7 @@ def _trajectory(name: str, stage: int) -> None:
     missing, unexpected = network.load_state_dict(_initial(name, recorded), strict=False)
     assert not unexpected and all(".running_" in key or "num_batches" in key for key in missing)
     config, objective = ds_config(stage, "fp32", 4), build_objective(recipe, torch.device("cpu"))
-    engine = Engine(network, config, OptimizerOptions.of(recipe.optimizer))
+    engine = Engine(network, config, optimizer_options(recipe.optimizer))
     teachers = build_teachers(recipe, config, engine, objective)
     schedules: Any = _RecordedSchedules(recipe, run)
     step = TrainingStep(engine, teachers, objective, schedules, recipe.groups)
@@ -157,7 +157,7 @@ def test_features_of_timm_s_resnets_are_torchvision_s(name: str) -> None:
 
 
 def _by_formula(key: str, t: int, like: Tensor) -> Tensor:
-    """Of entry `t` of the state, by its name and shape."""
+    """Values of entry `t` of the state, by its name and shape."""
     w = torch.cos(0.7 * torch.arange(like.numel(), dtype=torch.float64) + t).view(like.shape)
     if key.endswith("running_var"):
         return 1 + 0.2 * w

@@ -22,7 +22,7 @@ class _NvmlError(Exception):
 
 
 def _fake_nvml(**changes):
-    """As the module pynvml: functions of a handle, in NVML's units."""
+    """A stand-in for the module pynvml: functions of a handle, in NVML's units."""
     nvml = types.ModuleType("pynvml")
     values = {
         "nvmlInit": lambda: None,
@@ -116,8 +116,7 @@ def test_metrics_have_the_gpu_s_figures_and_none_on_a_cpu(sensors_of):
     reports._sensors = sensors_of(nvmlDeviceGetTotalEnergyConsumption=lambda h: next(energy))
     reports._last_gpu = None, 0
     step = types.SimpleNamespace(applied_steps=10)
-    recipe = types.SimpleNamespace(data=types.SimpleNamespace(global_batch=32))
-    reports._run = types.SimpleNamespace(step=step, recipe=recipe)
+    reports._run = types.SimpleNamespace(step=step, options=types.SimpleNamespace(global_batch=32))
     found = []
     for _ in range(2):
         reports._sensors.start()

@@ -53,7 +53,7 @@ def references():
 
 
 def test_the_snapshot_is_taken_and_replaced_when_it_should(references):
-    """Of the six steps the first has no Gram loss; then the teacher is the EMA teacher of the second, and from the
+    """The first of six steps has no Gram loss; then the teacher is the EMA teacher of the second, and from the
     fourth step on that of the fourth."""
     losses, _, gram, before = references["fp32"]
     assert [loss["gram"] > 0 for loss in losses] == [False] + [True] * 5

@@ -45,7 +45,7 @@ def _golden_network() -> Network:
 
 
 def test_groups_are_dinov2_s():
-    """Which parameters share a group, its multiplier of the learning rate, whether it is decayed or a last layer."""
+    """Groups agree in parameters, in multipliers of the learning rate, in decay, and in which are last layers."""
     network = _golden_network()
     names = {id(p): name for name, p in network.named_parameters()}
     ours = {
@@ -113,7 +113,7 @@ def test_lars_on_the_host_is_refused():
 
 
 def _short_steps(stage, **changes):
-    """How far the weights of a layer and a bias go in three steps."""
+    """The distances that the weights of a layer and a bias go in three steps."""
     options = replace(OPTIMIZERS[changes.pop("kind")], **changes)
     step = build_step(ds_config(stage, "fp32", BATCH), schedules=tiny_schedules(lr=0.02), options=options)
     run_windows(step, 0, 3, BATCH)
@@ -181,7 +181,7 @@ def _loaded(stage, options, saved):
 
 
 def _frozen(stage, mode):
-    """Of the prototypes after 2 frozen windows and after the release: movement, first moments, Adam's step count."""
+    """Movement, first moments and Adam's step count of the prototypes after 2 frozen windows and after the release."""
     step = build_step(ds_config(stage, "fp32", BATCH), schedules=tiny_schedules(2, frozen_prototypes=mode))
     start, found, norms = tiny_network().head.prototypes.weight, [], []
     for window in range(3):

@@ -13,7 +13,7 @@ from dino_ds.errors import ConfigError
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_told(monkeypatch):
-    """As under `srun --gpus-per-task=1`, or with more processes than GPUs; torch would say "invalid device ordinal"."""
+    """It happens under `srun --gpus-per-task=1`, or with more processes than GPUs; torch says "invalid device"."""
     from deepspeed.accelerator import get_accelerator
 
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

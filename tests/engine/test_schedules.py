@@ -33,8 +33,8 @@ def test_weight_decay_and_momentum_go_from_one_end_to_the_other():
     assert (first.teacher_momentum, last.teacher_momentum) == pytest.approx((0.9, 1.0))
 
 
-def test_staircase_with_treads_of_an_epoch():
-    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, tread=2) for i in range(8)]
+def test_staircase_with_one_stair_an_epoch():
+    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, stair=2) for i in range(8)]
     assert values == pytest.approx([0.04, 0.04, 0.055, 0.055, 0.07, 0.07, 0.07, 0.07])
 
 
@@ -44,18 +44,18 @@ def test_no_warmup():
 
 
 def test_prototypes_are_frozen_then_released_once():
-    knobs = [tiny_schedules(freeze_steps=3).at(i) for i in range(6)]
-    assert [k.prototypes_frozen for k in knobs] == [True] * 3 + [False] * 3
-    assert [k.unfreeze_prototypes for k in knobs] == [False] * 3 + [True] + [False] * 2
-    assert [k.prototypes_gradient for k in knobs] == [False] * 3 + [True] * 3
+    values = [tiny_schedules(freeze_steps=3).at(i) for i in range(6)]
+    assert [k.prototypes_frozen for k in values] == [True] * 3 + [False] * 3
+    assert [k.unfreeze_prototypes for k in values] == [False] * 3 + [True] + [False] * 2
+    assert [k.prototypes_gradient for k in values] == [False] * 3 + [True] * 3
     never = [dataclasses.replace(tiny_schedules(), freeze_steps=0).at(i) for i in range(3)]
     assert not any(k.unfreeze_prototypes or k.unfreeze_backbone for k in never)
 
 
 def test_prototypes_frozen_by_their_learning_rate_keep_gradient_and_moments():
-    knobs = [tiny_schedules(freeze_steps=3, frozen_prototypes="zero_lr").at(i) for i in range(6)]
-    assert [k.prototypes_frozen for k in knobs] == [True] * 3 + [False] * 3
-    assert all(k.prototypes_gradient for k in knobs) and not any(k.unfreeze_prototypes for k in knobs)
+    values = [tiny_schedules(freeze_steps=3, frozen_prototypes="zero_lr").at(i) for i in range(6)]
+    assert [k.prototypes_frozen for k in values] == [True] * 3 + [False] * 3
+    assert all(k.prototypes_gradient for k in values) and not any(k.unfreeze_prototypes for k in values)
 
 
 def test_weights_ramp_as_the_reference_s():

@@ -41,7 +41,7 @@ OFFLOAD_ALL = OFFLOAD | {"offload_param": {"device": "cpu"}}
 
 @dataclass(frozen=True)
 class Setup:
-    """How an engine runs."""
+    """Stage, precision, ranks and options of an engine."""
 
     stage: int
     precision: str = "fp32"
@@ -60,7 +60,7 @@ class Setup:
         return hash(str(self))
 
     def features(self) -> tuple[Any, ...]:
-        """What a sample of setups must show of each."""
+        """The values that a sample of setups must show."""
         return self.stage, self.precision, self.world, self.accumulation, [*self.zero, *self.sections], self.kind
 
 
@@ -92,7 +92,7 @@ def _build(setup):
 
 
 def _take(step):
-    """This rank's part, and what a run saves beside it."""
+    """This rank's part, and what a run saves in addition."""
     state = step.engine.state()
     tensors = {name: tensor.cpu().clone() for name, tensor in state.tensors.items()}
     assert all(tensor.ndim == 1 and tensor.dtype == torch.float32 for tensor in tensors.values())
@@ -119,7 +119,7 @@ def _straight(setup, windows, more):
 
 
 def _resume(setup, saved, more):
-    """In a new engine: the state right after loading, the masters by the teacher's way, and the training after it."""
+    """Load into a new engine: the state right after it, the masters by the teacher's way, and the later training."""
     step = _build(setup)
     saved.read_elements = 0
     step.engine.load_state(saved)
@@ -132,7 +132,7 @@ def _resume(setup, saved, more):
 
 @functools.cache
 def straight(setup, more=2, windows=SAVED_AT):
-    """What a run saved after `windows` windows, its losses in `more` further ones, and its state after them."""
+    """The state of a run after `windows` windows, its losses in `more` further ones, and its state after them."""
     taken, losses, ended = zip(*run_on_ranks(_straight, setup, windows, more, world=setup.world), strict=True)
     return _gathered(taken), losses[0], _gathered(ended)
 
@@ -332,21 +332,26 @@ def _refused(setup, saved, network):
     return "loaded", False
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_another_network_is_refused(stage):
+@pytest.mark.parametrize(
+    ("setup", "prototypes", "message"),
+    [
+        *(
+            (
+                Setup(stage),
+                48,
+                "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]",
+            )
+            for stage in (0, 3)
+        ),
+        (Setup(2, kind="lars"), 40, "the checkpoint has the moments of adamw, optimizer.kind is lars"),
+    ],
+    ids=str,
+)
+def test_a_state_of_another_network_or_optimizer_is_refused(setup, prototypes, message):
+    """On all ranks, and nothing of it has moved the weights."""
     saved, _, _ = straight(Setup(2))
-    for message, untouched in run_on_ranks(_refused, Setup(stage), saved, tiny_network(prototypes=48)):
-        assert message == (
-            "model differs from the checkpoint in 1 tensors, first head.prototypes.weight [40, 16] vs [48, 16]"
-        )
-        assert untouched
-
-
-def test_the_moments_of_another_optimizer_are_refused():
-    saved, _, _ = straight(Setup(2))
-    message = "the checkpoint has the moments of adamw, optimizer.kind is lars"
-    for found, untouched in run_on_ranks(_refused, Setup(2, kind="lars"), saved, tiny_network()):
-        assert found == message and untouched
+    found = run_on_ranks(_refused, setup, saved, tiny_network(prototypes=prototypes))
+    assert found == [(message, True)] * 2
 
 
 def test_a_state_from_before_there_were_other_optimizers_is_adamw_s():

@@ -180,7 +180,7 @@ DATA = [
         inject.both(at_step(5, (1,), inject.kill_loader), at_step(8, (1,), inject.kill_loader)), changes=_LOADER,
     ),
     Kind(
-        "images of one colour", (0, 0), "100% of the images are of one colour", before=scene.black_images,
+        "images of one color", (0, 0), "100% of the images are of one color", before=scene.black_images,
         goes_on=False,
     ),
     Kind("half of the images empty", (2, 2), "are unreadable", before=scene.bad_images, goes_on=False),

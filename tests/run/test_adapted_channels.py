@@ -89,7 +89,8 @@ def test_a_range_that_must_be_given_is_in_the_same_message(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 4])
 def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again(place, tmp_path, count):
-    """In partitions on two ranks, learning rate 0 in the first step; resumed without the weights, bit for bit."""
+    """The student is in partitions on two ranks, learning rate 0 in the first step; a resume, without the weights, is
+    exact."""
     rgb = shutil.copytree(place / "rgb", tmp_path / "rgb")
     changes = _start(tmp_path, count)
     ds = "zero3_fp32.json"

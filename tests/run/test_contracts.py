@@ -125,7 +125,7 @@ def test_what_a_backbone_does_not_have_is_refused(tmp_path):
 
 
 def test_patch_features_lie_as_the_patches_do():
-    """Of two groups of crops, by a ViT: rows of one crop after another, and the CLS features as without them."""
+    """A ViT gives rows of one crop after another for two groups of crops, and the CLS features as without them."""
     from dino_ds.models.specs.backbones import ViTSpec
 
     vit = build_backbone(ViTSpec(8, 32, 2, 2), 32).eval()

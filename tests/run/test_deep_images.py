@@ -64,7 +64,7 @@ def test_the_range_is_said_and_written(run):
 
 
 def test_the_teacher_takes_deep_images(run, tmp_path):
-    """As it is loaded and as it is exported; others are refused."""
+    """The loaded and the exported teacher do; other images are refused."""
     FORMATS["safetensors"][0](dino_ds.load(run), tmp_path / "copy.safetensors")
     FORMATS["hf"][0](dino_ds.load(run), tmp_path / "hf")
     assert "0 is black and 4095 is white" in (tmp_path / "hf/README.md").read_text()
@@ -122,7 +122,7 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsy
 
 
 def test_a_resumed_run_keeps_its_range(tmp_path):
-    """Also a wider one than auto would choose; another is a change that must be allowed."""
+    """A range may be wider than auto would choose; another one is a change that must be allowed."""
     root, run = deep_folder(tmp_path / "images", 12, 4000), tmp_path / "run"
 
     def go(steps, resume=False, value_range="auto"):

@@ -85,7 +85,7 @@ def test_a_resume_with_another_teacher_is_refused(place):
 
 
 def test_softmax_centers_begin_as_the_teacher_s(place):
-    """And they matter: after one step the center has moved by a tenth of the way to the mean of this step's logits."""
+    """With center_momentum 1 the center after a step is the teacher's own."""
     theirs = _whole(place / "teacher", 3)["center"]
     assert _distil(place, "center", {"objective.center_momentum": "1"}, max_steps=1) is None
     assert torch.equal(_whole(place / "center", 1)["center"], theirs) and theirs.abs().max() > 0

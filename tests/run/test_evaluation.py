@@ -78,7 +78,7 @@ def test_features_are_computed_once_for_all_evaluations(runs):
 
 
 def test_results_are_those_of_the_saved_teacher(runs, images):
-    """What training writes is what `dino-ds eval` finds with the same settings on the run's file, in any precision."""
+    """`dino-ds eval` finds the same with the same settings on the run's file, in any precision."""
     run, _, _ = runs
     kept = read_results(run / "evaluations.json")
     assert list(kept) == list(FROM_FEATURES)

@@ -40,12 +40,11 @@ def test_exploding_run_stops_cleanly_with_its_checkpoint_intact(tmp_path):
     """A learning rate of 1e30 makes NaN: skipped, counted, stopped by all ranks; the saved step is from before."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     changes = {"optimizer.lr": "1e30", "optimizer.warmup": "3 steps", "save_every": "1 steps"}
-    for ds in ("zero0_fp32.json", "zero2_bf16.json"):
-        messages = run_on_ranks(train_tiny, root, run / ds, ds, changes=changes)
-        assert all("3 times in a row" in message and ".png" in message for message in messages)
-        last = losses_of(run / ds)[-1][0]
-        assert (run / ds / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
-        assert all(loss == loss for _, loss in losses_of(run / ds))
+    messages = run_on_ranks(train_tiny, root, run, "zero2_bf16.json", changes=changes)
+    assert all("3 times in a row" in message and ".png" in message for message in messages)
+    last = losses_of(run)[-1][0]
+    assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
+    assert all(loss == loss for _, loss in losses_of(run))
 
 
 @pytest.mark.parametrize(
@@ -106,17 +105,16 @@ def _after_a_step(run, act, *args):
     act(*args)
 
 
-def _stopped_by(root, run, rank_to_signal):
-    if int(os.environ["RANK"]) == rank_to_signal:
+def _stopped(root, run):
+    if os.environ["RANK"] == "1":
         threading.Thread(target=_after_a_step, args=(run, os.kill, os.getpid(), signal.SIGTERM)).start()
     changes = {"length": "4000 steps", "log_every": "1"}
     return train_tiny(root, run, "zero1_fp32.json", changes=changes)
 
 
-@pytest.mark.parametrize("rank_to_signal", [0, 1])
-def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path, rank_to_signal):
+def test_a_signal_to_one_rank_stops_and_saves_all(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    assert run_on_ranks(_stopped_by, root, run, rank_to_signal) == ["stopped", "stopped"]
+    assert run_on_ranks(_stopped, root, run) == ["stopped", "stopped"]
     last = losses_of(run)[-1][0]
     assert (run / "checkpoints/latest").read_text() == f"step_{last:08d}\n"
     assert "--resume" in (run / "log.txt").read_text()

@@ -56,7 +56,7 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
     [("run", "zero2_bf16.json"), ("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")],
 )
 def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
-    """Also of other patches and width. It is the same at the end, and is never trained: a checkpoint has its digest.
+    """The other run may have other patches and width. Its teacher is never trained: a checkpoint has its digest.
 
     In ZeRO 3's partitions it gives the same losses as whole.
     """

@@ -107,11 +107,11 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
     assert "its head does not fit (head.prototypes.weight" in log and "(5, 16)): our own starts anew" in log
 
 
-def test_resume_does_not_read_the_file_again(trained, tmp_path):
-    model = load(trained / "run")
-    export_dino(model, tmp_path / "start.pth")
-    changes = {"model.init_from": str(tmp_path / "start.pth")}
+def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file_again(trained, tmp_path):
+    export_dino(load(trained / "run"), tmp_path / "start.pth")
+    changes = {"model.init_from": str(tmp_path / "start.pth"), "crops.global_size": "48"}
     assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
+    assert "position embedding resized to 37 places" in (tmp_path / "run/log.txt").read_text()
     (tmp_path / "start.pth").unlink()
     args = (trained / "images", tmp_path / "run")
     assert run_on_ranks(train_tiny, *args, max_steps=2, resume=True, changes=changes) == [None] * 2
@@ -137,12 +137,6 @@ def test_weights_that_do_not_fit_are_one_line(trained, tmp_path, changes, words)
     (message,) = run_on_ranks(train_tiny, trained / "images", tmp_path / "run", changes=changes, world=1)
     assert words in message and "\n" not in message
     assert not (tmp_path / "run").exists()
-
-
-def test_another_crop_size_resizes_the_position_embedding(trained, tmp_path):
-    changes = {"model.init_from": str(trained / "run"), "crops.global_size": "48"}
-    assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
-    assert "position embedding resized to 37 places" in (tmp_path / "run/log.txt").read_text()
 
 
 def _head_only_windows(stage, precision):

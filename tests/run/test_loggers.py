@@ -30,7 +30,7 @@ def _numbers(folder):
 
 
 def _wandb_history(folder):
-    """What the files of offline runs have: {step: {name: value}}."""
+    """The values in the files of offline runs: {step: {name: value}}."""
     from wandb.proto import wandb_internal_pb2
 
     found: dict[int, dict[str, float]] = {}
@@ -46,7 +46,7 @@ def _wandb_history(folder):
 
 
 def _records(content):
-    """Of a file of W&B, a LevelDB log after 7 bytes: blocks of 32 KiB, pieces of (crc, length, kind)."""
+    """Records of a file of W&B, a LevelDB log after 7 bytes: blocks of 32 KiB, pieces of (crc, length, kind)."""
     at, whole = 7, b""
     while at + 7 <= len(content):
         left = 32768 - at % 32768

@@ -16,7 +16,7 @@ from dino_ds.run.memory_guard import MemoryGuard
 
 
 def _of_torch(kind: str) -> Exception:
-    """What the allocator of a CPU really says; and the words of CUDA's."""
+    """The real words of a CPU's allocator, and those of CUDA's."""
     if kind == "CUDA":
         return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total ...")
     with pytest.raises(RuntimeError) as raised:

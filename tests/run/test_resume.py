@@ -133,10 +133,7 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
         assert run_on_ranks(train_tiny, root, run, max_steps=steps, resume="auto") == [None, None]
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
-    for resume in (True, "auto"):  # lost, not on purpose
-        for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=resume):
-            assert "has no checkpoint, and had one" in message
-    (run / "teacher.safetensors").unlink()
+    (run / "teacher.safetensors").unlink()  # else they would be lost: tests/run/test_run_folder.py
     for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=True):
         assert "no checkpoint in" in message and "--resume auto" in message
     assert run_on_ranks(train_tiny, root, run, max_steps=3, resume="auto") == [None, None]
@@ -244,7 +241,7 @@ def begun(tmp_path_factory):
      ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
 )  # fmt: skip
 def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
-    """In its own metric where it has one, else in the losses; what was learned before stays."""
+    """It shows in its own metric if it has one, else in the losses; earlier steps stay as they were."""
     root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
     ds = {key: value} if key == "gradient_clipping" else {}
     changes = {} if ds else {key: value}

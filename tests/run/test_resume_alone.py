@@ -57,7 +57,7 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
 
 
 def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cut: Path):
-    """What may change does, what is learned is refused by its name alone."""
+    """A free setting changes; one that changes what is learned is refused by its name alone."""
     changed = train_in(place, ["--run_dir", str(cut), "--resume", "--optimizer.lr", "0.02", "--log_every", "2"])
     assert (
         changed == "settings changed since step 3: optimizer.lr 0.01 -> 0.02; accept with --allow_change optimizer.lr"
@@ -67,7 +67,7 @@ def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cu
 
 
 def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Path, tmp_path: Path):
-    """Of a run of an older version, whose folder of the start is not known, with the one; --data.root is the answer."""
+    """A run of an older version does not know the folder of its start, and names one; --data.root is the answer."""
     path = cut / "environment.json"
     about = json.loads(path.read_text())
     about["starts"][-1]["folder"] = str(place / "elsewhere")
@@ -117,7 +117,7 @@ def test_a_folder_without_a_run_is_said_and_not_that_images_are_missing(tmp_path
 @pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
 @pytest.mark.parametrize(("make", "said"), [(lambda path: None, "is missing"), (Path.mkdir, "is not a file")])
 def test_a_run_whose_recipe_is_lost_is_said_by_its_file(cut: Path, resume: str, make, said: str):
-    """And not that images are missing, which it names."""
+    """The message is not that images are missing, which the recipe names."""
     (cut / "config.yaml").unlink()
     make(cut / "config.yaml")
     message = train_words(["--run_dir", str(cut), resume])

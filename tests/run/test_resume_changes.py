@@ -38,6 +38,8 @@ class Setup:
 
     def train(self, root: Path, run: Path, steps: int, resume: bool = False) -> None:
         ds_changes = {"gradient_accumulation_steps": str(self.accumulation)}
+        if self.ds.endswith("fp16"):
+            ds_changes["fp16.initial_scale_power"] = "4"  # no scale to be found, with batches left out meanwhile
         changes = CHANGES | (SINKHORN if self.objective == "dinov2" else {})
         args = (root, run, f"{self.ds}.json", steps, resume, changes, ds_changes)
         assert run_on_ranks(_train_watched, *args, world=self.world) == [None] * self.world
@@ -86,7 +88,6 @@ def _batches(run: Path, first: int) -> list[list[int]]:
 
 
 PAIRS = {
-    "fewer ranks": (Setup("zero2_fp32"), Setup("zero0_fp32", 1, 2)),
     "more ranks": (Setup("zero0_fp32", 1), Setup("zero3_fp32", 2, 2)),
     "all at once": (Setup("zero2_bf16"), Setup("zero3_bf16_offload", 1, 4)),
     "precision": (Setup("zero1_fp16"), Setup("zero2_bf16")),
@@ -109,10 +110,7 @@ def test_resume_under_another_setup(tmp_path, pair):
     loaded = json.loads(Path(f"{parts}-0-from-{SAVED_AT}.json").read_text())["loaded"]
     assert loaded == saved
     batches = _batches(parts, SAVED_AT)
-    assert batches[:MORE] == _batches(straight, 0) and len(batches) >= MORE
-    if len(batches) > MORE:
-        assert after.ds.endswith("fp16")  # it had a loss scale to find, and left those batches out
-        return
+    assert batches == _batches(straight, 0) and len(batches) == MORE
     kinds = {setup.ds.split("_")[1] for setup in (before, after)}
     tolerance = 1e-5 if kinds == {"fp32"} else 1e-2 if len(kinds) == 1 else 0.1
     for (step, mine), (other, theirs) in zip(losses_of(parts), losses_of(straight), strict=True):

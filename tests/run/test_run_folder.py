@@ -61,7 +61,6 @@ def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
     assert f"{run / name} " in message and found in message
 
 
-@pytest.mark.parametrize("resume", [True, "auto"])
 @pytest.mark.parametrize(
     ("lose", "said"),
     [
@@ -70,17 +69,18 @@ def test_what_can_not_be_written_to_is_named(begun, run, name, make, found):
         (lambda path: path.symlink_to("/not/mounted"), "checkpoints is a link to /not/mounted, which is not there"),
     ],
 )
-def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew(begun, run, resume, lose, said):
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_anew(begun, run, lose, said):
     """It would replace the metrics and the teacher; once the checkpoints are back it goes on."""
     (run / "checkpoints").rename(run.parent / "checkpoints")
     lose(run / "checkpoints")
     before = contents(run)
-    message = _resume(begun, run, resume)
-    assert message is not None and said in message and "\n" not in message
-    assert contents(run) == before
+    for resume in (True, "auto"):
+        message = _resume(begun, run, resume)
+        assert message is not None and said in message and "\n" not in message
+        assert contents(run) == before
     discard(run / "checkpoints")
     (run.parent / "checkpoints").rename(run / "checkpoints")
-    assert _resume(begun, run, resume) is None
+    assert _resume(begun, run) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
 
 

@@ -1,4 +1,4 @@
-"""What a run with several terms says about them: its first lines, metrics, alarm and report."""
+"""A run with several terms names them in its first lines, metrics, alarm and report."""
 
 from __future__ import annotations
 

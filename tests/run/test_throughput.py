@@ -30,7 +30,7 @@ class _Run:
                     self.now += wait_seconds
                 self.now += step_seconds
                 self.clock.step()
-            values, text = self.watch.look(**self.clock.read(), gpu=self.gpu)
+            values, text = self.watch.update(**self.clock.read(), gpu=self.gpu)
             said += [text] if text else []
         return values, said
 

@@ -20,7 +20,8 @@ from dino_ds.engine.clipping import parts_of
 from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
-from dino_ds.engine.optim import OptimizerOptions, apply_settings, build_optimizer
+from dino_ds.engine.optim import apply_settings, build_optimizer
+from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_objective
 from dino_ds.method.dino import DinoTerm
@@ -189,7 +190,7 @@ class PlainEngine:
         self.config = SimpleNamespace(performance=PerformanceOptions(), accumulation=1)
         self._network = network.to(device).train()
         self._clipping = clipping
-        self._optimizer = build_optimizer(self._network, OptimizerOptions.of(recipe.optimizer), fused)
+        self._optimizer = build_optimizer(self._network, optimizer_options(recipe.optimizer), fused)
 
     def __call__(self, *inputs: Any) -> dict[str, Output]:
         outputs: dict[str, Output] = self._network(*inputs)

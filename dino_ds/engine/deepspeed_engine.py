@@ -1,0 +1,72 @@
+"""DeepSpeed's engine as this project has it: what the ds config leaves open, and what costs time for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.engine import distributed
+from dino_ds.engine.placement import let_go_of
+from dino_ds.errors import ConfigError
+from dino_ds.models.network import Network
+
+
+def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsConfig, clips: bool) -> tuple[Any, Any]:
+    """DeepSpeed's engine of a network, and its optimizer; with `clips` it clips by the norm of the whole gradient.
+
+    Raises ConfigError where DeepSpeed refuses the config.
+    """
+    import deepspeed
+
+    # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
+    raw = config.for_deepspeed | {"timers": {"throughput": {"enabled": False}}}
+    raw["zero_allow_untested_optimizer"] = True  # by DeepSpeed; we have tested SGD and LARS
+    # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
+    if config.stage == 0 or not clips:
+        raw["gradient_clipping"] = 0.0
+    try:
+        engine, zero_optimizer, _, _ = deepspeed.initialize(
+            model=network, optimizer=optimizer, config=raw, dist_init_required=False
+        )
+    except (deepspeed.runtime.config.DeepSpeedConfigError, ValueError) as error:
+        raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
+    if config.stage == 3:
+        let_go_of(network)
+    if config.stage == 0 and distributed.world_size() == 1:
+        engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
+    if config.dynamic_loss_scale:
+        # Of a window that was spoilt to stop, it would be no error: `Engine.scale_is_exhausted` tells who knows.
+        zero_optimizer.loss_scaler.raise_error_at_min_scale = False
+    _read_finiteness_once(zero_optimizer)
+    return engine, zero_optimizer
+
+
+def _read_finiteness_once(optimizer: Any) -> None:
+    """Let DeepSpeed read from the device once in a step whether it is applied, the one thing that the host must know.
+
+    DeepSpeed 0.19 reads it up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
+    each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
+    """
+    import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
+    from deepspeed.runtime.utils import is_invalid_grad_norm
+
+    if hasattr(optimizer, "check_overflow") and not getattr(optimizer, "cpu_offload", False):
+        optimizer.check_overflow = lambda partition_gradients=True: None
+    stage_1_and_2.is_invalid_grad_norm = _AskedOnce(is_invalid_grad_norm)
+
+
+class _AskedOnce:
+    """A question about a tensor that is asked anew only of another tensor."""
+
+    def __init__(self, ask: Callable[[Any], bool]) -> None:
+        self._ask = ask
+        self._asked_of: Any = None
+        self._answer = False
+
+    def __call__(self, tensor: Any) -> bool:
+        if tensor is not self._asked_of:
+            self._asked_of, self._answer = tensor, self._ask(tensor)
+        return self._answer

@@ -1,0 +1,55 @@
+"""Takes out of a recipe everything that the loop needs: plain values, and two functions of batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.feed import Batch
+from dino_ds.data.masks import synthetic_masks
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.visible import crops_picture
+from dino_ds.method.step import Inputs
+from dino_ds.models.drop_path import sample_keys
+from dino_ds.run.run import LoopOptions
+
+
+def loop_options(
+    recipe: Recipe, images: int, epoch_steps: int, last_step: int, predicted_gib: float | None
+) -> LoopOptions:
+    """The plain values that the loop goes by."""
+    batch, every = recipe.data.global_batch, recipe.save_every
+    return LoopOptions(
+        seed=recipe.seed,
+        images=images,
+        global_batch=batch,
+        epoch_steps=epoch_steps,
+        last_step=last_step,
+        log_every=recipe.log_every,
+        save_every=None if every == "auto" else every.in_steps(batch, epoch_steps),
+        hours_between_failures=recipe.expected_hours_between_failures,
+        max_bad_steps=recipe.max_bad_steps,
+        max_bad_fraction=recipe.data.max_bad_fraction,
+        teacher_groups=tuple(group.name for group in recipe.groups if recipe.taught_by in group.teachers),
+        balanced=recipe.objective.centering == "sinkhorn",
+        predicted_gib=predicted_gib,
+    )
+
+
+def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
+    """A micro-batch of NaN in the shapes of the others: all ranks skip its window, and nothing moves."""
+    channels = recipe.model.in_chans
+    crops = {
+        group.name: [torch.full((images, channels, group.size, group.size), torch.nan, device=device)] * group.count
+        for group in recipe.groups
+    }
+    indices = torch.zeros(images, dtype=torch.long, device=device)
+    return Inputs(crops, sample_keys(recipe.seed, 0, indices), synthetic_masks(recipe, images, device))
+
+
+def draw_crops(recipe: Recipe, batch: Batch) -> Tensor:
+    """A picture (3, h, w) of a batch's first crops, as the student sees them."""
+    hidden = {group.name for group in recipe.groups if group.hides}
+    masks = {name: mask for name, mask in batch.masks.items() if name in hidden}
+    return crops_picture(batch.crops, Normalisation.of(recipe), masks=masks)

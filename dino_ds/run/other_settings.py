@@ -1,0 +1,93 @@
+"""Compares a run's settings with those of its checkpoint, and refuses to resume where it would learn something else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection
+from typing import Any
+
+from dino_ds.basics.names import did_you_mean
+from dino_ds.checkpoint.manifest import Manifest
+from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
+from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.flat import flat_values, flatten
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine import distributed
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.run.environment import own_code, versions
+from dino_ds.run.other_images import IMAGES
+
+_OPTIMIZER = "optimizer.kind"
+
+
+def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
+    """The keys of --allow_change, and IMAGES if it is one of them. Raises ConfigError for one that has no meaning."""
+    known = {*_learned(recipe, config), IMAGES}
+    allowed = {key.strip() for key in keys.split(",")}
+    for key in sorted(allowed - known):
+        free = is_free(key) and key in flat_values(recipe)
+        what = "it may change freely, leave it out" if free else "it is not a key of the recipe"
+        raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
+    return allowed
+
+
+def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig) -> dict[str, str]:
+    """The differences, in words by dotted name, from a checkpoint's settings that change what is learned."""
+    # A run from before an option did what the option's default does.
+    before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
+    return changed_settings(before, _learned(recipe, config))
+
+
+def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[str]) -> None:
+    """Raises CheckpointError, naming every difference of `changed_since`, where one is not allowed."""
+    if _OPTIMIZER in changed:
+        raise CheckpointError(
+            f"{changed[_OPTIMIZER]} since step {saved.step}, whose moments are of no use to another optimizer: set "
+            "it back, or start a new run from these weights with --model.init_from"
+        )
+    check_settings(changed, f"step {saved.step}", allowed)
+
+
+def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig) -> list[str]:
+    """Human-readable lines on what differs from the start that saved a checkpoint: settings, versions, how it runs."""
+    old, new = saved.model_dump(), describe_settings(recipe, config)
+    changed = changed_since(saved, recipe, config)
+    notes = [f"changed since step {saved.step}, as allowed: {how}" for how in changed.values()]
+    other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
+    notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]
+    was, now = _computed(old, new), _computed(new, old)
+    return [f"resumed from {was} under {now}", *notes] if was != now else notes
+
+
+def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
+    """The settings of this start as a checkpoint's Manifest has them."""
+    zero = config.raw.get("zero_optimization", {})
+    return {
+        "stage": config.stage,
+        "world_size": distributed.world_size(),
+        "precision": config.precision,
+        "offload": any(
+            zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
+        ),
+        "micro_batch": config.micro_batch,
+        "accumulation": config.accumulation,
+        "gradient_clipping": config.clipping,
+        "recipe": recipe.model_dump(mode="json"),
+        "config_hash": hashlib.sha256(json.dumps(_learned(recipe, config), sort_keys=True).encode()).hexdigest(),
+        "versions": versions() | own_code(recipe),
+    }
+
+
+def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
+    """Everything that changes what is learned, by its dotted name."""
+    return learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
+
+
+def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
+    """The way a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
+    ranks = f"{this['world_size']} rank{'s' if this['world_size'] > 1 else ''}"
+    offload = ", offloaded" if this["offload"] else ""
+    parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
+    batch = f", micro-batch {parts[0][0]} x accumulation {parts[0][1]}" if parts[0] != parts[1] else ""
+    return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
