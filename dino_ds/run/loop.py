@@ -133,7 +133,7 @@ class Loop:
         self._clock.step()
         if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
             run.step.flags.set("stop")
-        self._log.info(*self._saver.saving.look())
+        self._log.info(*self._saver.saving.poll())
         self._settle_save_interval()
         self._log.progress(done)
         last = done == run.last_step

@@ -72,7 +72,7 @@ class SmallRun:
                 self._part[name].copy_(tensor)  # in place, as training does
             for name, tensor in whole_of(self.step).items():
                 self._whole[name].copy_(tensor)
-            self.said += self.saving.look()
+            self.said += self.saving.poll()
         return self
 
     def save(self, wait: bool = False) -> SmallRun:
