@@ -143,6 +143,7 @@ def test_flags_that_contradict_each_other(options, says, hostfile):
 
 
 HOSTILE = ["/plain/path", "train-{000..146}.tar", "a b $(id) `id` \"q\" 'q' \\ \\\\ $HOME ; | & > x", "it's", '"']
+HOSTILE += ["; touch x", "| touch x", "&& touch x", "> x", "\\$(id)", '"; id; "', "'; id; '", "a\\", "$IFS", "%h;id"]
 HOSTILE += ["\\", "*?[a]~#!", "50%h of %n %% %u", " ", "-", "ü日本", "a  b", "\\$ \\`"]
 
 
