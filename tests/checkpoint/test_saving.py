@@ -101,7 +101,7 @@ def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
 
 
 def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
-    """And its failure is an error then, a line otherwise."""
+    """Its failure is an error then, a line otherwise."""
     done = []
     SmallRun(tmp_path, finish=lambda folder: done.append(folder.name)).train(1).save(wait=True)
     assert done == ["step_00000001"]
@@ -191,7 +191,7 @@ def _full(path, tensors, about):
 
 
 def test_a_folder_in_the_place_of_latest_is_put_aside_and_said(tmp_path):
-    """Also in the middle of a run: saves go on, and what lies in the folder is kept."""
+    """In the middle of a run too: saves go on, and the content of the folder is kept."""
     run = SmallRun(tmp_path, background=False).train().save()
     (tmp_path / "checkpoints/latest").unlink()
     (tmp_path / "checkpoints/latest").mkdir()

@@ -23,12 +23,12 @@ Fault = Callable[[int], None]
 
 
 def mark() -> None:
-    """The time of the fault, for `Outcome.seconds`: of the first, where there are several."""
+    """Note the time of the first fault, for `Outcome.seconds`."""
     if not Path("fault").exists():
         Path("fault").write_text(str(time.monotonic()))
 
 
-# Faults: where and when.
+# Faults: place and time.
 
 
 def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
@@ -221,7 +221,7 @@ def other_images(rank: int) -> None:
         train.build_source = build_source
 
 
-# Acts: what.
+# Acts.
 
 
 def act(function: Callable[..., None], *args: Any) -> Act:

@@ -19,7 +19,7 @@ from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
-# At once, not beside training: which step is the last saved one then follows from the step of the fault.
+# At once, not in the background: which step is the last saved one then follows from the step of the fault.
 SAVES = {"save_every": "3 steps", "save_in_background": "false"}
 STEPS = 12
 LOST_AT_MOST = 3

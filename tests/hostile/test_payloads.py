@@ -147,7 +147,7 @@ def _resume(trained: Path, run: Path) -> str | None:
 
 
 def test_a_run_folder_full_of_planted_files(canary, trained):
-    """What lies beside the checkpoints is ours to write, not to believe."""
+    """Files next to the checkpoints are ours to write, not to believe."""
     run = Path(shutil.copytree(trained / "run", canary / "run"))
     for name, content in PLANTED.items():
         (run / name).write_bytes(content)

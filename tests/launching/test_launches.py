@@ -105,7 +105,7 @@ def _finish(*processes):
 
 
 def _kill(process):
-    """With all that it has started, as when a machine is lost."""
+    """Kill a process with all that it has started, as when a machine is lost."""
     if process is None or process.poll() is not None:
         return
     lost = psutil.Process(process.pid)
@@ -227,7 +227,7 @@ def _train_in(folder, words):
 
 
 def test_the_command_trains_from_another_folder(images, tmp_path):
-    """The default ds config is found beside the package."""
+    """The default ds config is found next to the package."""
     words = ["train", *_train_words(images, "run")[:-2]]
     (output,) = run_on_ranks(_train_in, tmp_path, words, world=1)
     assert len(losses_of(tmp_path / "run")) == STEPS and "run/teacher.safetensors" in output

@@ -250,7 +250,7 @@ class Job:
     ],
 )
 def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, code, parts):
-    """And nothing stays: `Job.end`."""
+    """Nothing stays either: `Job.end`."""
     found, lines = Job(tmp_path / "run", [ranks]).end()
     assert found == code
     assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts), lines
