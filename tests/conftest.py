@@ -53,7 +53,7 @@ def users_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def _leaves_the_users_folder_as_it_is(users_folder: Path) -> Iterator[None]:
-    """No test may write beside a user's things, or go on in another folder than it began in."""
+    """No test may write next to a user's things, or go on in another folder than it began in."""
     there = sorted(os.listdir(users_folder))
     yield
     os.chdir(users_folder)

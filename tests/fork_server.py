@@ -1,8 +1,7 @@
 """The fork server: imports torch and DeepSpeed once and forks training processes, at work after a tenth of a second.
 
-It never computes and never joins a process group, so that it has one thread and no lock is held when it forks. Where a
-process that it forked dies, the server adopts what that one leaves (PR_SET_CHILD_SUBREAPER): nothing that a job starts
-can hide.
+It never computes and never joins a process group, so that it has one thread and no lock is held when it forks. It
+adopts the children of a process that dies (PR_SET_CHILD_SUBREAPER): nothing that a job starts can hide.
 """
 
 from __future__ import annotations

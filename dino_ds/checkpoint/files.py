@@ -34,19 +34,19 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", t
 
 @dataclass(frozen=True)
 class FileRecord:
-    """How long a file is, and its CRC32."""
+    """Length and CRC32 of a file."""
 
     bytes: int
     crc32: int
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """About how many bytes `write_tensors` makes of them."""
+    """About the length of the file that `write_tensors` makes of these tensors."""
     return sum(t.numel() * t.element_size() + 256 for t in tensors.values()) + 1024
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
-    """A safetensors file of tensors on any device; as `write_parts`."""
+    """Write a safetensors file of tensors on any device, as `write_parts` does."""
     return write_parts(path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, lambda n: (tensors[n],), about)
 
 
@@ -56,10 +56,10 @@ def write_parts(
     parts: Callable[[str], Iterable[Tensor]],
     about: dict[str, str],
 ) -> FileRecord:
-    """A safetensors file with `about` in its header, verified by reading it back.
+    """Write a safetensors file with `about` in its header, and verify it by reading it back.
 
-    `kinds`: dtype and shape of every tensor; `parts(name)`: its elements in order, in as many tensors as one likes.
-    Raises OSError: the disk is full, can't be written to, or gives other bytes back than it got.
+    `kinds`: dtype and shape of every tensor; `parts(name)`: its elements in order, in any number of tensors.
+    Raises OSError if the disk is full, can't be written to, or gives other bytes back than it got.
     """
     size = crc = 0
     with path.open("wb", buffering=0) as file:
@@ -79,7 +79,7 @@ def write_parts(
 
 
 def checksum(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file; `progress` is told of every piece. Raises OSError."""
+    """Length and CRC32 of a file; `progress` is called with the length of every piece. Raises OSError."""
     size = crc = 0
     buffer = memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -99,7 +99,7 @@ def is_plain_file(path: Path) -> bool:
 
 
 def header_of(path: Path) -> dict[str, str]:
-    """What was given as `about`; empty where the file can't be read."""
+    """The `about` that a file was written with, or {} if it can't be read."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return file.metadata() or {}
@@ -133,7 +133,7 @@ def _content(
 
 
 Files = dict[str, dict[str, Tensor]]
-"""Name of a file -> its tensors."""
+"""Tensors by the name of their file."""
 
 
 def rank_file(rank: int) -> str:
@@ -145,7 +145,8 @@ def whole_file(rank: int) -> str:
 
 
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
-    """Its own part, and its share of what all ranks hold: each of those goes to one rank, large ones first."""
+    """This rank's own part, and its share of `whole`, which all ranks hold: each tensor goes to one rank, large ones
+    first."""
     rank = distributed.rank()
     loads = [0] * distributed.world_size()
     share = {}
@@ -162,7 +163,7 @@ def bytes_of(files: Files) -> int:
 
 
 class HostCopies:
-    """Memory for one copy of this rank's files, kept from save to save; page-locked where tensors are on a GPU."""
+    """Memory for one copy of this rank's files, kept from save to save; page-locked for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._host: dict[str, Tensor] = {}
@@ -182,7 +183,7 @@ class HostCopies:
         return time.perf_counter() - begun
 
     def take(self, files: Files) -> Files:
-        """Copies of the tensors as they are now, into the memory of `reserve`."""
+        """Copy the tensors as they are now into the memory of `reserve`."""
         copies = {
             name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
             for name, file in files.items()
@@ -196,8 +197,8 @@ class HostCopies:
 class PendingSave:
     """A save that is being written by a thread. `number` tells it from others; `manifest`, `layout`: see Saving.save.
 
-    bytes: of all ranks; begun, stalled: seconds, when it began and how long training has waited for it, `reserved` of
-    them to allocate host memory, which later saves reuse; `records` of the written files, or the `error`.
+    bytes: size on all ranks; begun: time in seconds; stalled: seconds that training has waited for it, `reserved` of
+    them to allocate host memory, which later saves reuse; records: the written files, or else there is an `error`.
     """
 
     number: int
@@ -239,10 +240,7 @@ class PendingSave:
 
 
 def as_os_error(error: Exception, where: Path) -> OSError:
-    """Any error as an OSError: a bug of ours costs a save, not the run, and is reported as a full disk is.
-
-    Its number is ENOMEM where memory ran out.
-    """
+    """Any error as an OSError, ENOMEM if memory ran out: a bug of ours costs a save, not the run."""
     if isinstance(error, OSError):
         return error
     if is_out_of_memory(error):

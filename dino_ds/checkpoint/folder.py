@@ -36,14 +36,14 @@ _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, None if the run has none yet, and notes about the choice."""
+    """The checkpoint to resume from, or None if the run has none yet, and notes about the choice."""
 
     saved: SavedCheckpoint | None
     notes: list[str]
 
 
 class Checkpoints:
-    """Of one run folder: the last `keep` good ones stay, and every one whose step is a multiple of `keep_every`."""
+    """Checkpoints of a run: the last `keep` good ones stay, and every one whose step is a multiple of `keep_every`."""
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
         self.folder = run_dir / "checkpoints"
@@ -52,18 +52,14 @@ class Checkpoints:
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
         """The checkpoint of step `wanted`, or the newest that is whole, of the run `run_id`; every rank must call it.
 
-        `accept` raises CheckpointError for one that cannot be resumed. Raises CheckpointError on all ranks where there
+        `accept` raises CheckpointError for one that cannot be resumed. Raises CheckpointError on all ranks if there
         are checkpoints and none is whole, or `wanted` is absent or damaged.
         """
         steps, pointer = distributed.gather_objects((self._steps(), self._pointer()))[0]
-        if wanted is not None:
-            if wanted not in steps:
-                raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
-            steps_tried = [wanted]
-        else:
-            steps_tried = steps
+        if wanted is not None and wanted not in steps:
+            raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
         wrong: list[str] = []
-        for step in steps_tried:
+        for step in steps if wanted is None else [wanted]:
             manifest, problem = self._inspect(step, run_id, accept)
             if manifest is not None:
                 notes = [f"{line}; using step {step}" for line in wrong]
@@ -109,7 +105,7 @@ class Checkpoints:
         return manifest, ""
 
     def tidy(self, step: int) -> list[str]:
-        """Rank 0 clears up before training continues from `step`; returns lines for the log. Raises OSError.
+        """On rank 0, clear up before training continues from `step`; returns lines for the log. Raises OSError.
 
         Half-written folders are removed. Checkpoints of later steps are set aside, and removed once training has
         reached their step again.
@@ -128,14 +124,14 @@ class Checkpoints:
         return notes + self._point_to(step)
 
     def free_bytes(self) -> int:
-        """On the disk, with what `tidy` will give back."""
+        """Free space on the disk, with what `tidy` will give back."""
         place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         found = os.statvfs(place)
         left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
         return found.f_bavail * found.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
 
     def begin(self, step: int) -> Path:
-        """Rank 0: an empty folder to write a checkpoint into. Raises OSError."""
+        """Make an empty folder to write a checkpoint into, on rank 0. Raises OSError."""
         folder = self.writing_folder(step)
         discard(folder)
         self.folder.mkdir(exist_ok=True)  # its parent is there: a run folder that was renamed must not come back
@@ -146,11 +142,11 @@ class Checkpoints:
         return self.folder / (_WRITING + step_name(step))
 
     def give_up(self, step: int) -> None:
-        """Rank 0: remove the files of `step`, whose save has failed."""
+        """Remove the files of `step`, whose save has failed, on rank 0."""
         discard(self.writing_folder(step))
 
     def _point_to(self, step: int) -> list[str]:
-        """Let `latest` name the checkpoint of this step, unless it is 0; lines for the log. Raises OSError."""
+        """Make `latest` name the checkpoint of this step, unless it is 0; lines for the log. Raises OSError."""
         latest, notes = self.folder / "latest", list[str]()
         if latest.is_dir() and not latest.is_symlink():
             place = self.folder / (_ASIDE + latest.name)
@@ -162,8 +158,8 @@ class Checkpoints:
         return notes
 
     def commit(self, manifest: Manifest) -> tuple[Path, list[str]]:
-        """Rank 0, when all files are verified: make the written folder the newest checkpoint, and return it with lines
-        for the log. Raises OSError.
+        """Make the written folder, all files of which are verified, the newest checkpoint, on rank 0; returns it with
+        lines for the log. Raises OSError.
 
         If the process dies here, `latest` is the new checkpoint or the one before.
         """
@@ -175,7 +171,7 @@ class Checkpoints:
         return place, self._point_to(manifest.step)
 
     def rotate(self, newest: int) -> None:
-        """Rank 0, when the checkpoint `newest` is there: remove what need not stay. Only good ones are counted."""
+        """Remove the checkpoints before `newest` that need not stay, on rank 0. Only good ones are counted."""
         good = [step for step in self._steps() if step <= newest and self._looks_good(step)]
         oldest = good[: self._keep][-1]
         for step in self._steps():
@@ -195,7 +191,7 @@ class Checkpoints:
         return True
 
     def _remove(self, folder: Path) -> None:
-        """Renamed first: a death in the middle leaves no checkpoint with holes."""
+        """Rename the folder, then remove it: a death in the middle leaves no checkpoint with holes."""
         doomed = self.folder / (_REMOVING + folder.name)
         discard(doomed)
         folder.rename(doomed)
@@ -203,14 +199,14 @@ class Checkpoints:
         discard(doomed)
 
     def _steps(self) -> list[int]:
-        """Of everything that is called a checkpoint, newest first."""
+        """Steps of everything that is called a checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
         found = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
         return sorted((int(m[1]) for m in found if step_name(int(m[1])) == m[0]), reverse=True)
 
     def _pointer(self) -> str | None:
-        """The first characters of `latest`: a hint, which nothing follows. None where it is missing."""
+        """The first characters of `latest`, a hint that nothing follows, or None if it is missing."""
         path = self.folder / "latest"
         try:
             return path.read_bytes()[:100].decode(errors="replace").strip() if is_plain_file(path) else None
@@ -219,7 +215,7 @@ class Checkpoints:
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
-    """Reads these files of a checkpoint by `read`; returns what is wrong with the first bad one, or nothing."""
+    """Read these files of a checkpoint by `read`; what is wrong with the first bad one, or ""."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
     what = f"verifying {folder.name}"
@@ -235,7 +231,7 @@ def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Re
 
 
 def _first(problem: str) -> str:
-    """The first rank's problem, on all ranks."""
+    """The problem of the first rank that has one, or "", on all ranks."""
     return next((found for found in distributed.gather_objects(problem) if found), "")
 
 

@@ -22,7 +22,7 @@ from dino_ds.errors import CheckpointError, one_line
 
 MANIFEST = "manifest.json"
 WHOLE = "whole_"
-"""How the names of the files begin that hold the teacher, its heads and the centers."""
+"""Beginning of the names of the files that hold the teacher, its heads and the centers."""
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 _MOST_BYTES = 2**28
 FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
@@ -36,10 +36,10 @@ def step_name(step: int) -> str:
 class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
-    run: how it was computed; recipe and gradient_clipping: what was learned, config_hash of both; images: what it was
-    learned from (see `dino_ds.data.image_set`), None in checkpoints of earlier versions; frozen_teacher: source and
-    digest of the teacher that is distilled, None: there is none; state: position and counters of the run; layouts: of
-    each rank's tensors (see `dino_ds.engine.saved_state`); files: name -> (bytes, CRC32).
+    recipe and gradient_clipping: what was learned, config_hash: the hash of both; images: what it was learned from (see
+    `dino_ds.data.image_set`), or None in checkpoints of earlier versions; frozen_teacher: source and digest of the
+    teacher that is distilled, or None without one; state: position and counters of the run; layouts: one for each
+    rank's tensors (see `dino_ds.engine.saved_state`); files: lengths and checksums by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,17 +63,17 @@ class Manifest(BaseModel):
     layouts: list[dict[str, Any]]
     files: dict[FileName, FileRecord]
 
-    def seal(self) -> bytes:
-        """As it lies on the disk."""
-        return _seal(self.model_dump())
-
     def about(self) -> dict[str, str]:
         """The header of every file of the checkpoint."""
         return {"format": "pt", "run_id": self.run_id, "step": str(self.step)}
 
+    def seal(self) -> bytes:
+        """The content of the file on the disk."""
+        return _seal(self.model_dump())
+
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError, saying what is wrong with it."""
+    """The manifest of a checkpoint. Raises CheckpointError, saying what is wrong with it."""
     path, this = folder / MANIFEST, _this(folder)
     if not is_plain_file(path):
         if (folder / "state.json").exists():
@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_present(folder: Path, manifest: Manifest) -> None:
-    """Every file is there and as long as it should be. Raises CheckpointError."""
+    """Check that every file is there and as long as it should be. Raises CheckpointError."""
     expected = {rank_file(rank) for rank in range(manifest.world_size)}
     if not expected <= manifest.files.keys() or len(manifest.layouts) != manifest.world_size:
         raise CheckpointError(f"{_this(folder)} has a {MANIFEST} that can't be used (not a file for every rank)")
@@ -117,7 +117,7 @@ def check_present(folder: Path, manifest: Manifest) -> None:
 
 
 def check_content(folder: Path, name: str, manifest: Manifest, found: FileRecord) -> None:
-    """One file's bytes are the saved ones. Raises CheckpointError."""
+    """Check that one file's bytes are the saved ones. Raises CheckpointError."""
     expected = manifest.files[name]
     if found != expected:
         raise CheckpointError(_damaged(folder, name, manifest, f"crc {found.crc32:08x}, expected {expected.crc32:08x}"))
@@ -141,7 +141,7 @@ class SavedCheckpoint:
         self._open: dict[str, Any] = {}
 
     def read(self, rank: int, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of that rank's flat tensor, FP32, on the CPU. Raises CheckpointError if none."""
+        """Elements [start, stop) of a rank's flat tensor, FP32, on the CPU. Raises CheckpointError if it is shorter."""
         try:
             values: Tensor = self._file(rank_file(rank)).get_slice(name)[start:stop]
         except (OSError, safetensors.SafetensorError) as error:
@@ -151,7 +151,7 @@ class SavedCheckpoint:
         return values.to(torch.float32)
 
     def whole(self) -> dict[str, Tensor]:
-        """Name -> tensor of all whole_* files; they stay on the disk until they are used."""
+        """Tensors of all whole_* files by name; they stay on the disk until they are used."""
         tensors: dict[str, Tensor] = {}
         for name in sorted(self.manifest.files):
             if name.startswith(WHOLE):
@@ -174,7 +174,7 @@ def _this(folder: Path) -> str:
 
 
 def content_sum(body: dict[str, Any]) -> int:
-    """CRC32 of the content of a JSON object, however it is laid out in its file."""
+    """CRC32 of the content of a JSON object, whatever its layout in the file."""
     return zlib.crc32(_dump(body))
 
 

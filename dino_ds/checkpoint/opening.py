@@ -1,4 +1,4 @@
-"""Opens a checkpoint wherever it lies, for those who only read it; nothing unverified comes out of it."""
+"""Opens a checkpoint in any folder, only to read it; nothing unverified comes out of it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
-    """The checkpoint in `folder`, which may lie anywhere, verified by this process alone: every file is there and as
-    long as it should be, and every byte is right of the files whose names begin with `only`. No others may be read
-    then. One in the folder of a run is of that run. Raises CheckpointError."""
+    """The checkpoint in any `folder`, verified by this process alone: every file is there and as long as it should be,
+    and every byte is right in the files whose names begin with `only`, the ones that may be read then. A checkpoint in
+    the folder of a run must belong to that run. Raises CheckpointError."""
     run = folder.absolute().parent.parent
     try:
         manifest = read_manifest(folder)
@@ -37,8 +37,8 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
 
 
 def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file, as `checksum`; one that this process has read and that has not changed is not read
-    again. Raises OSError."""
+    """Length and CRC32 of a file, as `checksum`; a file that this process has read before, and that has not changed, is
+    not read again. Raises OSError."""
     at = path.stat()
     key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key in _known_sums:

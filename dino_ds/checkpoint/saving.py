@@ -36,10 +36,10 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What the last checkpoint cost, the same on all ranks.
+    """The cost of the last checkpoint, the same on all ranks.
 
     stall_seconds: how long training stood still, on the slowest rank; later_stall_seconds: the same in the next saves,
-    whose host memory is already allocated; seconds: until the commit; bytes: of all ranks.
+    whose host memory is already allocated; seconds: time until the commit; bytes: size on all ranks.
     """
 
     stall_seconds: float
@@ -71,7 +71,7 @@ class Saving:
         self.cost: SaveCost | None = None
 
     def check_space(self, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor], more: int) -> None:
-        """Raises StorageError, on all ranks, where the disk has no room for one checkpoint and `more` bytes."""
+        """Raise StorageError, on all ranks, if the disk has no space for one checkpoint and `more` bytes."""
         total = sum(distributed.gather_objects(bytes_of(files_of_this_rank(tensors, whole))))
         needed = int((total + more) * (1 + _SPARE_FRACTION)) + _SPARE_BYTES
         with distributed.raise_on_all_ranks():
@@ -89,7 +89,7 @@ class Saving:
         manifest: dict[str, Any],
         wait: bool,
     ) -> list[str]:
-        """A checkpoint of this rank's `tensors` and of `whole`, which all ranks hold; lines to say.
+        """Save this rank's `tensors` and `whole`, which all ranks hold; lines to say.
 
         `manifest`: fields of Manifest but for layouts and files. With `wait` it is committed on return. Raises
         StorageError on all ranks if that fails, or if it was the third save in a row that failed.
@@ -118,7 +118,7 @@ class Saving:
         return lines
 
     def finish(self, must: bool = False) -> list[str]:
-        """Waits for what is being written, if anything is; lines to say. All ranks must call it.
+        """Wait for what is being written, if anything is; lines to say. All ranks must call it.
 
         With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """
@@ -146,7 +146,7 @@ class Saving:
         return lines
 
     def _make_room(self, step: int, size: int) -> tuple[int, str]:
-        """Rank 0 makes the folder; the bytes of all ranks' files, and why they can't be written, agreed by all."""
+        """Make the folder, on rank 0; the bytes of all ranks' files, and why they can't be written, agreed by all."""
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
@@ -214,7 +214,7 @@ class Saving:
         return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
 
     def _failed(self, step: int, reason: UserError, must: bool) -> list[str]:
-        """Nothing of the save stays; on all ranks the same line or error."""
+        """Remove the files of the save; on all ranks the same line or error."""
         if distributed.rank() == 0:
             self._checkpoints.give_up(step)
         self._failures += 1
@@ -227,7 +227,7 @@ class Saving:
 
 
 class _BackgroundTasks:
-    """What rank 0 does after a commit, in a thread: removes older checkpoints, then runs `finish`."""
+    """The work of rank 0 after a commit, in a thread: remove older checkpoints, then run `finish`."""
 
     def __init__(self, checkpoints: Checkpoints, finish: Callable[[Path], None]) -> None:
         self._checkpoints, self._finish = checkpoints, finish
@@ -249,7 +249,7 @@ class _BackgroundTasks:
             self._error = as_os_error(error, folder)
 
     def ended(self) -> list[str]:
-        """Lines to say, once it has."""
+        """Lines to say once the work has ended, [] before."""
         return [f"warning  {error}" for error in self._failure()]
 
     def _failure(self) -> list[UserError]:
@@ -259,7 +259,7 @@ class _BackgroundTasks:
         return [] if error is None else [_explained("after a save", error)]
 
     def wait(self, must: bool = False) -> list[str]:
-        """Until it has ended; `must` makes its failure an error of all ranks, which then all call it."""
+        """Wait for the end of the work; `must` makes its failure an error of all ranks, which then all call it."""
         if self._thread is not None:
             self._thread.join()
         if must:
@@ -270,7 +270,7 @@ class _BackgroundTasks:
 
 
 def _explained(what: str, error: OSError, where: Path | None = None) -> UserError:
-    """The error of a kind that users can act upon: OutOfMemory, whose exit code is another, or StorageError."""
+    """The error as one that users can act upon: OutOfMemory, whose exit code is another, or StorageError."""
     text = f"{what}: {error.strerror}: {error.filename or where}"
     if error.errno == errno.ENOMEM:
         return OutOfMemory(

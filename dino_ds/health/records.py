@@ -48,7 +48,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run first; the other ranks end because of it. `kind`: error, died, hang, launcher or stopped."""
+    """The first failure of a run, which ends all ranks. `kind`: error, died, hang, launcher or stopped."""
 
     rank: int
     host: str

@@ -57,7 +57,7 @@ class Watchdog:
             stdout=subprocess.DEVNULL,
             pass_fds=(self.beat.descriptor, self._stacks.fileno()),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            start_new_session=True,  # what ends the group of the rank leaves it the time for the last heartbeat
+            start_new_session=True,  # a signal to the group of the rank leaves it time for the last heartbeat
         )
         return self
 

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,40 +50,28 @@ class Outcome:
     seconds: float = 0.0
 
 
-class StopSignals:
-    """SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP while the `with` block runs: how many came, and which was first."""
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.count = 0
-
-    def __enter__(self) -> StopSignals:
-        wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-        self._before = {number: signal.signal(number, self._note) for number in wanted}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The signals in STOP_SIGNALS that come while the `with` block runs, in order of time."""
+    received: list[int] = []
+    wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.first = self.first or number
-        self.count += 1
-
-    @property
-    def for_ranks(self) -> int:
-        """The signal to send to the ranks: a terminal's end is a stop like any other."""
-        return signal.SIGTERM if self.first in (None, signal.SIGHUP) else int(self.first or 0)
 
 
 class LaunchAttempt:
     """Runs `argv` in a session of its own; `run` returns when none of its processes is left on this machine.
 
-    mark: see `guard`. on_first_step is called when the run has taken a step that no checkpoint held before.
+    signals: see `stop_signals`; mark: see `guard`. on_first_step is called when the run has taken a step that no
+    checkpoint held before.
     """
 
     def __init__(
-        self, argv: Sequence[str], run_dir: Path, signals: StopSignals, mark: str, on_first_step: Callable[[], None]
+        self, argv: Sequence[str], run_dir: Path, signals: list[int], mark: str, on_first_step: Callable[[], None]
     ) -> None:
         self._run_dir, self._signals, self._mark = run_dir, signals, mark
         self._on_first_step: Callable[[], None] | None = on_first_step
@@ -140,10 +129,10 @@ class LaunchAttempt:
 
     def _forward_signals(self) -> None:
         """Ask all ranks to save and stop after the first signal, end everything after a second one."""
-        if self._signals.count > 1:
+        if len(self._signals) > 1:
             self._kill()
-        elif self._signals.count:
-            self._ask_to_stop(self._signals.for_ranks)
+        elif self._signals:
+            self._ask_to_stop(_for_ranks(self._signals[0]))
 
     def _ask_to_stop(self, number: int) -> None:
         """Signal every rank of this machine once; DeepSpeed's launcher would do it one by one, and kill them."""
@@ -171,17 +160,16 @@ class LaunchAttempt:
         def outcome(code: int, message: str = "", reported: bool = False, rank: int | None = None) -> Outcome:
             return Outcome(code, message, reported, rank, self._beat(rank), failed_at, now - failed_at)
 
-        if self._signals.count > 1:
-            return outcome(128 + int(self._signals.first or 0), f"ended by a second signal; {self._checkpoint}")
-        if codes and all(code == 0 for code in codes.values()):
+        if len(self._signals) > 1:
+            return outcome(128 + self._signals[0], f"ended by a second signal; {self._checkpoint}")
+        if codes and set(codes.values()) == {0}:
             return outcome(0)
         # Ranks save together; a launcher that sees the first one go may end the others on their way out.
-        good = {0, STOPPED, -signal.SIGTERM}
-        if self._signals.count and set(codes.values()) <= good | {-self._signals.for_ranks}:
+        good = {0, STOPPED, -signal.SIGTERM, *(-_for_ranks(number) for number in self._signals)}
+        if (self._signals or STOPPED in codes.values()) and set(codes.values()) <= good:
+            if self._launcher_lost and not self._signals:
+                return outcome(LOST, f"the launcher was ended; its ranks have stopped; {self._checkpoint}")
             return outcome(STOPPED)
-        if STOPPED in codes.values() and set(codes.values()) <= good:
-            lost = f"the launcher was ended; its ranks have stopped; {self._checkpoint}"
-            return outcome(LOST, lost) if self._launcher_lost else outcome(STOPPED)
         if failure := self._heartbeats.first_failure():
             # A hang is recorded by the rank that has noticed it; the message names those that are behind.
             rank = None if failure.kind == "hang" else failure.rank
@@ -237,3 +225,8 @@ class LaunchAttempt:
     @property
     def _checkpoint(self) -> str:
         return last_checkpoint(self._run_dir)
+
+
+def _for_ranks(number: int) -> int:
+    """The signal to send to ranks for one that has come: a terminal's end is a stop like any other."""
+    return signal.SIGTERM if number == signal.SIGHUP else number

@@ -34,7 +34,7 @@ _SAME_PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
 
 @dataclass(frozen=True)
 class Problem:
-    """One line; `stops`: training could not start or would not be one run."""
+    """One line about a machine; `stops`: training could not start or would not be one run."""
 
     text: str
     stops: bool = True
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a machine of the hostfile answered, or why it did not; received: our clock at its answer."""
+    """The answer of a machine of the hostfile, or why there is none; received: our clock at its answer."""
 
     host: Host
     answer: Answer | None
@@ -80,7 +80,7 @@ def check_machines(
 
 @contextmanager
 def _written_file(run_dir: Path) -> Iterator[Path]:
-    """A new empty file where the run folder is or will be."""
+    """A new empty file at the place of the run folder."""
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
     path = place.absolute() / f".dino_ds_launch_{secrets.token_hex(8)}"
     try:
@@ -94,7 +94,7 @@ def _written_file(run_dir: Path) -> Iterator[Path]:
 
 
 def _with_port(plan: LaunchPlan, question: Question, node: int) -> Question:
-    """The first machine listens on the port."""
+    """The question, for the first machine with the port that it is to listen on."""
     mine = plan.options.node_rank if plan.options.no_ssh else node
     elsewhere = plan.options.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
     return dataclasses.replace(question, port=plan.master_port if mine == 0 and not elsewhere else 0)
@@ -107,7 +107,7 @@ def _ssh_command(host: Host) -> list[str]:
 
 
 def _ask_all(plan: LaunchPlan, question: Question) -> list[Reply]:
-    """All machines at once, in the order of the hostfile."""
+    """Ask all machines at once; the replies in the order of the hostfile."""
     with ThreadPoolExecutor(min(64, len(plan.hosts))) as pool:
         asked = {
             pool.submit(_ask, host, _ssh_command(host), _with_port(plan, question, node)): node
@@ -135,7 +135,7 @@ def _ask(host: Host, command: list[str], question: Question) -> Reply:
 
 
 def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
-    """From the last error line of ssh, the remote shell or Python."""
+    """Why there was no answer, by the last error line of ssh, the remote shell or Python."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     last = lines[-1][:200] if lines else f"exit code {done.returncode}"
     if done.returncode == 255:
@@ -148,7 +148,7 @@ def _why_silent(done: subprocess.CompletedProcess[str], host: Host) -> str:
 
 
 def _machine_problems(reply: Reply, local: Reply, run_dir: Path, port: int) -> list[Problem]:
-    """What stops a machine: software and configs unlike those of this one, an unseen run folder, a port in use."""
+    """Problems that stop a machine: other software or configs than here, an unseen run folder, a port in use."""
     there, here = reply.answer, local.answer
     assert there is not None and here is not None
     problems = [
@@ -171,6 +171,7 @@ def _machine_problems(reply: Reply, local: Reply, run_dir: Path, port: int) -> l
 
 
 def _images_seen(replies: Sequence[Reply], images: str | None) -> list[Problem]:
+    """Machines that see no images, or fewer than another one."""
     counts = {reply.host.name: reply.answer.images for reply in replies if reply.answer and images is not None}
     most = max((count or 0 for count in counts.values()), default=0)
     problems = []
@@ -183,7 +184,7 @@ def _images_seen(replies: Sequence[Reply], images: str | None) -> list[Problem]:
 
 
 def _gpus(replies: Sequence[Reply]) -> list[Problem]:
-    """On machines with GPUs each slot needs one; a run on CPUs asks for none."""
+    """Problems with GPUs: on machines that have some each slot needs one; a run on CPUs asks for none."""
     by_host = {reply.host: reply.answer.gpus for reply in replies if reply.answer}
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not any(by_host.values()):
         return []

@@ -1,4 +1,4 @@
-"""`dino-ds launch` as a child of a Python program, which gets what it prints and measures, and how it ends."""
+"""`dino-ds launch` as a child of a Python program, which gets its output, its metrics, and how it ends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def launch_from_python(words: list[str], folders: Iterable[Path], callbacks: Ite
 
 
 def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: list[_NewLines], caller: Caller) -> bool:
-    """Until the process has ended, and all that it has left was seen; whether Ctrl-C was pressed."""
+    """Pass everything on until the process has ended; whether Ctrl-C was pressed."""
     asked = ended = interrupted = False
     while not ended:
         try:
@@ -88,14 +88,14 @@ def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: list[_
 
 
 class _Output:
-    """What the child prints into a file, and what of it says why it has ended."""
+    """The file that the child prints into; its error lines say why the child has ended."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._place, self._rest = descriptor, 0, b""
         self._errors, self._stopped = list[str](), ""
 
     def show(self) -> None:
-        """Print the lines that have come."""
+        """Print the new lines."""
         while data := os.pread(self._descriptor, 1 << 16, self._place):  # the child writes at the file's own place
             self._place += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -110,6 +110,7 @@ class _Output:
             self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
 
     def error(self, code: int, interrupted: bool = False) -> BaseException:
+        """The exception that stands for exit code `code`."""
         nothing_saved = code == STOPPED and not self._stopped
         if code == 128 + signal.SIGINT or (interrupted and nothing_saved):
             return KeyboardInterrupt()
@@ -123,7 +124,8 @@ class _Output:
 
 
 class _NewLines:
-    """Lines of metrics that a start writes. It replaces a file that is there by one with the lines that stay."""
+    """Iterates over the lines of metrics that a start writes; it replaces an earlier file by one with the lines that
+    stay, which are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._before, self._place = path, _inode(path), 0

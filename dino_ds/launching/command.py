@@ -15,7 +15,7 @@ from pathlib import Path
 from dino_ds.errors import ConfigError
 from dino_ds.launching.plan import SCRIPT, LaunchPlan
 
-# What DeepSpeed's launcher exports to the other machines: names that begin so.
+# Beginnings of the variables that DeepSpeed's launcher exports to the other machines.
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
@@ -84,17 +84,13 @@ def quote_for_pdsh(word: str) -> str:
 
 
 def check_forwarded(plan: LaunchPlan, environment: Mapping[str, str], folder: Path) -> None:
-    """Raises ConfigError for paths and exported variables that remote shells would take for commands.
+    """Raise ConfigError for paths and exported variables that remote shells would take for commands.
 
     folder: the working folder, which the other machines change to.
     """
     if not plan.uses_ssh:
         return
-    for what, path in (
-        ("the working folder", folder),
-        ("Python's path", sys.executable),
-        ("the script", SCRIPT),
-    ):
+    for what, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
         _refuse(what, str(path), "".join(c for c in str(path) if not _PLAIN.fullmatch(c)))
     for name, value in environment.items():
         if name.startswith(_EXPORTED):

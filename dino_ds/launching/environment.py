@@ -11,11 +11,11 @@ from dino_ds.errors import ConfigError
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MOST_RANKS, _LAST_PORT = 10**6, 65535
 _RESOLVE_SECONDS = 20.0
-"""For a name that a cluster makes known while its first machine starts."""
+"""Time to wait for a name that a cluster makes known while its first machine starts."""
 
 
 def check_ranks(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
+    """Raise ConfigError if the variables of a rank are missing, out of range, or name a machine that is not known.
 
     Without RANK there is one process, which needs none of them.
     """

@@ -1,4 +1,4 @@
-"""Which machines a run may use: the hostfile, and a choice among its slots.
+"""The machines that a run may use: the hostfile, and a choice among its slots.
 
 Stricter than DeepSpeed, which hands on to ssh and to remote shells whatever stands there: a host named
 "-oProxyCommand=..." runs a command on the launching machine.

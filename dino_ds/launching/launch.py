@@ -29,9 +29,9 @@ _SET_DEATH_SIGNAL = 1
 
 
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
-    """Ends the process with the code of the training (errors.py). Raises ConfigError before anything has started.
+    """Train, then end the process with the training's exit code. Raises ConfigError before anything has started.
 
-    train: what the words after "--" mean: `train`'s options, recipe, ds, ds_path and given.
+    train: the meaning of the words after "--": `train`'s options, recipe, ds, ds_path and given.
     """
     _end_with_parent()
     plan = build_plan(options, train_words)
@@ -62,7 +62,7 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
 
 def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The folder and the words of what is to be trained: of one run, or of each of `--stages` that is not over."""
+    """Folder and words of each run to train: the only one, or each of `--stages` that is not over."""
     options = train["options"]
     if options.stages is None:
         named = any(word.partition("=")[0] == "--run_dir" for word in words)
@@ -80,7 +80,7 @@ def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Pa
 
 
 def _end_with_parent() -> None:
-    """Where `dino_ds.train` of Python has started this process: save and stop when the program is gone (Linux)."""
+    """Save and stop when the Python program is gone whose `dino_ds.train` has started this process (Linux)."""
     parent = os.environ.pop(PARENT, None)
     if parent is not None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
@@ -89,7 +89,7 @@ def _end_with_parent() -> None:
 
 
 def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the global batch can't be shared out over the ranks, over any number an elastic run has."""
+    """Raise ConfigError if the global batch can't be shared out over every number of ranks that the run may have."""
     for world_size in plan.world_sizes:
         try:
             resolve_ds_config(
@@ -106,7 +106,7 @@ def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
 
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
-    """Look at all machines and show them. Raises ConfigError with all that stops the training."""
+    """Examine all machines and show them. Raises ConfigError with all that stops the training."""
     configs = [one.config for one in train["given"] if one.config is not None]
     recipes = [file.path for config in configs for file in read_recipe_files(config)]
     own = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)
@@ -125,6 +125,7 @@ def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
 
 
 def _page(replies: list[Reply]) -> str:
+    """A table with a line for each machine."""
     rows = []
     for reply in replies:
         there = reply.answer

@@ -16,16 +16,16 @@ from dino_ds.options.machine import LaunchOptions
 SCRIPT = CHECKOUT / "dino_ds" / "train.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
-"""Taken by DeepSpeed's launcher where none is given."""
+"""Taken by DeepSpeed's launcher if none is given."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """Who runs what where in one launch.
 
-    hosts: the machines and their slots in rank order, from `hostfile`; none: `ranks` processes on this machine, or
-    with torchrun on each of `nodes` (least, most) machines. words: what follows `train` on the command line.
-    devices: GPUs by number where CUDA_VISIBLE_DEVICES chooses among this machine's.
+    hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
+    machine, or with torchrun on each of `nodes` (least, most) machines. words: what follows `train` on the command
+    line. devices: GPUs by number if CUDA_VISIBLE_DEVICES chooses among this machine's.
     """
 
     options: LaunchOptions
@@ -49,7 +49,7 @@ class LaunchPlan:
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Ranks in all; several for an elastic run."""
+        """Numbers of ranks that the run may have: several for an elastic run."""
         if self.hosts:
             return (sum(len(host.slots) for host in self.hosts),)
         return tuple(self.ranks * nodes for nodes in range(self.nodes[0], self.nodes[1] + 1))
@@ -86,7 +86,7 @@ def _hostfile(options: LaunchOptions) -> Path | None:
 
 
 def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tuple[int, int]) -> None:
-    """Raises ConfigError for flags that don't belong to the launcher, or want others beside them."""
+    """Raise ConfigError for flags that don't belong to the launcher, or need others."""
     if (options.include or options.exclude) and hostfile is None:
         raise ConfigError("--include and --exclude choose among the slots of a hostfile: give --hostfile")
     if options.launcher == "torchrun":
@@ -110,7 +110,7 @@ def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tup
 
 
 def _parse_nodes(text: str | None) -> tuple[int, int]:
-    """ "4" or, for a number that may change, "1:4"."""
+    """Least and most machines from "4" or, for a number that may change, "1:4"."""
     if text is None:
         return 1, 1
     found = re.fullmatch(r"([1-9][0-9]{0,4})(?::([1-9][0-9]{0,4}))?", text, re.ASCII)
@@ -121,7 +121,7 @@ def _parse_nodes(text: str | None) -> tuple[int, int]:
 
 
 def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
-    """The machines of the hostfile with the slots that are asked for."""
+    """The machines of the hostfile with the wanted slots."""
     hosts = choose_slots(read_hostfile(path), options.include, options.exclude)
     if options.node_rank is not None and options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank {options.node_rank}: the hostfile has machines 0 to {len(hosts) - 1}")
@@ -136,14 +136,14 @@ def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
 
 
 def _gpus_or_one() -> int:
-    """A process for each GPU of this machine; one without GPUs."""
+    """Number of GPUs of this machine, or one if there are none: a process for each."""
     import torch
 
     return torch.cuda.device_count() or 1
 
 
 def _visible_devices(ranks: int) -> tuple[int, ...]:
-    """The first `ranks` of CUDA_VISIBLE_DEVICES; none where it is not set. Raises ConfigError if they are too few."""
+    """The first `ranks` of CUDA_VISIBLE_DEVICES, or () if it is not set. Raises ConfigError if they are too few."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if not text:
         return ()

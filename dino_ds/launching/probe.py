@@ -25,24 +25,20 @@ _MOST_ENTRIES = 1000
 
 @dataclass(frozen=True)
 class Question:
-    """files: configs to compare by content; images: data.root; seen: a file that must be visible; port: to listen on.
-
-    Every path is taken from the working folder. No images: none are to be looked for; port 0: no port.
-    """
+    """files: configs to compare by content; images: data.root, or None to look for none; seen: a file that must be
+    visible; port: to listen on, or 0. Paths are relative to the working folder."""
 
     files: tuple[str, ...]
     images: str | None
-    seen: str | None
+    seen: str
     port: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One machine. files: the CRC-32 of each, None where it is missing; images: files of a pattern, or
-    entries of a folder, counted to 1000; memory_gib: all and free.
-
-    clock: seconds since 1970 when the answer was given. gpus: as measure.machine.Gpu.
-    """
+    """One machine. gpus: as planning.measure.machine.Gpu; memory_gib: all and free; files: the CRC-32 of each, or None
+    if it is missing; images: files of a pattern, or entries of a folder, counted to 1000; clock: seconds since 1970
+    when the answer was given."""
 
     host: str
     versions: dict[str, str]
@@ -57,7 +53,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """Look at this machine. Imports torch."""
+    """Examine this machine. Imports torch."""
     from dino_ds.basics.host_memory import host_memory_gib
     from dino_ds.planning.measure.machine import find_gpus, hash_code
     from dino_ds.run.environment import versions
@@ -70,7 +66,7 @@ def answer(question: Question) -> Answer:
         memory_gib=host_memory_gib(),
         files={path: _crc(Path(path)) for path in question.files},
         images=None if question.images is None else _count_images(question.images),
-        sees=question.seen is None or Path(question.seen).exists(),
+        sees=Path(question.seen).exists(),
         port_free=question.port == 0 or port_is_free(question.port),
     )
 
@@ -83,7 +79,7 @@ def _crc(path: Path) -> int | None:
 
 
 def _count_images(root: str) -> int:
-    """Entries of the folder `root` (data.root), or the files of a pattern; 0 where there is nothing."""
+    """Number of entries of the folder `root` (data.root), or of files of a pattern; 0 if there is nothing."""
     from dino_ds.data.root import expand
     from dino_ds.errors import DataError
 

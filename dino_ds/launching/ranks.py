@@ -7,13 +7,11 @@ import os
 import select
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 
 from dino_ds.health.processes import exit_status, find_process
 from dino_ds.launching.guard import marked_processes
 
-_SEARCH_SECONDS = 0.2
 _POLL_SECONDS = 0.05
 
 
@@ -67,7 +65,6 @@ class LocalRanks:
         self._ranks = set[int]()
         self._expected: int | None = None
         self._world_size = 0
-        self._searched = 0.0
 
     @property
     def alive(self) -> dict[int, int]:
@@ -125,10 +122,6 @@ class LocalRanks:
             self._root.poll()
 
     def _search(self) -> None:
-        now = time.monotonic()
-        if now - self._searched < _SEARCH_SECONDS:
-            return
-        self._searched = now
         marked = marked_processes(self._mark)
         for pid in marked.keys() - self._seen:
             process, own = find_process(pid), marked[pid]

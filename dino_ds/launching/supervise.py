@@ -18,7 +18,7 @@ from dino_ds.errors import ConfigError, StorageError, UserError
 from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import append_record, last_checkpoint_step
-from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, StopSignals
+from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, stop_signals
 from dino_ds.launching.guard import guard
 
 _DEADLY = 3
@@ -43,16 +43,16 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
     a person must fix (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would
     give them again.
     """
-    with StopSignals() as signals, guard() as mark:
+    with stop_signals() as signals, guard() as mark:
         words, restarts, in_vain, failed_at, deaths = list(argv), 0, 0, 0.0, list[int | None]()
         saved = last_checkpoint_step(run_dir) or 0
         while True:
-            on_first_step = partial(_record_start, run_dir, restarts, failed_at)
-            outcome = LaunchAttempt(words, run_dir, signals, mark, on_first_step).run()
+            first_step = partial(_record_first_step, run_dir, restarts, failed_at)
+            outcome = LaunchAttempt(words, run_dir, signals, mark, first_step).run()
             failed_at = outcome.failed_at
             if outcome.message and not outcome.reported:
                 _print(f"error: {outcome.message}")
-            if signals.count or outcome.code in _FINAL or max_restarts == 0:
+            if signals or outcome.code in _FINAL or max_restarts == 0:
                 return outcome.code
             beat = outcome.beat
             step = beat.step if beat and beat.phase in ("data", "step") else None  # not while it starts or saves
@@ -85,21 +85,13 @@ def _report_restart(run_dir: Path, restarts: int, max_restarts: int, outcome: Ou
     checkpoint = last_checkpoint_step(run_dir) or None
     begin = f"step {checkpoint}" if checkpoint else "the beginning"
     _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
-    record = {
-        "time": now(),
-        "restart": restarts,
-        "code": outcome.code,
-        "rank": outcome.rank,
-        "step": outcome.beat.step if outcome.beat else None,
-        "checkpoint": checkpoint,
-        "seconds_to_end": round(outcome.seconds, 2),
-        "wait": round(wait, 2),
-        "message": outcome.message,
-    }
-    append_record(run_dir / "restarts.jsonl", record)
+    step = outcome.beat.step if outcome.beat else None
+    record = {"time": now(), "restart": restarts, "code": outcome.code, "rank": outcome.rank, "step": step}
+    record |= {"checkpoint": checkpoint, "seconds_to_end": round(outcome.seconds, 2), "wait": round(wait, 2)}
+    append_record(run_dir / "restarts.jsonl", record | {"message": outcome.message})
 
 
-def _record_start(run_dir: Path, restart: int, failed_at: float) -> None:
+def _record_first_step(run_dir: Path, restart: int, failed_at: float) -> None:
     """Write down how long training has stood still until the first new step after a restart."""
     if restart:
         seconds = round(time.monotonic() - failed_at, 1)
@@ -122,36 +114,32 @@ def _suspect_step(run_dir: Path, done: int) -> str:
     return Disk(_NAMING_SECONDS).run(name, f"{what}; its images are not known: the disk does not answer")
 
 
-def _wait(seconds: float, run_dir: Path, signals: StopSignals) -> bool:
+def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:
     """Wait until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
 
     False if a signal came.
     """
     begin, announced = time.monotonic(), False
-    while not signals.count:
-        waited = time.monotonic() - begin
-        if waited >= seconds:
-            in_use = _in_use(run_dir)
-            if not in_use or waited > _LOCK_SECONDS:
-                return True
-            if not announced:
-                _print(f"waiting: {in_use}")
-                announced = True
-        time.sleep(0.1 if waited < seconds else 1.0)
+    while not signals and (waited := time.monotonic() - begin) < seconds:
+        time.sleep(min(0.1, seconds - waited))
+    while not signals:
+        in_use = Disk().run(partial(_why_in_use, run_dir), "")  # a disk that does not answer: the run will say so
+        if not in_use or time.monotonic() - begin > _LOCK_SECONDS:
+            return True
+        if not announced:
+            _print(f"waiting: {in_use}")
+        announced = True
+        time.sleep(1.0)
     return False
 
 
-def _in_use(run_dir: Path) -> str:
-    """Who uses the folder, or "" if it is free, or the disk does not answer: the run itself will say so."""
-
-    def look() -> str:
-        try:
-            RunLock(run_dir).check_free(0)
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    return Disk().run(look, "")
+def _why_in_use(run_dir: Path) -> str:
+    """Who uses the folder, or "" if it is free."""
+    try:
+        RunLock(run_dir).check_free(0)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _print(text: str) -> None:

@@ -31,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def part_of(step: int, rank: int, numel: int = 5000) -> dict[str, Tensor]:
-    """What the engine of `rank` has after `step`."""
+    """The tensors that the engine of `rank` has after `step`."""
     values = torch.arange(numel, dtype=torch.float32)
     return {f"0.{kind}": values * (step + 1) + 1000 * rank + i for i, kind in enumerate(("master", "exp_avg"))}
 
@@ -46,7 +46,7 @@ def whole_of(step: int) -> dict[str, Tensor]:
 
 
 class SmallRun:
-    """`train` takes steps, `save` saves, lines are collected in `said`; `finish` as of Saving."""
+    """`train` takes steps, `save` saves, lines are collected in `said`; `finish`: see Saving."""
 
     def __init__(
         self,

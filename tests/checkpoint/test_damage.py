@@ -16,7 +16,7 @@ from dino_ds.errors import CheckpointError
 from tests.checkpoint.small_run import RUN_ID, SmallRun, is_that_of
 from tests.ranks import run_on_ranks
 
-FLIPS = 400
+FLIPS = 300
 
 
 def _two_checkpoints(run_dir: Path) -> None:
@@ -26,7 +26,7 @@ def _two_checkpoints(run_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Of two ranks, with checkpoints of steps 4 and 8."""
+    """A run of two ranks with checkpoints of steps 4 and 8."""
     run_on_ranks(_two_checkpoints, place := tmp_path_factory.mktemp("saved"))
     return place
 
@@ -66,19 +66,6 @@ def test_every_flipped_bit_is_caught(run):
     assert choice.saved is not None and is_that_of(choice.saved, 8) and not choice.notes
 
 
-def test_every_flipped_bit_of_latest_is_harmless(run):
-    """It is a hint that nothing follows."""
-    latest = run / "checkpoints/latest"
-    whole = latest.read_bytes()
-    for place in range(len(whole)):
-        for bit in range(8):
-            damaged = bytearray(whole)
-            damaged[place] ^= 1 << bit
-            latest.write_bytes(damaged)
-            choice = SmallRun(run).choose()
-            assert choice.saved is not None and choice.saved.manifest.step == 8
-
-
 def test_every_cut_is_caught(run):
     small = SmallRun(run)
     for path in sorted(_newest(run).iterdir()):
@@ -102,25 +89,29 @@ def test_a_missing_file(run, name):
         assert "(3 of 4 files)" in choice.notes[0]
 
 
-def test_swapped_files_of_two_ranks(run):
-    one, two = _newest(run) / "rank_00000.safetensors", _newest(run) / "rank_00001.safetensors"
+def _swap_ranks(newest: Path) -> None:
+    one, two = newest / "rank_00000.safetensors", newest / "rank_00001.safetensors"
     content = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("mix", "says"),
+    [
+        (_swap_ranks, "is damaged (crc"),
+        (
+            lambda newest: shutil.copy(newest.with_name("step_00000004") / "rank_00001.safetensors", newest),
+            "files of step 8 and step 4 are mixed in",
+        ),
+        (lambda newest: newest.rename(newest.with_name("step_00000012")), "is that of step 8 under another name"),
+    ],
+    ids=["files of two ranks swapped", "files of two steps", "another name"],
+)
+def test_files_in_another_s_place(run, mix, says):
+    mix(_newest(run))
     choice = SmallRun(run).choose()
-    assert is_that_of(choice.saved, 4) and "is damaged (crc" in choice.notes[0]
-
-
-def test_files_of_two_steps(run):
-    shutil.copy(run / "checkpoints/step_00000004/rank_00001.safetensors", _newest(run))
-    choice = SmallRun(run).choose()
-    assert is_that_of(choice.saved, 4) and "files of step 8 and step 4 are mixed in" in choice.notes[0]
-
-
-def test_a_checkpoint_under_another_name(run):
-    _newest(run).rename(run / "checkpoints/step_00000012")
-    choice = SmallRun(run).choose()
-    assert is_that_of(choice.saved, 4) and "is that of step 8 under another name" in choice.notes[0]
+    assert is_that_of(choice.saved, 4) and says in choice.notes[0]
 
 
 def test_a_checkpoint_of_another_run(run):
@@ -145,7 +136,13 @@ def test_a_named_step_is_that_step_or_an_error(run):
         SmallRun(run).choose(8)
 
 
-@pytest.mark.parametrize("text", [None, "", "step_00000077", "../../etc", "step_00000004", "\0\xff" * 500])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(None, "", "step_00000077", "../../etc", "step_00000004", "\0\xff" * 500),
+        *("/etc", "step_00000004/../../..", "$(touch canary)", "x" * 10**7),
+    ],
+)
 def test_latest_missing_or_garbled_is_said_and_the_newest_taken(run, text):
     latest = run / "checkpoints/latest"
     latest.unlink()

@@ -23,7 +23,7 @@ from tests.ranks import run_on_ranks
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Writers wait for it."""
+    """An event that writers wait for."""
     gate = threading.Event()
 
     def write(*args):
@@ -55,11 +55,12 @@ def test_what_is_saved_is_of_the_step_it_was_asked_at(tmp_path, gate):
     assert 0 < run.saving.cost.stall_seconds < run.saving.cost.seconds
 
 
-def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_path):
-    run = SmallRun(tmp_path, background=False).train(3).save()
+@pytest.mark.parametrize(("background", "wait"), [(False, False), (True, True)])
+def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_path, background, wait):
+    run = SmallRun(tmp_path, background=background).train(3).save(wait)
     assert folders(tmp_path) == ["latest", "step_00000003"] and not run.saving.copies.bytes
-    run = SmallRun(tmp_path / "two").train(3).save()
-    assert run.saving.copies.bytes > 2 * 5000 * 4
+    assert is_that_of(run.choose().saved, 3)
+    assert SmallRun(tmp_path / "two").train(3).save().saving.copies.bytes > 2 * 5000 * 4
 
 
 def test_taking_host_memory_is_no_part_of_what_later_saves_cost(tmp_path, monkeypatch):
@@ -78,11 +79,6 @@ def test_taking_host_memory_is_no_part_of_what_later_saves_cost(tmp_path, monkey
     seen = {id(tensor) for tensor in run.saving.copies._host.values()}
     run.save()
     assert seen == {id(tensor) for tensor in run.saving.copies._host.values()}  # nothing is taken again
-
-
-def test_waiting_copies_nothing_either(tmp_path):
-    run = SmallRun(tmp_path).train(3).save(wait=True)
-    assert is_that_of(run.choose().saved, 3) and not run.saving.copies.bytes
 
 
 def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate, monkeypatch):
@@ -105,7 +101,7 @@ def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
 
 
 def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
-    """And its failure is an error then, a line otherwise."""
+    """Its failure is an error then, a line otherwise."""
     done = []
     SmallRun(tmp_path, finish=lambda folder: done.append(folder.name)).train(1).save(wait=True)
     assert done == ["step_00000001"]
@@ -189,13 +185,13 @@ class TestAnotherCourse:
 
 
 def _full(path, tensors, about):
-    """Takes some bytes, then the disk is full."""
+    """Take some bytes, then the disk is full."""
     path.write_bytes(b"\0" * 1000)
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def test_a_folder_in_the_place_of_latest_is_put_aside_and_said(tmp_path):
-    """Also in the middle of a run: saves go on, and what lies in the folder is kept."""
+    """In the middle of a run too: saves go on, and the content of the folder is kept."""
     run = SmallRun(tmp_path, background=False).train().save()
     (tmp_path / "checkpoints/latest").unlink()
     (tmp_path / "checkpoints/latest").mkdir()

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,40 @@ Act = Callable[[], None]
 Fault = Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A call of a function of this module, which can be pickled: of a fault with the rank, of an act with nothing."""
+
+    name: str
+    args: tuple[Any, ...]
+    more: dict[str, Any]
+
+    def __call__(self, *rank: int) -> None:
+        globals()[self.name].__wrapped__(*rank, *self.args, **self.more)
+
+
+def planned(function: Callable[..., None]) -> Callable[..., Planned]:
+    """Make a call without the rank a plan of a call."""
+
+    @functools.wraps(function)
+    def plan(*args: Any, **more: Any) -> Planned:
+        return Planned(function.__name__, args, more)
+
+    return plan
+
+
 def mark() -> None:
-    """The time of the fault, for `Outcome.seconds`: of the first, where there are several."""
+    """Note the time of the first fault, for `Outcome.seconds`."""
     if not Path("fault").exists():
         Path("fault").write_text(str(time.monotonic()))
 
 
-# Faults: where and when.
+# Faults: place and time.
 
 
-def at_step(step: int, on: tuple[int, ...], do: Act, times: int = 1) -> Fault:
+@planned
+def at_step(rank: int, step: int, on: tuple[int, ...], do: Act, times: int = 1) -> None:
     """`do` before the first micro-batch of the optimizer steps from `step` (the first is 1), `times` of them."""
-    return functools.partial(_at_step, step, on, do, times)
-
-
-def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> None:
     from dino_ds.method.step import TrainingStep
 
     original, done = TrainingStep.micro_batch, []
@@ -52,23 +72,17 @@ def _at_step(step: int, on: tuple[int, ...], do: Act, times: int, rank: int) -> 
         TrainingStep.micro_batch = micro_batch
 
 
-def at_once(on: tuple[int, ...], do: Act) -> Fault:
+@planned
+def at_once(rank: int, on: tuple[int, ...], do: Act) -> None:
     """`do` before the program begins."""
-    return functools.partial(_at_once, on, do)
-
-
-def _at_once(on: tuple[int, ...], do: Act, rank: int) -> None:
     if rank in on:
         mark()
         do()
 
 
-def in_save(step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times: int = 1) -> Fault:
+@planned
+def in_save(rank: int, step: int, on: tuple[int, ...], do: Act, written: float = 0.5, times: int = 1) -> None:
     """`do` when a part of a checkpoint file is written; the steps from `step`, `times` of them."""
-    return functools.partial(_in_save, step, on, do, written, times)
-
-
-def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int, rank: int) -> None:
     from dino_ds.checkpoint import files as checkpoint_writing
 
     original, done = checkpoint_writing.write_tensors, []
@@ -86,12 +100,9 @@ def _in_save(step: int, on: tuple[int, ...], do: Act, written: float, times: int
         checkpoint_writing.write_tensors = write_tensors
 
 
-def before_latest(step: int, do: Act) -> Fault:
+@planned
+def before_latest(rank: int, step: int, do: Act) -> None:
     """`do` on rank 0 when a checkpoint is in place and `latest` does not name it yet."""
-    return functools.partial(_before_latest, step, do)
-
-
-def _before_latest(step: int, do: Act, rank: int) -> None:
     from dino_ds.checkpoint import folder as checkpoint
 
     original = checkpoint.replace_file
@@ -106,12 +117,9 @@ def _before_latest(step: int, do: Act, rank: int) -> None:
         checkpoint.replace_file = replace_file
 
 
-def loss_times(factor: float, step: int, on: tuple[int, ...], times: int = 10**9) -> Fault:
+@planned
+def loss_times(rank: int, factor: float, step: int, on: tuple[int, ...], times: int = 10**9) -> None:
     """The loss of `times` micro-batches from optimizer step `step` on, multiplied."""
-    return functools.partial(_loss_times, factor, step, on, times)
-
-
-def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank: int) -> None:
     from dino_ds.method.dino import DinoTerm
     from dino_ds.method.step import TrainingStep
 
@@ -133,12 +141,9 @@ def _loss_times(factor: float, step: int, on: tuple[int, ...], times: int, rank:
         TrainingStep.micro_batch, DinoTerm.loss = micro_batch, call
 
 
-def at_call(method: str, number: int, on: tuple[int, ...], do: Act) -> Fault:
+@planned
+def at_call(rank: int, method: str, number: int, on: tuple[int, ...], do: Act) -> None:
     """`do` before call `number` of a method ("module:Class.name"; the first is 1) and those that follow."""
-    return functools.partial(_at_call, method, number, on, do)
-
-
-def _at_call(method: str, number: int, on: tuple[int, ...], do: Act, rank: int) -> None:
     module, _, name = method.partition(":")
     owner, name = getattr(importlib.import_module(module), name.split(".")[0]), name.split(".")[1]
     original, calls = getattr(owner, name), []
@@ -154,13 +159,10 @@ def _at_call(method: str, number: int, on: tuple[int, ...], do: Act, rank: int) 
         setattr(owner, name, call)
 
 
-def held(step: int, on: tuple[int, ...]) -> Fault:
+@planned
+def held(rank: int, step: int, on: tuple[int, ...]) -> None:
     """Step `step` is not computed before the run is asked to stop, or the test says `Job.go_on`: whatever happens to
     it from outside happens in mid-run, however slow the machine is."""
-    return functools.partial(_held, step, on)
-
-
-def _held(step: int, on: tuple[int, ...], rank: int) -> None:
     from dino_ds.run.stop import StopRequests
 
     install, asked = StopRequests.install, []
@@ -175,23 +177,17 @@ def _held(step: int, on: tuple[int, ...], rank: int) -> None:
             time.sleep(0.02)
 
     StopRequests.install = note
-    _at_step(step, on, hold, 1, rank)
+    at_step(step, on, hold)(rank)
 
 
-def forwarded_within(seconds: float) -> Fault:
+@planned
+def forwarded_within(rank: int, seconds: float) -> None:
     """A second signal is the first one, forwarded, for so long."""
-    return functools.partial(_forwarded_within, seconds)
-
-
-def _forwarded_within(seconds: float, rank: int) -> None:
     importlib.import_module("dino_ds.run.stop").FORWARDED_SECONDS = seconds
 
 
-def both(*faults: Fault) -> Fault:
-    return functools.partial(_both, faults)
-
-
-def _both(faults: tuple[Fault, ...], rank: int) -> None:
+@planned
+def both(rank: int, *faults: Fault) -> None:
     for fault in faults:
         fault(rank)
 
@@ -221,19 +217,16 @@ def other_images(rank: int) -> None:
         train.build_source = build_source
 
 
-# Acts: what.
+# Acts.
 
 
 def act(function: Callable[..., None], *args: Any) -> Act:
     return functools.partial(function, *args)
 
 
-def send(number: int, times: int = 1, pause: float = 0.0) -> Act:
+@planned
+def send(number: int, times: int = 1, pause: float = 0.0) -> None:
     """A signal to this process, perhaps a second one after a pause."""
-    return functools.partial(_send, number, times, pause)
-
-
-def _send(number: int, times: int, pause: float) -> None:
     for i in range(times):
         time.sleep(pause if i else 0)
         os.kill(os.getpid(), number)
@@ -259,12 +252,9 @@ def allocate_in_python() -> None:
     bytearray(2**62)
 
 
-def told(**variables: str) -> Act:
+@planned
+def told(**variables: str) -> None:
     """The launcher has told this rank something else."""
-    return functools.partial(_told, variables)
-
-
-def _told(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 

@@ -1,7 +1,7 @@
 """Two-rank training jobs that a test starts, breaks and looks at: about a second each.
 
 job = start(run_dir, images, fault=inject.at_step(3, on=1, do=inject.kill))
-outcome = job.wait(seconds=60)          # exit codes, what was printed, seconds from the fault to the end, orphans
+outcome = job.wait(seconds=60)          # exit codes, output, seconds from the fault to the end, orphans
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def errors(self) -> list[str]:
-        """The lines for people: `dino_ds: ...error: ...`."""
+        """The lines of errors: `dino_ds: ...error: ...`."""
         return [line for line in self.text.splitlines() if line.startswith("dino_ds: ") and "error: " in line]
 
 
@@ -155,7 +155,7 @@ class Job:
         return {event["rank"]: event["process"] for event in self._events()}
 
     def _codes(self) -> dict[int, tuple[int, float]]:
-        """Of the ranks that have ended: by their launcher, or where that one is dead by the server."""
+        """Exit codes and times of the ranks that have ended: from their launcher, or from the server if it is dead."""
         found = {event["rank"]: (event["code"], event["at"]) for event in self._events() if "code" in event}
         ended = self._server.ended()
         found |= {rank: ended[process] for rank, process in self._processes().items() if process in ended}
@@ -178,7 +178,7 @@ class Job:
                 os.kill(process, signal.SIGKILL)
 
     def text(self, rank: int) -> str:
-        """What a rank has printed so far."""
+        """The output of a rank so far."""
         path = self.folder / f"rank_{rank}.txt"
         return path.read_text(errors="replace") if path.exists() else ""
 

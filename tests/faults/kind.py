@@ -68,14 +68,14 @@ def stop_file(job: Job, place: Scene) -> None:
 
 
 def fifo_at_latest(job: Job, place: Scene) -> None:
-    """Whoever opens it waits for ever."""
+    """Put a pipe at RUN/checkpoints/latest: every reader of it waits for ever."""
     job.wait_for_steps(place.run, 7)
     (place.run / "checkpoints/latest").unlink()
     os.mkfifo(place.run / "checkpoints/latest")
 
 
 def freeze_disk(job: Job, place: Scene) -> None:
-    """Until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
+    """Freeze the disk until rank 1 has ended: rank 0 may have begun a write, and then no signal ends it before."""
     job.wait_for_steps(place.run, 7)
     job.wait_for(lambda: psutil.Process(job.process(1)).status() == psutil.STATUS_STOPPED, 60)
     scene.freeze(place)

@@ -14,7 +14,7 @@ from tests.faults.scene import Prepare, Scene
 
 NAN = float("nan")
 QUICK, QUICKER = {"hang_seconds": "5"}, {"hang_seconds": "3"}
-"""QUICKER: where a start is what hangs, for which three times as long is waited."""
+"""QUICKER: for a start that hangs, which is given three times as long."""
 
 
 def _dies(rank: int, code: int, do: inject.Act, says: str) -> Kind:

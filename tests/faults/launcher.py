@@ -31,7 +31,7 @@ class Order:
 
 
 def launch(order: Order) -> int:
-    """As a launcher: starts the ranks, waits for all, writes how each ended. In a session of its own."""
+    """Start the ranks as a launcher would, wait for all, write how each ended. In a session of its own."""
     os.setsid()
     names = {}
     for rank in range(order.world):
@@ -52,7 +52,7 @@ def _note(folder: Path, event: dict[str, Any]) -> None:
 
 
 def _rank(order: Order, rank: int) -> int:
-    """What `python dino_ds/train.py` does, to the handlers that run at the end of Python."""
+    """Do what `python dino_ds/train.py` does, to the handlers that run at the end of Python."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,4 +1,4 @@
-"""What is there before a job starts: images, a run folder, and what a test does to them."""
+"""The scene of a fault: images and a run folder before a job starts, and what a test does to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.run.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
 Prepare = Callable[["Scene"], Callable[[], None] | None]
-"""What is done to a scene; what it returns is done when the job has ended."""
+"""A change of a scene; it may return a function to call when the job has ended."""
 
 
 @dataclass
@@ -137,7 +137,7 @@ def bad_images(scene: Scene) -> None:
 
 
 def other_images(scene: Scene) -> None:
-    """Beside the images, the same less one: for the rank that has another disk."""
+    """Copy the images but for one, for the rank that has another disk."""
     shutil.copytree(scene.images, scene.images.with_name("images_of_rank_1"))
     next(scene.images.with_name("images_of_rank_1").iterdir()).unlink()
 
@@ -223,7 +223,7 @@ def small_disk(scene: Scene) -> Callable[[], None]:
 
 
 def full_disk(scene: Scene) -> Callable[[], None]:
-    """As `small_disk`, with 16 KiB free from the start: nothing is left there."""
+    """A `small_disk` with 16 KiB free from the start: nothing is left there."""
     check = small_disk(scene)
     fill(scene.run, 16)
 

@@ -19,7 +19,7 @@ from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
-# At once, not beside training: which step is the last saved one then follows from the step of the fault.
+# At once, not in the background: which step is the last saved one then follows from the step of the fault.
 SAVES = {"save_every": "3 steps", "save_in_background": "false"}
 STEPS = 12
 LOST_AT_MOST = 3
@@ -32,7 +32,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def old_run(images, tmp_path_factory):
-    """Stopped after step 6, with checkpoints of steps 3 and 6."""
+    """A run that was stopped after step 6, with checkpoints of steps 3 and 6."""
     run = tmp_path_factory.mktemp("old") / "run"
     assert jobs.start(run, images, changes=SAVES, flags=("--max_steps", "6")).wait(120).codes == [0, 0]
     return run
@@ -40,7 +40,7 @@ def old_run(images, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def straight(images, tmp_path_factory):
-    """A run of 12 steps without a fault, for each ds config and number of loader processes."""
+    """A run of 12 steps without a fault, for each ds config."""
     runs: dict[tuple[str, ...], Path] = {}
 
     def of(kind: Kind) -> Path:
@@ -56,7 +56,7 @@ def straight(images, tmp_path_factory):
 GROUP_OF = {kind.name: group for group, kinds in enumerate(GROUPS) for kind in kinds}
 # Each start of a loader process takes seconds: what starts several of them is the last to be chosen.
 CHEAP_FIRST = sorted(itertools.chain(*GROUPS), key=lambda kind: kind.name.startswith("loader process killed"))
-WAYS_TO_END = sampled(CHEAP_FIRST, lambda kind: ((GROUP_OF[kind.name], set(kind.codes)),))
+WAYS_TO_END = sampled(CHEAP_FIRST, lambda kind: (GROUP_OF[kind.name], set(kind.codes)))
 
 
 @pytest.mark.parametrize("kind", WAYS_TO_END, ids=lambda kind: kind.name)
@@ -85,7 +85,7 @@ def test_fault(kind, images, old_run, straight, tmp_path, request):
 
 
 def _goes_on(kind: Kind, place: Scene, outcome: jobs.Outcome, settings: dict, straight: Path) -> None:
-    """At most a save interval is lost, and the rest is as if nothing had happened."""
+    """Check that at most a save interval is lost, and the rest is as if nothing had happened."""
     if set(kind.codes) != {0}:
         reached = losses_of(place.run)[-1][0]
         saved = (place.run / "checkpoints/latest").read_text()

@@ -20,7 +20,7 @@ from dino_ds.health.processes import machine
 
 
 def change(run: Path, **values: object) -> None:
-    """As another process would have written the lock."""
+    """Change the lock, as if another process had written it."""
     path = run / "lock"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
@@ -77,7 +77,7 @@ def test_the_lock_of_somebody_who_is_gone_is_taken_over_with_a_note(tmp_path, ho
 
 
 def test_a_lock_dated_ahead_is_free_after_a_minute_too(tmp_path):
-    """By a machine whose clock was wrong: the first look dates it back, and a holder that lives touches it again."""
+    """A machine's clock was wrong: the first read dates the lock back, and a holder that lives touches it again."""
     RunLock(tmp_path).acquire()
     change(tmp_path, machine="another", host="far")
     tomorrow = time.time() + 86400
@@ -118,7 +118,7 @@ def test_a_rank_leaves_the_judgement_of_other_machines_to_rank_0(tmp_path):
 
 
 def test_a_holder_that_was_replaced_is_told(tmp_path):
-    """As after a night in which the machine was frozen."""
+    """After a night, say, in which the machine was frozen."""
     lock = RunLock(tmp_path)
     lock.acquire()
     assert lock.refresh()

@@ -286,22 +286,11 @@ def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_pat
         os.killpg(shell.pid, signal.SIGKILL)
 
 
-def test_a_run_leaves_a_last_heartbeat_and_no_process(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    assert run_on_ranks(train_tiny, root, run, max_steps=3) == [None, None]
-    beats = Heartbeats(run).read()
-    assert [(beat.rank, beat.step, beat.phase, beat.ended, beat.code) for beat in beats] == [
-        (rank, 3, "end", "done", 0) for rank in (0, 1)
-    ]
-    assert beats[0].moves == beats[1].moves > 3 * 8
-    assert not (run / "lock").exists()
-
-
 def _limits_of_groups(root, run, ds):
-    """Seconds, of every process group there is when training has ended; what rank 1 was told of it."""
+    """Time limits in seconds of all process groups when training has ended."""
     import torch.distributed as dist
 
-    assert train_tiny(root, run, ds, max_steps=1, changes={"hang_seconds": "100"}) is None
+    assert train_tiny(root, run, ds, max_steps=3, changes={"hang_seconds": "100"}) is None
     groups = dist.distributed_c10d._world.pg_map
     return [
         group._get_backend(dist.distributed_c10d.torch.device("cpu")).options._timeout.total_seconds()
@@ -310,36 +299,44 @@ def _limits_of_groups(root, run, ds):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_no_group_waits_longer_than_the_monitors(stage, tmp_path):
+def test_no_group_waits_longer_than_the_monitors_which_leave_a_last_heartbeat(stage, tmp_path):
     """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
-    root = image_folder(tmp_path / "images")
-    for limits in run_on_ranks(_limits_of_groups, root, tmp_path / "run", f"zero{stage}_fp32.json"):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    for limits in run_on_ranks(_limits_of_groups, root, run, f"zero{stage}_fp32.json"):
         assert set(limits) == {longest_wait(100)}
+    beats = Heartbeats(run).read()
+    ends = [(beat.rank, beat.step, beat.phase, beat.ended, beat.code) for beat in beats]
+    assert ends == [(rank, 3, "end", "done", 0) for rank in (0, 1)]
+    assert beats[0].moves == beats[1].moves > 3 * 8
+    assert not (run / "lock").exists()
 
 
 @pytest.mark.slow
 def test_without_a_limit_a_hang_is_left_alone(tmp_path):
-    """And a rank that moves again in time is not ended either; one that is stopped by hand is. Of a Python program that
-    goes on after its run a hang is reported, with the stacks, once until it moves again."""
+    """A rank that moves again in time is not ended either; one that hangs is. The hang of a Python program that goes on
+    after its run is reported, with the stacks, once until it moves again."""
     code = textwrap.dedent(
         """
-        import sys, time
+        import os, sys, time
         from pathlib import Path
         from dino_ds.health.watchdog import Watchdog
+        stacks = Path(sys.argv[1], "hang-1.txt")
         with Watchdog(Path(sys.argv[1]), 0, 1, float(sys.argv[2]), sys.argv[5] == "ends") as dog:
             dog.beat.enter("step", 1)
             dog.beat.warm = True
             for _ in range(int(sys.argv[3])):
                 time.sleep(0.2)
                 dog.beat.enter_part("backward")
+            while sys.argv[5] == "reports" and not (stacks.exists() and f"pid {os.getpid()}:" in stacks.read_text()):
+                time.sleep(0.1)
             time.sleep(float(sys.argv[4]))
         """
     )
     cases = {
         ("0", "0", "3", "ends"): (0, 0),
-        ("4", "25", "0", "ends"): (0, 0),
+        ("3", "17", "0", "ends"): (0, 0),
         ("1", "0", "600", "ends"): (6, 1),
-        ("1", "0", "9", "reports"): (0, 1),
+        ("1", "0", "2", "reports"): (0, 1),
     }
     commands = [[sys.executable, "-c", code, str(tmp_path), *words] for words in cases]
     all_at_once = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]

@@ -1,4 +1,4 @@
-"""What no input may do: raise another exception than ours, take ten seconds or 500 MB, leave half a folder."""
+"""Bounds on any input: it may not raise another exception than ours, or take a minute or 500 MB."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def examples(count: int) -> Any:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Raises Hang after a minute, AssertionError where the process has grown by more than 500 MB."""
+    """Raise Hang after a minute, AssertionError if the process has grown by more than 500 MB."""
 
     def ring(number: int, frame: Any) -> None:
         raise Hang
@@ -58,9 +58,9 @@ def bounded() -> Iterator[None]:
 
 
 def command(*words: str) -> tuple[int, list[str]]:
-    """`dino-ds WORDS`, up to where the work would begin: the exit code and what was printed to stderr.
+    """Exit code and lines on stderr of `dino-ds WORDS`, up to the point where its work begins.
 
-    Whatever is refused must say so in at most ten lines, a problem each, of bounded length.
+    Words that are refused must be so in at most ten lines, a problem each, of bounded length.
     """
     stderr = io.StringIO()
     code = 0

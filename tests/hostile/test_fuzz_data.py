@@ -167,7 +167,7 @@ def test_bombs_of_bands(name):
 
 
 def read_all(root: Path) -> str | None:
-    """Opens `root` and reads every image; the message where it can't be opened."""
+    """Open `root` and read every image; the message if it can't be opened."""
 
     def work() -> None:
         source = build_source("folder", str(root), "train", False)

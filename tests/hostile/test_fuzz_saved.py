@@ -1,4 +1,5 @@
-"""Broken checkpoints: the older one is taken, or a CheckpointError; with checksums made to fit, at worst the latter."""
+"""Broken checkpoints whose checksums were made to fit: an older one is taken, or a CheckpointError. Without good sums:
+tests/checkpoint/test_damage.py."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ from tests.hostile.guard import examples, put_with_good_sums, raised_by, seal
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 
 pytestmark = pytest.mark.faults
-FILES = ["manifest.json", "rank_00000.safetensors", "whole_00000.safetensors", "../latest"]
 
 
 @pytest.fixture
@@ -36,21 +36,7 @@ def _choose(run) -> int | None:
     return found[0] if message is None else None
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_broken_files_are_not_used(run, name):
-    path = run / "checkpoints/step_00000008" / name
-    whole = path.read_bytes()
-
-    @examples(25)
-    @given(data=broken_bytes(whole))
-    def check(data):
-        path.write_bytes(data)
-        assert _choose(run) in ((4, 8) if data == whole or name == "../latest" else (4,))
-
-    check()
-
-
-@pytest.mark.parametrize("name", FILES[1:3])
+@pytest.mark.parametrize("name", ["rank_00000.safetensors", "whole_00000.safetensors"])
 def test_broken_tensors_with_good_sums_are_other_tensors_or_refused(run, name):
     """Whoever can write the file can compute its sum: what it holds may be wrong, and does nothing else."""
     folder = run / "checkpoints/step_00000008"

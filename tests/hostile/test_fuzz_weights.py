@@ -1,4 +1,4 @@
-"""Broken weights and what is said beside them: loaded, or a CheckpointError; pickles are data."""
+"""Broken weights and descriptions of them: loaded, or a CheckpointError; pickles are data."""
 
 from __future__ import annotations
 

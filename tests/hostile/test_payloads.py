@@ -26,8 +26,6 @@ from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX
 from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
-from dino_ds.launching.command import quote_for_pdsh
-from dino_ds.launching.hostfile import read_hostfile
 from dino_ds.options.data import LookDataOptions, UnshardOptions
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.conftest import CHANGES, NUMEL
@@ -105,7 +103,7 @@ PICKLES = {
 
 @pytest.fixture
 def run(canary, saved):
-    """Of checkpoints of steps 4 and 8."""
+    """A run with checkpoints of steps 4 and 8."""
     return Path(shutil.copytree(saved, canary / "run"))
 
 
@@ -125,14 +123,6 @@ def test_pickles_in_place_of_texts(run, name):
     (run / "checkpoints/step_00000008" / name).write_bytes(_pickled())
     choice = SmallRun(run).choose()
     assert choice.saved.manifest.step == (4 if name == "manifest.json" else 8)
-
-
-@pytest.mark.parametrize(
-    "text", ["../../outside", "/etc", "step_00000004/../../..", "$(touch canary)", "\0", "x" * 10**7]
-)
-def test_a_latest_that_leads_elsewhere(run, text):
-    (run / "checkpoints/latest").write_text(text)
-    assert is_that_of(SmallRun(run).choose().saved, 8, NUMEL)
 
 
 @pytest.mark.parametrize("step", ["../../x", "/etc/passwd", "-1", "1e3", "latest", "step_00000004", "$(touch canary)"])
@@ -157,7 +147,7 @@ def _resume(trained: Path, run: Path) -> str | None:
 
 
 def test_a_run_folder_full_of_planted_files(canary, trained):
-    """What lies beside the checkpoints is ours to write, not to believe."""
+    """Files next to the checkpoints are ours to write, not to believe."""
     run = Path(shutil.copytree(trained / "run", canary / "run"))
     for name, content in PLANTED.items():
         (run / name).write_bytes(content)
@@ -319,52 +309,6 @@ def test_yaml_tags(canary, text):
 )
 def test_classes_that_are_no_sources_are_not_called(name):
     assert raised_by(lambda: build_source(name, "touch canary", "train", False), ConfigError)
-
-
-HOSTS = [
-    "-oProxyCommand=touch${IFS}canary slots=1",
-    "--help slots=1",
-    "w1;touch$IFS/canary slots=1",
-    "$(touch${IFS}canary) slots=1",
-    "`touch${IFS}canary` slots=1",
-    "w1|touch${IFS}canary slots=1",
-    "user@w1 slots=1",
-    "w1&&touch slots=1",
-    "w1 slots=1;touch canary",
-    "w1 slots=0x7fffffff",
-    "w1 slots=99999999999999",
-    "../../etc slots=1",
-    "w1\u202e slots=1",
-    "w\u00e9 slots=1",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", HOSTS)
-def test_hosts_that_are_options_or_commands(canary, line):
-    path = canary / "hosts"
-    path.write_text(f"w0 slots=1\n{line}\n")
-    assert ":2: " in (raised_by(lambda: read_hostfile(path), ConfigError) or "")
-
-
-WORDS = [
-    "$(touch canary)", "`touch canary`", "; touch canary", "| touch canary", "&& touch canary", "> canary",
-    "\\$(touch canary)", "a $(touch canary) b", "a `touch canary` b", '"; touch canary; "', "'; touch canary; '", "a\\",
-    "$IFS", "%h;touch canary",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_words_that_a_remote_shell_could_act_on(canary, word):
-    """Through DeepSpeed's own runner and a real shell, which must give back the very word."""
-    import argparse
-    import subprocess
-
-    from deepspeed.launcher.multinode_runner import PDSHRunner
-
-    runner = PDSHRunner(argparse.Namespace(user_args=[quote_for_pdsh(word)], user_script=""), "")
-    line = " ".join(runner.user_arguments).replace("%%", "%")
-    got = subprocess.run(["sh", "-c", f"printf %s {line}"], capture_output=True, text=True, cwd=canary).stdout
-    assert got == word
 
 
 class _Tags(HTMLParser):

@@ -25,7 +25,7 @@ _SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sb
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Of a command that is to start ranks: none itself, on the CPU, one thread each."""
+    """The environment of a command that starts ranks: no rank itself, on the CPU, one thread each."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
     path = f"{Path(sys.executable).parent}:{kept['PATH']}"
     return {**kept, "PATH": path, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **more}

@@ -1,4 +1,4 @@
-"""What `dino-ds launch` finds wrong with machines, over real ssh where that is the subject."""
+"""The problems that `dino-ds launch` finds with machines. Over real ssh: test_launches."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _plan(**options):
 
 
 def _deepspeed(plan):
-    """What DeepSpeed's launcher understands."""
+    """The command as DeepSpeed's launcher parses it."""
     from deepspeed.launcher.runner import parse_args
 
     command = build_command(plan)
@@ -93,7 +93,7 @@ def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, mon
 
 
 def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
-    """As a command each would begin or resume them; what is over is left out."""
+    """Each stage begins or is resumed by a command of its own; a stage that is over is left out."""
 
     def launched(*words):
         main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", *words])
@@ -143,11 +143,12 @@ def test_flags_that_contradict_each_other(options, says, hostfile):
 
 
 HOSTILE = ["/plain/path", "train-{000..146}.tar", "a b $(id) `id` \"q\" 'q' \\ \\\\ $HOME ; | & > x", "it's", '"']
+HOSTILE += ["; touch x", "| touch x", "&& touch x", "> x", "\\$(id)", '"; id; "', "'; id; '", "a\\", "$IFS", "%h;id"]
 HOSTILE += ["\\", "*?[a]~#!", "50%h of %n %% %u", " ", "-", "ü日本", "a  b", "\\$ \\`"]
 
 
 def _through_pdsh(words):
-    """As DeepSpeed's launcher and pdsh hand words to a remote shell, here the local one."""
+    """The words that arrive when DeepSpeed's launcher and pdsh hand them to a remote shell, here the local one."""
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
     args = argparse.Namespace(user_args=[quote_for_pdsh(word) for word in words], user_script="")

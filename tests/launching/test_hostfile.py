@@ -38,10 +38,23 @@ def test_machines_come_in_the_order_of_the_file(tmp_path):
         "w1 slots=²",
         "w1\x0bslots=1",
         "w" * 300 + " slots=1",
+        # Options and commands for ssh and for a shell.
+        "-oProxyCommand=touch${IFS}canary slots=1",
+        "--help slots=1",
+        "w1;touch$IFS/canary slots=1",
+        "$(touch${IFS}canary) slots=1",
+        "`touch${IFS}canary` slots=1",
+        "w1|touch${IFS}canary slots=1",
+        "w1&&touch slots=1",
+        "w1 slots=1;touch canary",
+        "w1 slots=0x7fffffff",
+        "w1 slots=99999999999999",
+        "../../etc slots=1",
+        "w1\u202e slots=1",
+        "w\u00e9 slots=1",
     ],
 )
 def test_every_other_line_is_named(line, tmp_path):
-    """Hostile ones: tests/hostile."""
     path = tmp_path / "hosts"
     path.write_text(f"w0 slots=1\n{line}\n")
     with pytest.raises(ConfigError, match='is not "name slots=N"') as error:

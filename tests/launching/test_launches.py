@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -104,7 +105,7 @@ def _finish(*processes):
 
 
 def _kill(process):
-    """With all that it has started, as when a machine is lost."""
+    """Kill a process with all that it has started, as when a machine is lost."""
     if process is None or process.poll() is not None:
         return
     lost = psutil.Process(process.pid)
@@ -132,13 +133,22 @@ def _assert_same(run, expected):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_hostfile_over_ssh_and_pdsh(cluster, hostfile, images, expected, tmp_path):
-    run = tmp_path / "a run"
-    words = ["launch", "--hostfile", hostfile, "--master_port", find_free_port(), "--", *_train_words(images, run)]
-    ((code, output),) = _finish(_start(dino_ds(*words), cluster))
+def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(cluster, hostfile, images, tmp_path):
+    """Started again from the last checkpoint, at most ten steps behind: bit-identical to a run that nobody disturbs."""
+    run, straight, changes = tmp_path / "a run", tmp_path / "straight", {"length": "60 steps", "save_every": "5 steps"}
+    words = ["launch", "--hostfile", hostfile, "--max_restarts", 1, "--master_port", find_free_port()]
+    words += ["--", *_train_words(images, run, steps=60, **changes)]
+    process = _start(dino_ds(*words), cluster)
+    _wait_for(run, process, lambda text: text.count('"loss"') >= 12, "metrics.jsonl")
+    os.kill(json.loads((run / "heartbeats/rank_00001.json").read_text())["pid"], signal.SIGKILL)
+    assert run_on_ranks(train_tiny, images, straight, Path(DS).name, changes=changes) == [None, None]
+    ((code, output),) = _finish(process)
     assert code == 0, output[-3000:]
     assert all(f"| {host} |     1 |" in output for host in HOSTS) and "command  " in output
-    _assert_same(run, expected)
+    death, end = (json.loads(line) for line in (run / "restarts.jsonl").read_text().splitlines())
+    assert (death["code"], death["rank"]) == (6, 1) and death["step"] - death["checkpoint"] <= 10
+    assert end["restart_seconds"] > 0
+    _assert_same(run, straight)
 
 
 @pytest.mark.full
@@ -217,7 +227,7 @@ def _train_in(folder, words):
 
 
 def test_the_command_trains_from_another_folder(images, tmp_path):
-    """The default ds config is found beside the package."""
+    """The default ds config is found next to the package."""
     words = ["train", *_train_words(images, "run")[:-2]]
     (output,) = run_on_ranks(_train_in, tmp_path, words, world=1)
     assert len(losses_of(tmp_path / "run")) == STEPS and "run/teacher.safetensors" in output

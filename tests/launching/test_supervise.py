@@ -30,7 +30,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat
-from dino_ds.launching.attempt import Outcome, StopSignals
+from dino_ds.launching.attempt import Outcome, _for_ranks, stop_signals
 from dino_ds.launching.ranks import LocalRanks
 from dino_ds.launching.suspect_images import write_step_images
 from tests.launching.cluster import started_by
@@ -114,11 +114,11 @@ def test_a_signal_between_two_starts_is_a_stop(supervised, monkeypatch):
 def test_every_signal_that_asks_for_a_stop_is_heard():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         before = signal.signal(number, signal.default_int_handler)  # nohup and a shell's & ignore some
-        with StopSignals() as signals:
-            assert signals.count == 0
+        with stop_signals() as received:
+            assert received == []
             signal.raise_signal(number)
-        assert signals.count == 1 and signals.first == number
-        assert signals.for_ranks == (signal.SIGTERM if number == signal.SIGHUP else number)
+        assert received == [number]
+        assert _for_ranks(number) == (signal.SIGTERM if number == signal.SIGHUP else number)
         signal.signal(number, before)
 
 
@@ -171,7 +171,7 @@ def test_a_restart_waits_for_the_lock_of_a_lost_machine_and_says_so(tmp_path, ca
     lock = tmp_path / "lock"
     lock.write_text(json.dumps({**json.loads(lock.read_text()), "machine": "another", "host": "far"}))
     monkeypatch.setattr("time.sleep", lambda _: os.utime(lock, (0, 0)))
-    assert module._wait(0.0, tmp_path, StopSignals())
+    assert module._wait(0.0, tmp_path, [])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"dino_ds: waiting: {tmp_path} is in use by pid ")
     assert "; if far is gone, it is free in " in line
@@ -250,7 +250,7 @@ class Job:
     ],
 )
 def test_the_exit_code_is_the_ranks_and_the_culprit_the_first(tmp_path, ranks, code, parts):
-    """And nothing stays: `Job.end`."""
+    """Nothing stays either: `Job.end`."""
     found, lines = Job(tmp_path / "run", [ranks]).end()
     assert found == code
     assert len(lines) == bool(parts) and all(part in line for line in lines for part in parts), lines
