@@ -122,9 +122,8 @@ class Parts:
         """(part, its rows, what could not be read)."""
         indices = [index for part in missing for index in self._rows(part)]
         images = LabelledImages(source, indices, reading)
-        with closing(
-            load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
-        ) as batches:
+        loading = load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
+        with closing(loading) as batches:
             left, seen = list(missing), 0
             rows, bad = self._empty(left), list[str]()
             for crops, places, unreadable in batches:
