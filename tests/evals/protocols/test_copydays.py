@@ -12,7 +12,6 @@ import torch
 from dino_ds.errors import DataError
 from dino_ds.evals.protocols.copydays import Whitening, copy_map, copydays, originals_of, pool
 from tests.evals.protocols.tiny import context_of, copies, photo
-from tests.ranks import run_on_ranks
 
 
 def test_pooling_is_the_fourth_power_mean_beside_cls():
@@ -73,17 +72,6 @@ def test_colors_find_their_originals(tmp_path):
     assert copydays(context_of(tmp_path, size=64)) == results
     shutil.copy(tmp_path / "copydays/strong/200001.jpg", tmp_path / "copydays/distractors/nearer.jpg")
     assert copydays(context_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
-
-
-def test_two_ranks_give_what_one_gives(tmp_path):
-    copies(tmp_path)
-    one = copydays(context_of(tmp_path, size=24))
-    for two in run_on_ranks(_copydays, tmp_path):
-        assert two == pytest.approx(one, abs=1e-9)
-
-
-def _copydays(root):
-    return copydays(context_of(root, size=24))
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):

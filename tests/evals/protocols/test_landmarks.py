@@ -13,7 +13,6 @@ import dino_ds.evals.protocols.landmarks as module
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.protocols.landmarks import describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
 from tests.evals.protocols.tiny import context_of, landmarks
-from tests.ranks import run_on_ranks
 
 
 def _slow_scores(ranking, positives, junk):
@@ -77,17 +76,6 @@ def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
     assert {value for name, value in results.items() if "whole" not in name} == {100.0}
     assert results["oxford_whole_medium_map"] < 50
     assert len(results) == 15
-
-
-def test_two_ranks_give_what_one_gives(tmp_path):
-    landmarks(tmp_path, "rparis6k")
-    one = paris(context_of(tmp_path, size=64))
-    for two in run_on_ranks(_paris, tmp_path):
-        assert two == pytest.approx(one, abs=1e-9)
-
-
-def _paris(root):
-    return paris(context_of(root, size=64))
 
 
 def test_scales_are_summed_and_odd_sides_lose_their_rest():
