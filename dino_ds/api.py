@@ -163,7 +163,7 @@ def evaluate(
     done: list[Evaluated] = []
     with torch_as_it_was():
         run_evals(_prepare("eval", own, options)[0], done.append)
-    for note in done[0].subject.notes:
+    for note in done[0].context.notes:
         warnings.warn(note, stacklevel=2)
     return done[0].to_json()
 

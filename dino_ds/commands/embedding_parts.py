@@ -28,7 +28,7 @@ from dino_ds.data.parquet import import_parquet
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.evals.features import LabelledImages, Reading, loaded
+from dino_ds.evals.features import LabelledImages, Reading, load_batches
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
@@ -122,7 +122,8 @@ class Parts:
         """(part, its rows, what could not be read)."""
         indices = [index for part in missing for index in self._rows(part)]
         images = LabelledImages(source, indices, reading)
-        with closing(loaded(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
+        loading = load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
+        with closing(loading) as batches:
             left, seen = list(missing), 0
             rows, bad = self._empty(left), list[str]()
             for crops, places, unreadable in batches:

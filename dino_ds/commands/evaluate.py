@@ -46,7 +46,7 @@ class Evaluated(NamedTuple):
     """Results and notes on rank 0, at the end or where an evaluation has failed."""
 
     results: dict[str, Any]
-    subject: EvalContext
+    context: EvalContext
     backbone: Backbone
     seconds: float
 
@@ -77,27 +77,27 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
-    subject = EvalContext(backbone, settings, device(), lambda: _data(options))
+    context = EvalContext(backbone, settings, device(), lambda: _data(options))
     of_images = [name for name in options.evals if name not in BENCHMARKS]
     for name in of_images:
-        preflight_eval(name, settings, lambda: subject.sources)
+        preflight_eval(name, settings, lambda: context.sources)
     if of_images:
-        sources = [source for source in subject.sources if source is not None]
+        sources = [source for source in context.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        subject.note([*notes, *note_on_shared(of_images, *subject.sources, "--test_root")])
-        subject.settings = replace(settings, value_range=value_range)
+        context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")])
+        context.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
-            results[name] = _timed(name, subject, backbone.about, options)
+            results[name] = _timed(name, context, backbone.about, options)
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, options.model, options.out)
     finally:  # an evaluation that fails takes nothing from those before it
         if distributed.rank() == 0 and results:
-            for note in subject.notes:
+            for note in context.notes:
                 print(note, file=sys.stderr)
-            show(Evaluated(results, subject, backbone, time.monotonic() - began))
+            show(Evaluated(results, context, backbone, time.monotonic() - began))
 
 
 def _settings(options: EvalOptions) -> Settings:
@@ -108,13 +108,13 @@ def _settings(options: EvalOptions) -> Settings:
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
-def _timed(name: str, subject: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
+def _timed(name: str, context: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
     start = time.monotonic()
-    values = evaluate(name, subject)
+    values = evaluate(name, context)
     seconds = time.monotonic() - start
     source, root = options.source, options.test_root or options.root
     data = name_images(source or "folder", root) if source or root else None  # None: the run's
-    return describe_result(name, subject, values, seconds, about, data)
+    return describe_result(name, context, values, seconds, about, data)
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
@@ -165,11 +165,11 @@ def _not_written(place: Path, reason: object) -> ConfigError:
 
 
 def _show(found: Evaluated) -> None:
-    results, subject, backbone, seconds = found
-    train, test = subject.image_counts
+    results, context, backbone, seconds = found
+    train, test = context.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
     # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.
-    chance = [f"chance {100 / len(subject.train_source.classes or ()):.1f} %"] if train else []
+    chance = [f"chance {100 / len(context.train_source.classes or ()):.1f} %"] if train else []
     print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
     for name, result in results.items():
         print(f"{name} ({result['seconds']:.1f} s)")

@@ -65,7 +65,7 @@ def extract_features(
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabelledImages(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
-    with closing(loaded(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
+    with closing(load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
         for crops, targets, unreadable in batches:
             bad += unreadable
             if len(crops):
@@ -93,7 +93,7 @@ def extract_features(
     return of_all[0][order], of_all[1][order, 1], unreadable
 
 
-def loaded(
+def load_batches(
     images: Dataset[tuple[Tensor, int, int] | str],
     source: Source,
     workers: int | None,
@@ -121,7 +121,7 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
+def keep_generators(device: torch.device) -> Iterator[None]:
     """Restores the random-number generators on exit: a loader draws seeds for its workers, which training must not
     notice."""
     others = random.getstate(), np.random.get_state()

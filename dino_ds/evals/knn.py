@@ -39,12 +39,12 @@ def nearest_by_product(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, T
 @torch.no_grad()
 def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Tensor]]:
     """`nearest_by_product` of one block of queries after another; the products of all are in the same memory."""
-    room = queries.new_empty(_QUERY_ROWS * min(len(bank), _BANK_ROWS))
+    scratch = queries.new_empty(_QUERY_ROWS * min(len(bank), _BANK_ROWS))
     for rows in queries.split(_QUERY_ROWS):
         value, index = queries.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
         for start in range(0, len(bank), _BANK_ROWS):
             block = bank[start : start + _BANK_ROWS]
-            products = torch.mm(rows, block.T, out=room[: len(rows) * len(block)].view(len(rows), len(block)))
+            products = torch.mm(rows, block.T, out=scratch[: len(rows) * len(block)].view(len(rows), len(block)))
             largest, place = _largest(products, min(k, len(block)))
             value, index = torch.cat((value, largest), dim=1), torch.cat((index, place + start), dim=1)
             if start:

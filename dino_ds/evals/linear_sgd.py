@@ -22,7 +22,7 @@ from dino_ds.data.base import Source
 from dino_ds.data.eval_crops import RandomCrop
 from dino_ds.engine import distributed
 from dino_ds.evals.context import EvalContext, Labelled, Settings
-from dino_ds.evals.features import GaveUp, LabelledImages, Reading, loaded
+from dino_ds.evals.features import GaveUp, LabelledImages, Reading, load_batches
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 """Learning rates for a batch of 256 images: DINOv2's, and three for data sets so small that they give few steps."""
@@ -146,7 +146,7 @@ def augmented_batches(context: EvalContext) -> Iterator[tuple[int, Tensor, Tenso
     images = _Augmented(source, indices, RandomCrop(context.size, context.backbone.normalisation), settings)
     progress = "linear-sgd" if context.progress else None
     unreadable = set[str]()
-    with closing(loaded(images, source, settings.workers, progress, batch_sampler=sampler)) as batches:
+    with closing(load_batches(images, source, settings.workers, progress, batch_sampler=sampler)) as batches:
         for step, (crops, rows, bad) in enumerate(batches):
             unreadable.update(bad)
             yield step // sampler.epoch_steps, crops, rows[:, 1]

@@ -18,7 +18,7 @@ from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.features import GaveUp, generators_kept, raw_pixels
+from dino_ds.evals.features import GaveUp, keep_generators, raw_pixels
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
@@ -135,7 +135,7 @@ class EvalRunner(AtStep):
         numbers stay as they are.
         """
         teacher = live_teacher(moment.teacher, self._size, self._normalisation)
-        with suppress(GaveUp), generators_kept(moment.device), teacher as model:
+        with suppress(GaveUp), keep_generators(moment.device), teacher as model:
             return self._evaluate(model, moment)
         return None
 

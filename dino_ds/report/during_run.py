@@ -16,7 +16,7 @@ from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.features import generators_kept
+from dino_ds.evals.features import keep_generators
 from dino_ds.evals.runner import live_teacher
 from dino_ds.report.pictures.canvas import figure_png, figure_tensor
 from dino_ds.report.pictures.draw import draw_patches
@@ -73,7 +73,7 @@ class PeriodicPictures(AtStep):
         pictures, device = moment.run_dir / "pictures", moment.device
         folder = pictures / f"step_{moment.step:08d}"
         teacher = live_teacher(moment.teacher, self._image_size, self._normalisation)
-        with generators_kept(device), teacher as model:
+        with keep_generators(device), teacher as model:
             figures = draw_patches(model, *self._read(model, device)) if model.has_patches else {}
             for name, figure in figures.items():
                 moment.log.picture(name, figure_tensor(figure, _DPI), moment.step)

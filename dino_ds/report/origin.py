@@ -45,7 +45,9 @@ def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
 def reproduction(run: RunFiles) -> dict[str, Any]:
     """The commands as they were given, one that uses the run's own files, and the versions."""
     versions, starts = run.environment.get("versions"), _starts(run.environment)
-    lines = [f"# {start['time']}\n{launched(start)}" if len(starts) > 1 else launched(start) for start in starts]
+    lines = [
+        f"# {start['time']}\n{command_line(start)}" if len(starts) > 1 else command_line(start) for start in starts
+    ]
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
         files += ["--from", f"{origin.run}/checkpoints/step_{origin.step:08d}"]
@@ -58,7 +60,7 @@ def reproduction(run: RunFiles) -> dict[str, Any]:
         "ds": json.dumps(run.ds, indent=2) if run.ds else "",
         "starts": starts,
         "commands": "\n".join(lines),
-        "again": launched(last | {"command": ["train.py", *files, "--run_dir", "NEW"]}),
+        "again": command_line(last | {"command": ["train.py", *files, "--run_dir", "NEW"]}),
         "pins": pins,
         "root": show_value(run.recipe.data.root) if run.recipe else "",
     }
@@ -77,7 +79,7 @@ def _starts(environment: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def launched(start: dict[str, Any]) -> str:
+def command_line(start: dict[str, Any]) -> str:
     """The command line on all processes of one machine; with torchrun if no launcher is known."""
     words = [str(word) for word in start["command"] if not str(word).startswith(("--local_rank", "--local-rank"))]
     ranks = start["ranks"]

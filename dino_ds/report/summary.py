@@ -20,7 +20,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
     return {
         "run": str(run.path),
         "state": run.state,
-        "trained": trained(run),
+        "trained": describe_network(run),
         "step": run.step,
         "planned_steps": run.log.planned_steps,
         "images": _count(metrics["images"]),
@@ -41,7 +41,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
     }
 
 
-def trained(run: RunFiles) -> str:
+def describe_network(run: RunFiles) -> str:
     """The network as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"

@@ -111,36 +111,6 @@ def test_two_ranks_write_the_same_and_share_the_work(place, expected, tmp_path):
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 
-def test_an_interrupted_embedding_goes_on(place, expected, tmp_path, monkeypatch):
-    options, computed = _options(place, tmp_path / "x.npy"), []
-    plain = embed._features
-
-    def counted(model, what, stop=False):
-        def describe(images):
-            computed.append(len(images))
-            if stop and len(computed) == 2:
-                raise KeyboardInterrupt
-            return plain(model, what)(images)
-
-        return describe
-
-    monkeypatch.setattr(embed, "_features", lambda model, what: counted(model, what, stop=True))
-    with pytest.raises(KeyboardInterrupt):
-        embed.run(options)
-    assert not (tmp_path / "x.npy").exists()
-    with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
-        embed.run(dataclasses.replace(options, what="mean"))
-    computed.clear()
-    monkeypatch.setattr(embed, "_features", counted)
-    with monkeypatch.context() as full:
-        full.setattr(embedding_parts, "_fill", lambda *_: Path("/dev/full/x").touch())
-        with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
-            embed.run(options)
-    embed.run(options)
-    assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
-    _check(np.load(tmp_path / "x.npy"), expected["cls"])
-
-
 @pytest.fixture
 def interrupted(place, tmp_path, monkeypatch):
     """Options of an embedding of 150 images of which one part of 64 is there; images and weights are own copies."""
@@ -166,6 +136,26 @@ def interrupted(place, tmp_path, monkeypatch):
         "about.json",
     ]
     return options
+
+
+def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monkeypatch):
+    """With what is there: also after a disk that was full at the end."""
+    plain, computed = embed._features, list[int]()
+
+    def counting(model, what):
+        return lambda images: computed.append(len(images)) or plain(model, what)(images)
+
+    assert not (tmp_path / "x.npy").exists()
+    with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
+        embed.run(dataclasses.replace(interrupted, what="mean"))
+    monkeypatch.setattr(embed, "_features", counting)
+    with monkeypatch.context() as full:
+        full.setattr(embedding_parts, "_fill", lambda *_: Path("/dev/full/x").touch())
+        with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
+            embed.run(interrupted)
+    embed.run(interrupted)
+    assert sum(computed) == IMAGES - 64 - 1  # a part of 64 was there, and one image can't be read
+    _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 
 def _other_images(place, parts):

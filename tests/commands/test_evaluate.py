@@ -105,7 +105,7 @@ def test_every_evaluation_gives_numbers(made, labelled):
 
 def test_flags_become_settings(place, monkeypatch):
     seen = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: seen.append(subject.settings) or {})
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, context: seen.append(context.settings) or {})
     flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
     _run(place, "knn,linear-sgd", k=(3, 4), **flags)
     assert seen == 2 * [Settings(ks=(3, 4), **flags)]
@@ -185,7 +185,7 @@ def test_rank_0_prints_alone(place):
 
 def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
     """Not hours later: labels, classes, neighbours, the files of a benchmark."""
-    monkeypatch.setattr(evaluate, "evaluate", lambda name, subject: pytest.fail("too late"))
+    monkeypatch.setattr(evaluate, "evaluate", lambda name, context: pytest.fail("too late"))
     for evals, changes, error, words in (
         ("knn,voc", {}, ConfigError, r"Pascal VOC 2012 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
         ("knn,voc", {"benchmark_root": str(place)}, DataError, "no Pascal VOC 2012 in"),
@@ -226,10 +226,10 @@ def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
     """They may have taken hours, and a file of weights has no folder that keeps them."""
     judge = evaluate.evaluate
 
-    def fail(name, subject):
+    def fail(name, context):
         if name == "ridge":
             raise DataError("the disk is gone")
-        return judge(name, subject)
+        return judge(name, context)
 
     monkeypatch.setattr(evaluate, "evaluate", fail)
     with pytest.raises(DataError, match="the disk is gone"):
@@ -278,12 +278,12 @@ def test_fewer_images_than_neighbours():
     rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
     notes: list[str] = []
     settings = Settings(ks=(6, 10, 20))
-    subject = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
-    assert list(EVALUATIONS["knn"](subject)) == ["knn_6"]
+    context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
+    assert list(EVALUATIONS["knn"](context)) == ["knn_6"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
-    subject.settings = Settings(ks=(10, 20))
+    context.settings = Settings(ks=(10, 20))
     with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
-        EVALUATIONS["knn"](subject)
+        EVALUATIONS["knn"](context)
 
 
 def test_few_shot_images_are_drawn_by_class():
@@ -309,14 +309,14 @@ def test_the_temperature_of_votes_and_who_is_judged():
     accuracies = []
     for temperature in (0.01, 10):
         settings = Settings(ks=(3,), temperature=temperature)
-        subject = SimpleNamespace(train_indices=range(3), train=train, test=test, settings=settings)
-        accuracies.append(EVALUATIONS["knn"](subject)["knn_3"])
+        context = SimpleNamespace(train_indices=range(3), train=train, test=test, settings=settings)
+        accuracies.append(EVALUATIONS["knn"](context)["knn_3"])
     assert accuracies == [100, 0]
     features = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).repeat(5, 1)
     train = Labelled(features, (features[:, 0] > 0).long(), 2)
     test = Labelled(features, 1 - train.labels, 2)
-    subject = SimpleNamespace(train=train, test=test, settings=Settings(), give_up=lambda: False)
-    found = EVALUATIONS["linear"](subject)
+    context = SimpleNamespace(train=train, test=test, settings=Settings(), give_up=lambda: False)
+    found = EVALUATIONS["linear"](context)
     assert (found["linear"], found["linear_train"]) == (0, 100)
 
 
@@ -324,8 +324,8 @@ def test_retrieval_asks_a_sample_of_many(monkeypatch):
     """Drawn: the first ones, of folders of classes, would all be of one class."""
     monkeypatch.setattr(suite, "_RETRIEVAL_IMAGES", 10)
     features = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    subject = SimpleNamespace(any_labelled=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
-    assert 0 < EVALUATIONS["retrieval"](subject)["retrieval_map"] < 100
+    context = SimpleNamespace(any_labelled=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
+    assert 0 < EVALUATIONS["retrieval"](context)["retrieval_map"] < 100
 
 
 def test_bad_input_at_the_command_line(place, capsys):

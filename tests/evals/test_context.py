@@ -34,7 +34,7 @@ class _Images:
         return str(index)
 
 
-def _subject(train, test, settings=None, **more):
+def _context(train, test, settings=None, **more):
     settings = settings or Settings(workers=0)
     return EvalContext(_backbone(), settings, torch.device("cpu"), lambda: (train, test), progress=False, **more)
 
@@ -42,18 +42,18 @@ def _subject(train, test, settings=None, **more):
 def test_classes_are_matched_by_name():
     """The test images' class 0 is the training images' class 2; images without a label are left out."""
     train = _Images([0, 1, 2, -1, 2], ["a", "b", "c"])
-    subject = _subject(train, _Images([0, 0, -1, 1], ["c", "a"]))
-    assert subject.train_indices == [0, 1, 2, 4]
-    assert subject.train.labels.tolist() == [0, 1, 2, 2]
-    assert subject.test.labels.tolist() == [2, 2, 0] and subject.test.classes == 3
-    assert subject.train is subject.train  # computed once
+    context = _context(train, _Images([0, 0, -1, 1], ["c", "a"]))
+    assert context.train_indices == [0, 1, 2, 4]
+    assert context.train.labels.tolist() == [0, 1, 2, 2]
+    assert context.test.labels.tolist() == [2, 2, 0] and context.test.classes == 3
+    assert context.train is context.train  # computed once
 
 
 def test_limits_are_those_of_each_set():
     train, test = _Images([0, 1] * 10, ["a", "b"]), _Images([0, 1] * 8, ["a", "b"])
-    subject = _subject(train, test, Settings(workers=0, images=10, test_images=4))
-    assert (len(subject.train_indices), len(subject.test_indices)) == (10, 4)
-    assert subject.image_counts == (10, 4)
+    context = _context(train, test, Settings(workers=0, images=10, test_images=4))
+    assert (len(context.train_indices), len(context.test_indices)) == (10, 4)
+    assert context.image_counts == (10, 4)
 
 
 @pytest.mark.parametrize(
@@ -68,24 +68,24 @@ def test_limits_are_those_of_each_set():
 )
 def test_what_does_not_fit_is_said_before_anything_is_computed(train, test, words):
     with pytest.raises(DataError, match=words):
-        _ = _subject(train, test, Settings(workers=-1)).test  # -1 processes: a loader would fail
+        _ = _context(train, test, Settings(workers=-1)).test  # -1 processes: a loader would fail
 
 
 def test_what_needs_no_labels():
     """The test images, else the training images, labels or not."""
     unlabelled = _Images(None, None)
     unlabelled.labels, unlabelled.__class__ = None, _Unlabelled
-    subject = _subject(unlabelled, None)
-    assert not subject.any_images.classes and subject.any_images.features.shape == (4, 64)
+    context = _context(unlabelled, None)
+    assert not context.any_images.classes and context.any_images.features.shape == (4, 64)
     with pytest.raises(DataError, match="there are no images"):
-        _ = _subject(None, None).any_source
+        _ = _context(None, None).any_source
     train, other = _Images([0, 0], ["a"]), _Images([0, 0], ["b"])
-    subject = _subject(train, other)
-    assert subject.any_source is other and subject.any_images.labels.tolist() == [0, 0]
-    subject = _subject(_Images([0, 0], ["a", "b"]), _Images([1, 0], ["a", "b"]))
-    assert subject.any_images.labels.tolist() == [1, 0]  # though b has no training image
-    subject = _subject(train, _Images([0, -1], ["a"]))
-    assert subject.any_images.features is subject.test.features and subject.image_counts == (2, 1)
+    context = _context(train, other)
+    assert context.any_source is other and context.any_images.labels.tolist() == [0, 0]
+    context = _context(_Images([0, 0], ["a", "b"]), _Images([1, 0], ["a", "b"]))
+    assert context.any_images.labels.tolist() == [1, 0]  # though b has no training image
+    context = _context(train, _Images([0, -1], ["a"]))
+    assert context.any_images.features is context.test.features and context.image_counts == (2, 1)
 
 
 class _Unlabelled(_Images):
@@ -95,18 +95,18 @@ class _Unlabelled(_Images):
 
 def test_unreadable_images_are_noted_once():
     images = _Images([0, 0, 0], ["a"], broken=(1,))
-    subject = _subject(images, images)
-    assert len(subject.test.labels) == len(subject.train.labels) == 2
-    whole = _subject(_Images([0, 0, 0], ["a"]), None)
-    assert torch.equal(subject.train.features, whole.any_images.features[::2])
-    assert subject.notes == ["left out, unreadable: 1 (broken)"]
+    context = _context(images, images)
+    assert len(context.test.labels) == len(context.train.labels) == 2
+    whole = _context(_Images([0, 0, 0], ["a"]), None)
+    assert torch.equal(context.train.features, whole.any_images.features[::2])
+    assert context.notes == ["left out, unreadable: 1 (broken)"]
 
 
 def _gives_up(rank):
     images = _Images([0] * 6, ["a"])
-    subject = _subject(images, images, give_up=lambda: torch.distributed.get_rank() == rank)
+    context = _context(images, images, give_up=lambda: torch.distributed.get_rank() == rank)
     with pytest.raises(GaveUp):
-        _ = subject.train
+        _ = context.train
     return True
 
 

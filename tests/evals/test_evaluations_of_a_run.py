@@ -56,18 +56,18 @@ def live(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("watch")
+    folder = tmp_path_factory.mktemp("runner")
     roots = image_folder(folder / "images", 24, 3), image_folder(folder / "test", 9, 3, seed=1)
     return tuple(build_source("folder", str(root), "train", False) for root in roots)
 
 
-def _watch(sources, names=("knn", "linear"), k=K, limit=None, **changes):
+def _runner(sources, names=("knn", "linear"), k=K, limit=None, **changes):
     settings = {"ks": (k,), "workers": 0, "images": limit, "test_images": 100, **changes}
     return EvalRunner(names, 2, sources, Settings(**settings), 32, IMAGENET)
 
 
-def _evaluate(watch, step, give_up=lambda: False):
-    return watch.evaluate(_moment(step, give_up))
+def _evaluate(runner, step, give_up=lambda: False):
+    return runner.evaluate(_moment(step, give_up))
 
 
 def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
@@ -81,33 +81,33 @@ def test_names_of_the_recipe_are_those_of_the_table():
 def test_whoever_gives_up_keeps_nothing(sources):
     """At any question: between the evaluations, between the batches of one, in a fit."""
     questions = []
-    assert _evaluate(_watch(sources), 0, lambda: bool(questions.append(1))) is not None
+    assert _evaluate(_runner(sources), 0, lambda: bool(questions.append(1))) is not None
     assert len(questions) > 20
     for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
-        asked, watch = itertools.count(), _watch(sources)
-        assert _evaluate(watch, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
-        assert watch.latest is None and watch.raw is None
+        asked, runner = itertools.count(), _runner(sources)
+        assert _evaluate(runner, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
+        assert runner.latest is None and runner.raw is None
 
 
 def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
     """Before the first step it is an error: nothing is lost yet."""
-    watch = _watch(sources)
-    assert set(_evaluate(watch, 0)) == {"knn", "linear"}
+    runner = _runner(sources)
+    assert set(_evaluate(runner, 0)) == {"knn", "linear"}
 
     def fail(_):
         raise DataError("the disk is gone")
 
     monkeypatch.setitem(EVALUATIONS, "linear", fail)
-    found = _evaluate(watch, 2)
+    found = _evaluate(runner, 2)
     assert set(found) == {"knn"}
-    assert watch.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"
+    assert runner.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"
     with pytest.raises(DataError, match=r"eval\.evals linear: the disk is gone"):
-        _evaluate(watch, 0)
+        _evaluate(runner, 0)
 
 
 def test_baselines_of_other_neighbours_are_forgotten(sources):
     """They would be compared with what they are not; the raw pixels are measured again."""
-    first, same, other = _watch(sources), _watch(sources), _watch(sources, k=3)
+    first, same, other = _runner(sources), _runner(sources), _runner(sources, k=3)
     _evaluate(first, 0)
     state = json.loads(json.dumps(first.state_dict()))
     same.load_state_dict(state)
@@ -119,7 +119,7 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
     _evaluate(other, 2)
     assert other.untrained is None and other.raw is not None
     for changes in ({"limit": 12}, {"test_images": 6}, {"temperature": 1.0}):
-        changed = _watch(sources, **changes)
+        changed = _runner(sources, **changes)
         changed.load_state_dict(state)
         assert changed.latest is None, changes
     same.raw = -1.0  # measured once
@@ -130,27 +130,29 @@ def test_baselines_of_other_neighbours_are_forgotten(sources):
 
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     """With what to try; none where nothing was evaluated."""
-    watch = _watch(sources)
-    assert watch.warning() is None
-    watch.raw, watch.latest = 24.0, 24.0
-    assert watch.warning() is None
-    watch.latest = 20.4
-    assert watch.warning() == (
+    runner = _runner(sources)
+    assert runner.warning() is None
+    runner.raw, runner.latest = 24.0, 24.0
+    assert runner.warning() is None
+    runner.latest = 20.4
+    assert runner.warning() == (
         "the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %); train longer (--length), or on more images"
     )
-    watch.untrained = 15.7
-    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in watch.warning()
-    watch.untrained = 20.4
-    assert "so training has not helped yet; train longer (--length), or" in watch.warning()
-    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in watch.summary(cut=True)[-1]
+    runner.untrained = 15.7
+    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in runner.warning()
+    runner.untrained = 20.4
+    assert "so training has not helped yet; train longer (--length), or" in runner.warning()
+    assert (
+        "has not helped yet; train to the end (--max_steps cut this run short), or on" in runner.summary(cut=True)[-1]
+    )
 
 
 @pytest.mark.parametrize("root", [None, "nowhere"])
 def test_test_images_that_are_not_read_are_named(root):
     """A source with test images of its own takes no others: a given folder is not dropped in silence."""
     recipe = load_recipe("quickstart", {"eval.root": root} if root else {})
-    watch = EvalRunner.build(recipe, build_source("photos", None, "train", False), 10)
-    said = [note for note in watch._notes if "eval.root" in note]
+    runner = EvalRunner.build(recipe, build_source("photos", None, "train", False), 10)
+    said = [note for note in runner._notes if "eval.root" in note]
     assert said == (["eval.root nowhere is not read: data.source photos has its own test images"] if root else [])
 
 
@@ -165,9 +167,9 @@ def test_test_images_that_are_not_read_are_named(root):
 )
 def test_nothing_is_advised_that_the_recipe_has_or_that_is_not_for_it(changes, advised):
     small = {"data.source": "photos", "crops.global_size": "64", "crops.local_size": "32"}
-    watch = EvalRunner.build(load_recipe(None, small | changes), build_source("photos", None, "train", False), 10)
-    watch.raw, watch.latest = 24.0, 20.4
-    given = watch.warning().partition("on more images")[2].split(", or with ")[1:]
+    runner = EvalRunner.build(load_recipe(None, small | changes), build_source("photos", None, "train", False), 10)
+    runner.raw, runner.latest = 24.0, 20.4
+    given = runner.warning().partition("on more images")[2].split(", or with ")[1:]
     assert len(given) == len(advised) and all(map(str.startswith, given, advised))
 
 
@@ -175,7 +177,7 @@ def test_chance_is_that_of_all_classes_that_are_answers(sources):
     """As `dino-ds eval` has it: who guesses does not know that the test images lack one."""
     test = copy.copy(sources[1])
     test.labels = [-1 if label == 2 else int(label) for label in test.labels]
-    assert (_watch(sources).chance, _watch((sources[0], test)).chance) == (pytest.approx(100 / 3),) * 2
+    assert (_runner(sources).chance, _runner((sources[0], test)).chance) == (pytest.approx(100 / 3),) * 2
 
 
 def test_the_recipe_says_how(sources, tmp_path):
@@ -183,11 +185,11 @@ def test_the_recipe_says_how(sources, tmp_path):
     values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "temperature": "0.2", "bank_images": "20"}
     values |= {"test_images": "5", "benchmark_root": "/bench", "evals": "knn,ridge"}
     keys = {f"eval.{key}": value for key, value in values.items()} | {"data.source": "folder", "data.workers": "0"}
-    watch = EvalRunner.build(load_recipe(None, keys), sources[0], 10)
-    assert watch._settings == Settings(
+    runner = EvalRunner.build(load_recipe(None, keys), sources[0], 10)
+    assert runner._settings == Settings(
         ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, benchmark_root=Path("/bench")
     )
-    assert [step for step in range(5) if watch.due(step, last=False)] == [0, 2, 4]
+    assert [step for step in range(5) if runner.due(step, last=False)] == [0, 2, 4]
     assert EvalRunner.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
 
 
@@ -195,14 +197,14 @@ def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     train, test = sources
     unlabelled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
     with pytest.raises(DataError, match=r"knn: 4 training images have no 5 neighbours: give a smaller --eval\.k"):
-        _watch(sources, limit=4)
+        _runner(sources, limit=4)
     with pytest.raises(DataError, match=r"eval\.evals linear: .* of 2 classes of the test images.*eval\.bank_images"):
-        _watch(sources, ("linear",), limit=1)
+        _runner(sources, ("linear",), limit=1)
     with pytest.raises(DataError, match=r"eval\.evals ridge: there are no test images: .* --eval\.root"):
-        _watch((train, None), ("statistics", "ridge"))
+        _runner((train, None), ("statistics", "ridge"))
     for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
-            _watch(pair, ("linear",))
+            _runner(pair, ("linear",))
 
 
 def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path):
@@ -213,24 +215,24 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
 
 
 def test_the_papers_probe_is_rehearsed_too(sources):
-    assert _watch(sources, ("linear-sgd",)).due(2, last=False)
+    assert _runner(sources, ("linear-sgd",)).due(2, last=False)
     with pytest.raises(DataError, match=r"eval\.evals linear-sgd: there are no test images"):
-        _watch((sources[0], None), ("linear-sgd",))
+        _runner((sources[0], None), ("linear-sgd",))
 
 
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
-    watch = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32, IMAGENET)
-    assert set(watch.metrics(_evaluate(watch, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
+    runner = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32, IMAGENET)
+    assert set(runner.metrics(_evaluate(runner, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
 def test_statistics_need_no_labels(tmp_path):
     train = build_source("folder", str(image_folder(tmp_path)), "train", False)
-    watch = _watch((train, None), ("statistics",))
-    found = _evaluate(watch, 0)
+    runner = _runner((train, None), ("statistics",))
+    found = _evaluate(runner, 0)
     assert found["statistics"]["test_images"] == 20
-    assert watch.metrics(found)["eval/rankme"] > 1
+    assert runner.metrics(found)["eval/rankme"] > 1
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from PIL import Image
 
 import dino_ds.evals.knn as knn_module
 from dino_ds.data.images import evenly_spaced_indices
-from dino_ds.evals.features import Reading, extract_features, generators_kept, raw_pixels
+from dino_ds.evals.features import Reading, extract_features, keep_generators, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
 
@@ -145,7 +145,7 @@ def test_what_is_drawn_inside_is_not_missing_afterwards():
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        with contextlib.suppress(OSError), generators_kept(torch.device("cpu")):
+        with contextlib.suppress(OSError), keep_generators(torch.device("cpu")):
             draw()
             if error is not None:
                 raise error

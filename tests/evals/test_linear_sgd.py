@@ -49,7 +49,7 @@ class _Blobs:
         return str(index)
 
 
-def _subject(train=None, test=None, **more):
+def _context(train=None, test=None, **more):
     sources = (train or _Blobs(), test or _Blobs(seed=1))
     return EvalContext(_backbone(), SETTINGS, torch.device("cpu"), lambda: sources, progress=False, **more)
 
@@ -88,12 +88,12 @@ def test_equals_torch_s_layers_and_sgd(monkeypatch):
     """One nn.Linear and one torch.optim.SGD with CosineAnnealingLR for each kind and learning rate, as the reference
     trains it, on the same stream of augmented images: the same weights but for FP32 rounding, 1e-4."""
     monkeypatch.setattr(module, "RATES", RATES)
-    subject = _subject()
-    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, subject.device)
+    context = _context()
+    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, context.device)
     start = [weight.clone() for weight in probes.weights]
-    stream = list(augmented_batches(subject))
+    stream = list(augmented_batches(context))
     assert [(epoch, len(labels)) for epoch, _, labels in stream] == [(e, n) for e in range(3) for n in (5, 5, 3)]
-    module._train(subject, probes, 3 * 64)
+    module._train(context, probes, 3 * 64)
     for kind, first, ours in zip(probes.kinds, start, probes.weights, strict=True):
         for i, rate in enumerate(RATES):
             layer = nn.Linear(first.shape[2] - 1, 2)
@@ -105,7 +105,7 @@ def test_equals_torch_s_layers_and_sgd(monkeypatch):
                 if now != epoch:
                     scheduler.step()
                     epoch = now
-                tokens = subject.backbone.last_tokens(images, 2)
+                tokens = context.backbone.last_tokens(images, 2)
                 x = torch.cat([tokens[b, :, 0] for b in range(2 - kind[0], 2)], dim=1)
                 x = torch.cat((x, tokens[-1, :, 1:].mean(dim=1)), dim=1) if kind[1] else x
                 optimizer.zero_grad()
@@ -118,11 +118,11 @@ def test_equals_torch_s_layers_and_sgd(monkeypatch):
 
 def _trained():
     """Every rank's own weights, by learning rate, and what is reported."""
-    subject = _subject()
-    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, subject.device)
-    module._train(subject, probes, 3 * 64)
+    context = _context()
+    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, context.device)
+    module._train(context, probes, 3 * 64)
     weights = {RATES[i]: [w[row].numpy() for w in probes.weights] for row, i in enumerate(probes._mine)}
-    return weights, linear_sgd(_subject())
+    return weights, linear_sgd(_context())
 
 
 def test_two_ranks_give_what_one_gives():
@@ -138,27 +138,27 @@ def test_two_ranks_give_what_one_gives():
 
 
 def test_the_report_has_the_best_of_each_kind_and_each_rate():
-    found = linear_sgd(_subject())
+    found = linear_sgd(_context())
     assert found["linear_sgd"] == max(found.values()) > 60  # chance is 50
     assert {"linear_sgd_1", "linear_sgd_1_mean", "linear_sgd_2", "linear_sgd_2_mean"} <= found.keys()
     assert sum("_lr_" in name for name in found) == len(module.RATES)
     # Classes go by their names; of a network of one block there are two kinds.
-    assert linear_sgd(_subject(test=_Blobs(seed=1, classes=("bright", "dark")))) == found
+    assert linear_sgd(_context(test=_Blobs(seed=1, classes=("bright", "dark")))) == found
     assert kinds_of(1) == [(1, False), (1, True)]
 
 
 def test_what_people_are_told(monkeypatch):
     monkeypatch.setattr(module, "_at_the_end_of_the_grid", lambda found: ["the grid is too short"])
-    subject = _subject(_Blobs(seed=2))
-    linear_sgd(subject)
-    assert subject.notes == ["left out, unreadable: 12 (broken)", "the grid is too short"]
+    context = _context(_Blobs(seed=2))
+    linear_sgd(context)
+    assert context.notes == ["left out, unreadable: 12 (broken)", "the grid is too short"]
 
 
 def test_training_is_given_up_between_batches():
-    subject = _subject(give_up=lambda: True)
-    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, subject.device)
+    context = _context(give_up=lambda: True)
+    probes = Probes(kinds_of(2), 64, 2, RATES, SETTINGS.seed, context.device)
     with pytest.raises(GaveUp):
-        module._train(subject, probes, 3 * 64)
+        module._train(context, probes, 3 * 64)
 
 
 def test_a_best_rate_at_the_end_of_the_grid_is_said():
@@ -194,7 +194,7 @@ def test_random_crops_follow_from_the_seed():
 
 
 def test_an_image_has_another_crop_in_each_epoch():
-    crops = [images for _, images, _ in augmented_batches(_subject(_Blobs(images=1)))]
+    crops = [images for _, images, _ in augmented_batches(_context(_Blobs(images=1)))]
     assert len(crops) == 3 and len({float(crop.sum()) for crop in crops}) == 3
 
 

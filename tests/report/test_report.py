@@ -20,7 +20,7 @@ from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run
 from dino_ds.report.folder import read_run
 from dino_ds.report.log import read_log
-from dino_ds.report.origin import launched
+from dino_ds.report.origin import command_line
 from dino_ds.run.environment import describe_start, read_starts
 from tests.report.runs import DONE, LOG, knn, make_run, record, save_picture
 from tests.run.harness import image_folder, train_tiny
@@ -379,7 +379,7 @@ def test_commands_are_those_of_the_launchers():
         (["train.py", "--local_rank=1"], "deepspeed", 2, "deepspeed --num_gpus 2 dino_ds/train.py"),
         (["train.py"], "torchrun", 1, "torchrun --nproc_per_node 1 dino_ds/train.py"),
     ):
-        assert launched({"command": words, "launcher": launcher, "ranks": ranks}) == line
+        assert command_line({"command": words, "launcher": launcher, "ranks": ranks}) == line
 
 
 def test_the_commands_of_all_starts_are_kept(tmp_path, monkeypatch):

@@ -83,10 +83,10 @@ def test_results_are_those_of_the_saved_teacher(runs, images):
     kept = read_results(run / "evaluations.json")
     assert list(kept) == list(FROM_FEATURES)
     sources = tuple(build_source("folder", str(images / part), "train", False) for part in ("images", "test"))
-    subject = EvalContext(dino_ds.load(run), Settings(ks=(K,), workers=0), torch.device("cpu"), lambda: sources)
+    context = EvalContext(dino_ds.load(run), Settings(ks=(K,), workers=0), torch.device("cpu"), lambda: sources)
     for name, result in kept.items():
         assert (result["step"], result["images"], result["train_images"] or 24, result["test_images"]) == (2, 16, 24, 9)
-        assert result["results"] == pytest.approx(evaluate(name, subject), rel=1e-3, abs=1e-3)
+        assert result["results"] == pytest.approx(evaluate(name, context), rel=1e-3, abs=1e-3)
 
 
 def test_metrics_and_tensorboard_have_them_under_clear_names(runs):

@@ -38,7 +38,7 @@ _GEM_POWER = 4
 
 
 def copydays(context: EvalContext) -> dict[str, float]:
-    """Copydays: originals of changed photos by CLS and pooled patches, mAP"""
+    """Copydays: originals of changed photos by CLS and pool patches, mAP"""
     with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(context.settings.benchmark_root)
         blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
@@ -81,12 +81,12 @@ class Whitening:
         return ((features.double() - self._mean) @ self._axes).to(features.dtype)
 
 
-def squeezed(image: Image.Image, side: int, normalisation: Normalisation) -> Tensor:
+def squeeze(image: Image.Image, side: int, normalisation: Normalisation) -> Tensor:
     """Image -> (3, side, side), normalised."""
     return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC), normalisation)
 
 
-def pooled(cls: Tensor, patches: Tensor) -> Tensor:
+def pool(cls: Tensor, patches: Tensor) -> Tensor:
     """CLS (b, d) and patch tokens (b, rows, columns, d) -> (b, 2 d): next to CLS the fourth root of the mean of the
     fourth powers of what is positive."""
     powers = patches.flatten(1, 2).clamp_min(1e-6).pow(_GEM_POWER).mean(dim=1)
@@ -119,12 +119,12 @@ def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
 
     def describe(images: Tensor) -> Tensor:
         if not backbone.is_vit:
-            return pooled(backbone.features(images), backbone.patch_tokens(images))
+            return pool(backbone.features(images), backbone.patch_tokens(images))
         tokens = backbone.last_tokens(images, 1)[0]
         rows = images.shape[-1] // backbone.stride
-        return pooled(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
+        return pool(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
 
-    prepare = partial(squeezed, side=side, normalisation=backbone.normalisation)
+    prepare = partial(squeeze, side=side, normalisation=backbone.normalisation)
     return describe_files(context, Files(paths), prepare, describe, _BATCH, f"copydays: {what}")
 
 

@@ -68,7 +68,7 @@ class Sheet:
 
     def _text(self, column: int, bottom: float, text: str, size: int) -> None:
         middle = self._x(column) + _CELL / 2
-        self.axes.text(middle, bottom - 0.04, shortened(text), fontsize=size, ha="center", parse_math=False)
+        self.axes.text(middle, bottom - 0.04, shorten(text), fontsize=size, ha="center", parse_math=False)
 
     def _x(self, column: int) -> float:
         return _GAP + column * (_CELL + _GAP)
@@ -77,7 +77,7 @@ class Sheet:
         return self._top + row * self._line + row // self._rows_of * (2 * _GAP if self._rows_of > 1 else 0)
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     """The part of a text that fits under a picture."""
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 

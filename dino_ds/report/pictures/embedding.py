@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.errors import ConfigError
-from dino_ds.report.pictures.canvas import shortened
+from dino_ds.report.pictures.canvas import shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,7 +90,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
 
     names = sorted(set(groups)) if groups else []
     legend = 0 < len(names) <= _LEGEND
-    columns = max(1, min(6, 100 // (4 + max(map(len, map(shortened, names)), default=0))))
+    columns = max(1, min(6, 100 // (4 + max(map(len, map(shorten, names)), default=0))))
     bottom = (0.25 * -(-len(names) // columns) + 0.1) if legend else 0.0
     figure = Figure(figsize=(_INCHES, _INCHES + 0.3 + bottom))
     height = figure.get_figheight()
@@ -108,7 +108,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
     axes.axis("off")
     if legend:
         spots = [axes.plot([], [], "s", color=colors[i])[0] for i in range(len(names))]
-        words = [shortened(name) for name in names]
+        words = [shorten(name) for name in names]
         box = figure.legend(spots, words, loc="lower center", ncols=columns, fontsize=7, frameon=False)
         for text in box.texts:
             text.set_parse_math(False)

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.copydays import Whitening, copy_map, copydays, originals_of, pooled
-from tests.evals.protocols.tiny import copies, photo, subject_of
-from tests.ranks import run_on_ranks
+from dino_ds.evals.protocols.copydays import Whitening, copy_map, copydays, originals_of, pool
+from tests.evals.protocols.tiny import context_of, copies, photo
 
 
 def test_pooling_is_the_fourth_power_mean_beside_cls():
     generator = torch.Generator().manual_seed(0)
     cls, patches = torch.randn(2, 5, generator=generator), torch.randn(2, 3, 4, 5, generator=generator)
-    ours = pooled(cls, patches)
+    ours = pool(cls, patches)
     for b in range(2):
         assert ours[b, :5].tolist() == cls[b].tolist()
         for channel in range(5):
@@ -60,40 +59,29 @@ def test_names_tell_the_original():
 
 def test_colors_find_their_originals(tmp_path):
     copies(tmp_path / "copydays")
-    results = copydays(subject_of(tmp_path, size=64))
+    results = copydays(context_of(tmp_path, size=64))
     names = {"copydays_strong_map", "copydays_jpegqual_3_map", "copydays_jpegqual_map"}
     assert results == dict.fromkeys(names, 100.0)
     photo(tmp_path / "copydays/jpegqual/15/200000.jpg", [[2, 3]])
-    several = copydays(subject_of(tmp_path, size=64))
+    several = copydays(context_of(tmp_path, size=64))
     assert several["copydays_jpegqual_15_map"] < 90
     assert several["copydays_jpegqual_map"] == pytest.approx(50 + several["copydays_jpegqual_15_map"] / 2)
     shutil.rmtree(tmp_path / "copydays/jpegqual/15")
     for i in range(20):
         photo(tmp_path / "copydays/whitening" / f"{i}.jpg", [[i % 6, (i * 5 + 1) % 6], [(i + 2) % 6, 3]])
-    assert copydays(subject_of(tmp_path, size=64)) == results
+    assert copydays(context_of(tmp_path, size=64)) == results
     shutil.copy(tmp_path / "copydays/strong/200001.jpg", tmp_path / "copydays/distractors/nearer.jpg")
-    assert copydays(subject_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
-
-
-def test_two_ranks_give_what_one_gives(tmp_path):
-    copies(tmp_path)
-    one = copydays(subject_of(tmp_path, size=24))
-    for two in run_on_ranks(_copydays, tmp_path):
-        assert two == pytest.approx(one, abs=1e-9)
-
-
-def _copydays(root):
-    return copydays(subject_of(root, size=24))
+    assert copydays(context_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):
     (tmp_path / "original").mkdir()
     with pytest.raises(DataError, match=r"no Copydays in .*strong is not there; wanted is .*jegou/data.php"):
-        copydays(subject_of(tmp_path))
+        copydays(context_of(tmp_path))
     (tmp_path / "strong").mkdir()
     with pytest.raises(DataError, match="original has no images"):
-        copydays(subject_of(tmp_path))
+        copydays(context_of(tmp_path))
     (tmp_path / "original").rmdir()
     (tmp_path / "original").write_text("a file")
     with pytest.raises(DataError, match="original has no images"):
-        copydays(subject_of(tmp_path))
+        copydays(context_of(tmp_path))

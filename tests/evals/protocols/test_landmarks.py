@@ -12,8 +12,7 @@ import torch
 import dino_ds.evals.protocols.landmarks as module
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.protocols.landmarks import describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
-from tests.evals.protocols.tiny import landmarks, subject_of
-from tests.ranks import run_on_ranks
+from tests.evals.protocols.tiny import context_of, landmarks
 
 
 def _slow_scores(ranking, positives, junk):
@@ -73,26 +72,15 @@ def test_nothing_to_find_is_no_number():
 def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
     """Whole, the photo is mostly another landmark's; in its box it is its own."""
     landmarks(tmp_path)
-    results = oxford(subject_of(tmp_path))
+    results = oxford(context_of(tmp_path))
     assert {value for name, value in results.items() if "whole" not in name} == {100.0}
     assert results["oxford_whole_medium_map"] < 50
     assert len(results) == 15
 
 
-def test_two_ranks_give_what_one_gives(tmp_path):
-    landmarks(tmp_path, "rparis6k")
-    one = paris(subject_of(tmp_path, size=64))
-    for two in run_on_ranks(_paris, tmp_path):
-        assert two == pytest.approx(one, abs=1e-9)
-
-
-def _paris(root):
-    return paris(subject_of(root, size=64))
-
-
 def test_scales_are_summed_and_odd_sides_lose_their_rest():
     images = torch.randn(1, 3, 35, 44, generator=torch.Generator().manual_seed(0))
-    subject = subject_of(None)
+    context = context_of(None)
     total = 0
     for scale in (1.0, 2**-0.5, 0.5):
         height, width = int(35 * scale), int(44 * scale)
@@ -100,10 +88,10 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
         if scale < 1:
             scaled = torch.nn.functional.interpolate(images, scale_factor=scale, mode="bilinear", align_corners=False)
         assert scaled.shape[-2:] == (height, width)
-        total = total + subject.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
-    assert describe_at_scales(subject, (0.1,))(images).isfinite().all()  # smaller than a patch
-    assert describe_at_scales(subject, (1.0, 0.5))(images[..., :1]).isfinite().all()  # a query one pixel wide
-    ours = describe_at_scales(subject, (1.0, 2**-0.5, 0.5))(images)
+        total = total + context.backbone.features(scaled[..., : height // 8 * 8, : width // 8 * 8])
+    assert describe_at_scales(context, (0.1,))(images).isfinite().all()  # smaller than a patch
+    assert describe_at_scales(context, (1.0, 0.5))(images[..., :1]).isfinite().all()  # a query one pixel wide
+    ours = describe_at_scales(context, (1.0, 2**-0.5, 0.5))(images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
 
@@ -117,18 +105,18 @@ def test_ground_truth_of_every_protocol(tmp_path, protocol):
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"--benchmark_root DIR.*revisitop"):
-        oxford(subject_of(None))
+        oxford(context_of(None))
     with pytest.raises(
         DataError, match=r"no roxford5k in .*, .*/roxford5k: .*gnd_roxford5k.pkl is not there; wanted is"
     ):
-        oxford(subject_of(tmp_path))
+        oxford(context_of(tmp_path))
     folder = landmarks(tmp_path)
     (folder / "jpg/place_1_000001.jpg").unlink()
     with pytest.raises(DataError, match=r"not complete: 1 files are not there, such as .*place_1_000001.jpg"):
-        oxford(subject_of(tmp_path))
+        oxford(context_of(tmp_path))
     (folder / "jpg/place_1_000001.jpg").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"1 images can't be read, such as .*place_1_000001.jpg"):
-        oxford(subject_of(folder))
+        oxford(context_of(folder))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dino_ds.evals.protocols.voc import (
     segmentation_scores,
     voc,
 )
-from tests.evals.protocols.tiny import label_map, segments, subject_of
+from tests.evals.protocols.tiny import context_of, label_map, segments
 from tests.ranks import run_on_ranks
 
 
@@ -97,33 +97,33 @@ def test_logits_are_enlarged_to_the_photo():
 def test_scenes_of_colors_are_understood(tmp_path):
     """Only the blurred edges between patches are in doubt: none here, where patches are blocks' quarters."""
     segments(tmp_path / "VOCdevkit/VOC2012")
-    results = voc(subject_of(tmp_path, size=64))
+    results = voc(context_of(tmp_path, size=64))
     assert results["voc_miou"] > 85 and results["voc_pixel_accuracy"] > 90, results
 
 
 def test_two_ranks_give_what_one_gives(tmp_path):
     """One rank has no image to learn from. The fits end a little apart: a few pixels at edges are other ones."""
     segments(tmp_path, train=1, val=3)
-    one = voc(subject_of(tmp_path, size=64))
+    one = voc(context_of(tmp_path, size=64))
     for two in run_on_ranks(_voc, tmp_path):
         assert two == pytest.approx(one, abs=0.3)
 
 
 def _voc(root):
-    return voc(subject_of(root, size=64))
+    return voc(context_of(root, size=64))
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
     with pytest.raises(DataError, match=r"no Pascal VOC 2012 in .*is not there; wanted is JPEGImages/NAME.jpg"):
-        voc(subject_of(tmp_path))
+        voc(context_of(tmp_path))
     segments(tmp_path, train=2, val=1)
     path = tmp_path / "SegmentationClass/2007_val_0.png"
     label_map(path, np.full((64, 96), 21))
     with pytest.raises(DataError, match=r"2007_val_0.png has class 21: Pascal VOC has 21, and 255 is ignored"):
-        voc(subject_of(tmp_path, size=64))
+        voc(context_of(tmp_path, size=64))
     path.unlink()
     with pytest.raises(DataError, match=r"not complete: 1 files are not there, such as .*2007_val_0.png"):
-        voc(subject_of(tmp_path))
+        voc(context_of(tmp_path))
     (tmp_path / "ImageSets/Segmentation/val.txt").write_text("\n")
     with pytest.raises(DataError, match="names nothing"):
-        voc(subject_of(tmp_path))
+        voc(context_of(tmp_path))

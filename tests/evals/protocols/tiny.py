@@ -39,7 +39,7 @@ class Colors:
         raise NotImplementedError
 
 
-def subject_of(root: Path | None, **settings: object) -> EvalContext:
+def context_of(root: Path | None, **settings: object) -> EvalContext:
     return EvalContext(
         Colors(), Settings(benchmark_root=root, workers=0, **settings), torch.device("cpu"), progress=False
     )
