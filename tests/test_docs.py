@@ -25,7 +25,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 PAGES.append(REPOSITORY / "ds_configs/README.md")
 
 
-_CALLS = "|".join(name for name in COMMANDS)
+_CALLS = "|".join(COMMANDS)
 
 
 def _commands(text):
