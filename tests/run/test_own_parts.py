@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -99,3 +100,33 @@ def test_a_further_ema_teacher_needs_no_code():
     recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
     assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]
     assert [group.teachers for group in recipe.groups] == [("ema", "slow"), ()]
+
+
+FLOW = Path(__file__).parents[2] / "docs/flow.md"
+
+
+def test_the_documented_term_is_found_built_and_computed(tmp_path, monkeypatch):
+    """docs/flow.md: a file of the user's and lines of a recipe."""
+    python, lines = (re.search(rf"```{kind}\n(.*?)```", FLOW.read_text()[at:], re.DOTALL)[1] for kind, at in AT.items())
+    (tmp_path / "my_terms.py").write_text(python)
+    (tmp_path / "mine.yaml").write_text(lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = load_recipe(f"quickstart,{tmp_path / 'mine.yaml'}", {})
+    *_, spec = terms_of(recipe)
+    assert (spec.name, spec.floor, str(spec.weight)) == ("variance", 0.2, "0..0.5 over 1000 steps")
+    assert [one.name for one in teachers_of(recipe)] == ["ema", "slow"]
+    measured = spec.build(None).loss({"patches/global": torch.zeros(2, 4, 8)}, None, None)
+    assert measured.loss == pytest.approx(0.2) and measured.scalars == {"variance": 0}
+
+
+AT = {"python": FLOW.read_text().index("# my_terms.py") - 20, "yaml": FLOW.read_text().index("# my_terms.py")}
+
+
+def test_the_files_that_are_to_be_touched_exist():
+    """The table's NAME is koleo for terms, vit for backbones."""
+    table = [line for line in FLOW.read_text().splitlines() if line.startswith("| a ") and "/" in line]
+    named = {word for line in table for word in re.findall(r"`((?:method|config|models)/[^`]+\.py)`", line)}
+    assert len(named) >= 6
+    for word in named:
+        name = "vit" if word.startswith("models") else "koleo"
+        assert (FLOW.parents[1] / "dino_ds" / word.replace("NAME", name)).is_file(), word
