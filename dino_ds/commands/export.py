@@ -147,9 +147,14 @@ def _results(home: Home) -> dict[str, Any]:
     return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
 
 
+_LEARNED = ("length", "data.global_batch")
+_OF_A_MACHINE = re.compile(r"data\.|eval\.|[^.]+$")
+"""Keys that say where and how a run is made; those of other sections say what is learned, as _LEARNED does."""
+
+
 def _public(recipe: Recipe) -> dict[str, Any]:
     """Settings other than the defaults that change what is learned, as a recipe; without paths of this machine."""
     usual, own = flat_values(Recipe()), flat_values(recipe)
-    sections = ("crops.", "model.", "head.", "objective.", "optimizer.", "teacher.", "gram.", "length", "data.global")
-    found = {key: value for key, value in own.items() if value != usual.get(key) and key.startswith(sections)}
+    changed = {key: value for key, value in own.items() if value != usual.get(key)}
+    found = {key: value for key, value in changed.items() if key in _LEARNED or not _OF_A_MACHINE.match(key)}
     return by_section({key: value for key, value in found.items() if not re.search(r"[/\\~]", str(value))})

@@ -23,9 +23,13 @@ def crop_problems(crops: CropsSection, model: ModelSection, patch: int) -> list[
     elif model.local_cls_norm:
         problems += ["model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"]
     sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
-    sizes += [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
-    return problems + [
-        f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {model.backbone}): "
+    return problems + side_problems(sizes, model.backbone, patch)
+
+
+def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -> list[str]:
+    """Sides of crops, by what names them, that are not multiples of what a backbone's must be."""
+    return [
+        f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {backbone}): "
         f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
         for name, size in sizes
         if size % patch

@@ -23,7 +23,6 @@ from dino_ds.method.specs.own import TERMS, counted_from
 
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 """What a stage does not take over from the run's recipe: it says how that run began."""
-_STARTS_GRAM = {"gram.weight", "gram.teacher", "gram.start"}
 
 
 @dataclass(frozen=True)
@@ -199,11 +198,14 @@ def _one_without_the_other(recipe: Recipe) -> str:
 
 def _counts(key: str, value: object) -> bool:
     """Whether it counts from the step at which a stage began."""
-    return key in ("length", "gram.start") or (isinstance(value, Ramp) and value.length is not None)
+    return key == "length" or key.endswith(".start") or (isinstance(value, Ramp) and value.length is not None)
 
 
 def _is_set(key: str, written: Collection[str]) -> bool:
-    return bool(_STARTS_GRAM & set(written)) if key == "gram.start" else key in written
+    """Whether a stage sets a value; when a term begins is set with its weight or its teacher too."""
+    section = key.partition(".")[0]
+    together = {key, f"{section}.weight", f"{section}.teacher"} if key.endswith(".start") else {key}
+    return bool(together & set(written))
 
 
 def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:

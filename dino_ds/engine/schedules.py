@@ -41,7 +41,7 @@ class WeightSchedule:
 
     The first point is step `begin`; before step `start_at` it is 0.
 
-    Source: facebookresearch/dinov3 weights its Gram loss so.
+    Source: facebookresearch/dinov3.
     """
 
     start: float

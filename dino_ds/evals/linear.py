@@ -82,8 +82,8 @@ def fit_ridge(features: Tensor, labels: Tensor, classes: int, regularisation: fl
     x = (_mine(features).float() - mean) / scale
     wanted = F.one_hot(_mine(labels), classes).float() - average
     sums = distributed.sum_across_ranks(torch.cat((x.T @ x, x.T @ wanted), dim=1)) / len(labels)
-    gram = sums[:, : x.shape[1]] + regularisation * torch.eye(x.shape[1], device=x.device)
-    weight = torch.linalg.solve(gram, sums[:, x.shape[1] :]).T
+    normal = sums[:, : x.shape[1]] + regularisation * torch.eye(x.shape[1], device=x.device)
+    weight = torch.linalg.solve(normal, sums[:, x.shape[1] :]).T
     return LinearProbe(mean, scale, weight.contiguous(), average, regularisation)
 
 

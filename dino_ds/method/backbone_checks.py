@@ -51,7 +51,7 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
     if performance.frozen_teacher != "whole" and not any(teacher.of_file for teacher in teachers_of(recipe)):
         raise ConfigError(
             f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves "
-            "(teacher.source, or another's place), and this run has none: leave it out"
+            "and this run has none: leave it out"
         )
 
 
@@ -82,9 +82,9 @@ def _check_patches(term: TermSpec, recipe: Recipe, network: Network) -> None:
 def _check_batch_norm(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for settings of BatchNorm that can't act."""
     teacher, model = recipe.teacher.batch_norm, recipe.model
-    if teacher == "reference" and recipe.teacher.source is not None and batch_norms(network):
+    if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norms(network):
         raise ConfigError(
-            "teacher.batch_norm reference: with teacher.source the EMA teacher sees no images, and its averages would "
+            "teacher.batch_norm reference: in a distillation the EMA teacher sees no images, and its averages would "
             "never move: set it ema"
         )
     if not batch_norms(network):

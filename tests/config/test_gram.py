@@ -41,7 +41,7 @@ def _problem(changes: dict[str, str]) -> str:
         ),
         (
             {**EMA, "teacher.source": "runs/large"},
-            "gram.teacher ema with teacher.source: the EMA teacher sees no crops",
+            "gram.teacher ema in a distillation: the EMA teacher sees no crops",
         ),
         ({**ON, "gram.refreshes": "5"}, "gram.refreshes 5 has no effect without gram.refresh_every"),
         ({**ON, "gram.start": "200 epochs"}, "gram.start 200 epochs is longer than length 100 epochs"),

@@ -8,6 +8,7 @@ from typing import ClassVar
 from dino_ds.config.crops import EMA, GLOBAL
 from dino_ds.engine.schedules import cosine_schedule
 from dino_ds.method.specs.base import Recipe, TeacherSpec
+from dino_ds.method.specs.distill import taught_by
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,5 @@ class EmaSpec(TeacherSpec):
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
         """The teacher of each run: it sees no crops where another one is distilled."""
         teacher = recipe.teacher
-        sees = (GLOBAL,) if teacher.source is None else ()
+        sees = (GLOBAL,) if taught_by(recipe) == EMA else ()
         return [EmaSpec(EMA, sees, teacher.momentum, teacher.momentum_end)]

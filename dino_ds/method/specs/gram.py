@@ -9,11 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from dino_ds.config.crop_checks import side_problems
 from dino_ds.config.crops import EMA, GLOBAL, CropGroup, Resolution
 from dino_ds.config.fields import Length
 from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection
 from dino_ds.engine.schedules import Replacements
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
+from dino_ds.method.specs.distill import taught_by
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 GRAM = "gram"
@@ -77,7 +79,11 @@ class GramSpec(TermSpec):
     def problems(recipe: Recipe) -> list[str]:
         """Options of Gram anchoring that can't act, and crops that it can't have."""
         gram, crops, defaults = recipe.gram, recipe.crops, GramSection()
-        problems = _size_problems(recipe.resolutions if crops.resolutions else (), own_crop_size(gram))
+        several, model = recipe.resolutions if crops.resolutions else (), recipe.model
+        patch = 1 if model.backbone == FROM_SOURCE else model.spec().side_multiple
+        problems = _size_problems(several, own_crop_size(gram))
+        sides = [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
+        problems += side_problems(sides, model.backbone, patch)
         if not gram.weight:
             return problems + [
                 f"gram.{name} {getattr(gram, name)} has no effect without gram.weight: leave it out, or give that"
@@ -85,10 +91,8 @@ class GramSpec(TermSpec):
                 if name != "weight" and getattr(gram, name) != getattr(defaults, name)
             ]
         if gram.teacher == EMA:
-            problems += _ema_problems(gram, recipe.teacher.source is not None)
+            problems += _ema_problems(gram, taught_by(recipe) != EMA)
         else:
-            model = recipe.model
-            patch = 1 if model.backbone == FROM_SOURCE else model.spec().side_multiple
             problems += _crop_problems(gram, crops, patch)
         if gram.refreshes != defaults.refreshes and not gram.refresh_every.value:
             without = "has no effect without gram.refresh_every: give both or none"
@@ -168,7 +172,7 @@ def _ema_problems(gram: GramSection, distills: bool) -> list[str]:
         problems.append(f"gram.refresh_every {gram.refresh_every} {moves}")
     if distills:
         problems.append(
-            "gram.teacher ema with teacher.source: the EMA teacher sees no crops then; take snapshot, a run or weights"
+            "gram.teacher ema in a distillation: the EMA teacher sees no crops then; take snapshot, a run or weights"
         )
     return problems
 
