@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dino_ds.basics.names import by_word
+from dino_ds.config.fields import EVALUATIONS_ELSEWHERE
 
 OPTIONS = by_word({
     # Images.
@@ -124,11 +125,22 @@ COMMANDS_ELSEWHERE = by_word({
     "dino-ds train --resume --run_dir RUN": "resume",
     "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)": "finetune",
     "dino-ds eval evaluates a model; make test runs this project's tests": "test",
-})  # fmt: skip
+    # Commands that dino_ds had.
+    "--save_every auto, the default, takes the interval that is best for the failures that a run expects": (
+        "simulate-goodput"
+    ),
+    "dino-ds train --resume --run_dir RUN continues on any number of ranks; for the student's weights dino-ds "
+    " export CHECKPOINT --format safetensors --weights student": "convert",
+    "tar xf SHARD.tar -C FOLDER takes the images out, sha256sum -c checksums.sha256 checks the shards": "unshard",
+    "dino-ds train --help all lists every option; --help alone, the commands": "completion",
+}) | {
+    "bench scaling": "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks, dino-ds bench "
+    "step on one; dino-ds plan predicts other machines",
+}  # fmt: skip
 CHOICES_ELSEWHERE = by_word({
     "for TensorRT: --format onnx, and trtexec builds the engine": "tensorrt trt",
     "for OpenVINO: --format onnx, which it reads": "openvino",
     "for Core ML: --format torchscript, which coremltools reads": "coreml",
     "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names": "pytorch torch pth pt",
     "write hf": "huggingface transformers",
-})  # fmt: skip
+}) | EVALUATIONS_ELSEWHERE  # fmt: skip

@@ -292,6 +292,24 @@ def test_wrong_flags_stop_before_anything_starts(typed: str, says: str, errors: 
     assert line.startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("typed", "do"),
+    [
+        ("simulate-goodput --mtbf_hours 24", "--save_every auto, the default, takes the interval"),
+        ("bench scaling --ranks 2", "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks"),
+        ("convert x --out y", "on any number of ranks by dino-ds train --resume --run_dir RUN"),
+        ("convert x --out y --student", "dino-ds export CHECKPOINT --format safetensors --weights student"),
+        ("unshard --root x --out y", "tar xf SHARD.tar -C FOLDER takes the images out"),
+        ("completion bash", "dino-ds train --help all lists every option"),
+        ("eval m --evals knn,voc", "Segmentation: python -m dino_ds.examples.finetune_segmentation"),
+        ("train --eval.evals voc --data.root /x", "Segmentation: python -m dino_ds.examples.finetune_segmentation"),
+    ],
+)
+def test_what_dino_ds_had_is_answered_by_what_to_type(typed: str, do: str, errors: Callable[..., list[str]]):
+    (line,) = errors(*typed.split())
+    assert do in line
+
+
 def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
