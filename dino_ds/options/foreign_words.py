@@ -46,7 +46,7 @@ OPTIONS = by_word({
     "moves lower blocks less": "freeze freeze_layers freeze_encoder freeze_epochs unfreeze",
     'write --objective.freeze_prototypes "{n} epochs"': "freeze_last_layer freeze_last_layer_epochs",
     "prototypes have length 1 unless --head.learned_lengths true": "norm_last_layer",
-    "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)": "method loss",
+    "the objective is DINO's; its settings are --objective.KEY (dino-ds train --help all)": "method loss",
     'write --objective.teacher_temp_warmup "{n} epochs"': "warmup_teacher_temp_epochs",
     # Optimizer.
     'write --optimizer.warmup "N epochs", or a number of steps': "warmup_ratio warmup_lr",
@@ -85,7 +85,7 @@ OPTIONS = by_word({
 """Other programs' options of training (last part of the name) that have no counterpart here -> what to do instead."""
 MEANT = by_word({
     "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
-    "model checkpoint run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
+    "model run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
     "model_path model_name_or_path run_dir",
     "root data.root": "data dataset data_dir data_path dataset_path dataset_name input images image_dir image_folder "
     "train_dir train_data train_data_dir data.root",
@@ -130,7 +130,7 @@ COMMANDS_ELSEWHERE = by_word({
         "simulate-goodput"
     ),
     "dino-ds train --resume --run_dir RUN continues on any number of ranks; for the student's weights dino-ds "
-    " export CHECKPOINT --format safetensors --weights student": "convert",
+    "export CHECKPOINT --format safetensors --weights student": "convert",
     "tar xf SHARD.tar -C FOLDER takes the images out, sha256sum -c checksums.sha256 checks the shards": "unshard",
     "dino-ds train --help all lists every option; --help alone, the commands": "completion",
 }) | {

@@ -185,13 +185,11 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
 
 def _student_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
     """The student's FP32 weights, put together from the parts of all ranks, and its buffers; named student.NAME."""
-    parameters = SavedParameters(saved)
-    weights = {
-        f"student.{name}": torch.cat([values for _, values in parameters.read(MASTER, name, 0, math.prod(shape))])
-        for name, shape in parameters.shapes.items()
-    }
-    shaped = {name: weights[name].view(parameters.shapes[name.removeprefix("student.")]) for name in weights}
-    return saved.whole() | shaped
+    parameters, tensors = SavedParameters(saved), saved.whole()
+    for name, shape in parameters.shapes.items():
+        parts = [values for _, values in parameters.read(MASTER, name, 0, math.prod(shape))]
+        tensors[f"student.{name}"] = torch.cat(parts).view(shape)
+    return tensors
 
 
 def network_parts(whole: dict[str, Tensor], network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:

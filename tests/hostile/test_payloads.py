@@ -25,7 +25,7 @@ from dino_ds.commands import look_data
 from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import build_source
 from dino_ds.data.tar_index import INDEX
-from dino_ds.errors import CheckpointError, ConfigError, DataError, UserError
+from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.conftest import CHANGES, NUMEL
