@@ -10,7 +10,7 @@ RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.devic
 RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults soak docs site tiers bench-gpu setup clean
+.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults soak site tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -55,12 +55,7 @@ test-faults: setup
 soak: setup
 	$(VENV)/bin/python -m pytest -m soak
 
-# What is generated: the page of options, the ds configs by GPU tier and their tables.
-docs: setup tiers
-	$(VENV)/bin/python -m dino_ds.options.help_text > docs/configs.md.new
-	@mv docs/configs.md.new docs/configs.md
-
-# The documentation as a site in site/; a broken link is an error.
+# The documentation as a site in site/, with the page of all options; a broken link is an error.
 site: setup
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 

@@ -61,7 +61,7 @@ def _write(folder: Path, files: Sequence[bytes]) -> dict[str, list[Path]]:
 
 
 def _read_all(source: EncodedImages) -> None:
-    for index in range(len(source)):  # type: ignore[arg-type]
+    for index in range(len(source)):
         source.read(index)
 
 

@@ -1,4 +1,4 @@
-"""ds configs by GPU tier: which there are (CASES), and what the planner recommends for them.
+"""ds configs by GPU tier: one of each kind (CASES), as the planner recommends it; `dino-ds plan --write` makes others.
 
 `make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/tiers/README.md and
 docs/scaling.md.
@@ -7,7 +7,7 @@ docs/scaling.md.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ _BEGIN, _END = "<!-- made by: make tiers -->", "<!-- end of what make tiers make
 
 @dataclass(frozen=True)
 class Case:
-    """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe they train, with that of a `stage` over it.
+    """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe that they train, `stage` laid over it.
 
     On several nodes the weights are sharded, with a second copy of the shards in each node (ZeRO++'s hpZ), so that the
     backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers. `local`: crops of
@@ -75,39 +75,38 @@ class Case:
 
 
 CASES = [
-    Case("8gb", "resnet18", local=4, images=16),
-    Case("12gb", "resnet18", local=6, images=32),
+    # One card, from 8 GB on.
+    Case("8gb", "vits16"),
+    Case("8gb", "vitl16"),
+    Case("12gb", "vitb16"),
     Case("16gb", "resnet50", local=6, images=32),
-    Case("24gb", "resnet50", images=64),
+    Case("24gb", "vitl16"),
+    Case("24gb", "vitg14"),
+    # A node of several: without bf16, with small cards, and with large ones.
+    Case("t4_16gb", "vits16", 4),
+    Case("t4_16gb", "vitb16", 4),
+    Case("v100_32gb", "vitl16", 8),
     Case("24gb", "resnet50", 8, images=64),
-    *(Case("8gb", recipe) for recipe in ("vitti16", "vits16", "vitb16", "vitl16")),
-    *(Case("12gb", recipe) for recipe in ("vits16", "vitb16", "vitl16")),
-    *(Case("16gb", recipe) for recipe in ("vits16", "vitb16", "vitl16", "vith14")),
-    *(Case("t4_16gb", recipe, 4) for recipe in ("vits16", "vitb16", "vitl16")),
-    *(Case("v100_16gb", recipe, 8) for recipe in ("vits16", "vitb16", "vitl16")),
-    *(Case("24gb", recipe) for recipe in ("vits16", "vitb16", "vitl16", "vith14", "vitg14")),
-    *(Case("24gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit3b14", "vit7b16")),
-    *(Case("v100_32gb", recipe, 8) for recipe in ("vitb16", "vitl16")),
-    *(Case("40gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14", "vit7b16")),
-    *(Case("80gb", recipe, 8) for recipe in ("vitb16", "vitl16", "vith14", "vitg14", "vit1b14", "vit3b14")),
-    *(Case("80gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short", "vitl14", "vitg14")),
-    *(Case("24gb", f"dinov2_{name}", 8) for name in ("vits14", "vitb14", "vitl16_short")),
+    Case("24gb", "vitl16", 8),
+    Case("24gb", "vit3b14", 8),
+    Case("24gb", "vit7b16", 8),
+    Case("40gb", "vitb16", 8),
+    Case("40gb", "vit7b16", 8),
+    Case("80gb", "dinov2_vitl14", 8),
+    Case("80gb", "dinov3_vit7b16", 8, stage="dinov3_gram", clipping=30.0),
+    Case("141gb", "dinov3_vit7b16", 8, clipping=30.0),
+    # Several nodes.
+    Case("40gb", "dinov3_vit7b16", 8, nodes=32, clipping=30.0),
+    Case("40gb", "dinov3_vit7b16", 8, nodes=32, stage="dinov3_gram", clipping=30.0),
     Case("80gb", "vit7b16", 8, nodes=8),
     Case("80gb", "vit7b16", 8, nodes=8, quantized=True),
-    *(Case("141gb", recipe, 8) for recipe in ("vitl16", "vith14", "vitg14", "vit1b14", "vit3b14")),
-    *(
-        Case(tier, "dinov3_vit7b16", 8, nodes, stage=stage, clipping=30.0)
-        for stage in (None, "dinov3_gram")
-        for tier in ("40gb", "80gb", "141gb")
-        for nodes in (1, 8, 32)
-    ),
+    Case("80gb", "dinov3_vit7b16", 8, nodes=8, stage="dinov3_gram", clipping=30.0),
 ]
 
 
 @dataclass(frozen=True)
 class TierConfig:
-    """What a case came to. `ds`: the content of the file `name`, which may be named for fewer nodes; fit: on the case's
-    GPUs."""
+    """The config of a case: `ds` is the content of the file `name`, `fit` its memory on the case's GPUs."""
 
     name: str
     ds: dict[str, Any]
@@ -115,22 +114,12 @@ class TierConfig:
 
 
 Planned = list[tuple[Case, TierConfig | None]]
-"""Each case and what it came to, None where nothing fits."""
+"""Each case and its config, or None where nothing fits."""
 
 
 def plan_all() -> Planned:
-    """Cases on other numbers of nodes share a file where one serves both."""
-    found = Planned()
-    for case in CASES:
-        config = plan_case(case)
-        others = [
-            other.name
-            for one, other in found
-            if config and other and (one.tier, one.recipe, one.stage) == (case.tier, case.recipe, case.stage)
-            if other.ds == config.ds
-        ]
-        found.append((case, replace(config, name=others[0]) if config and others else config))
-    return found
+    """The config of each case."""
+    return [(case, plan_case(case)) for case in CASES]
 
 
 def plan_case(case: Case) -> TierConfig | None:

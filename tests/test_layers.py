@@ -19,7 +19,7 @@ KIND_QUESTIONS = 8
 LAYERS = [
     {"__init__", "errors", "basics", "models.specs", "engine.schedules"},
     {"config", "method.specs", "engine.distributed", "health"},
-    {"data", "models", "checkpoint", "options"},
+    {"data", "models", "engine.saved_state", "checkpoint", "options"},
     {"weights", "engine", "report.pictures"},
     {"method"},
     {"costs"},

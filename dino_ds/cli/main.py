@@ -191,7 +191,8 @@ def _no_command(words: list[str]) -> str:
     group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
-        return f"{given!r} is not a command: there is {', '.join(group)}.{did_you_mean(given, group)}"
+        near = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
+        return f"{given!r} is not a command: {COMMANDS_ELSEWHERE.get(given, near)}"
     answer = COMMANDS_ELSEWHERE.get(words[0])
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 

@@ -1,4 +1,4 @@
-"""`dino-ds export`: the teacher of a run, or any file of weights, in the form another program wants.
+"""`dino-ds export`: the teacher or student of a run, or any file of weights, in the form another program wants.
 
 With --push the folder is uploaded to the Hugging Face Hub too; a new repository is private.
 """
@@ -44,13 +44,13 @@ def run(options: ExportOptions) -> None:
 
     write, ending = FORMATS[options.format]
     source = Path(options.model).expanduser()
-    default = (
-        home_of(options.model).place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
-    )
+    home = home_of(options.model)
+    default = home.place(options.weights, ending) if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
-    backbone = load(options.model, heads=options.heads, backbone=options.backbone)
-    backbone.about |= _results(home_of(options.model)) | ({"hub": options.push} if options.push else {})
+    backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=options.weights)
+    results = _results(home) if options.weights == "teacher" else {}
+    backbone.about |= results | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):

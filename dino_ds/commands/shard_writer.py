@@ -21,8 +21,8 @@ from PIL import Image
 
 from dino_ds.basics.durable import replacing
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.decode import EncodedImage, open_raster
-from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.decode import EncodedImage
+from dino_ds.data.formats import ENDINGS, EXTENSIONS, open_raster
 from dino_ds.data.images import pillow_values
 from dino_ds.errors import DataError
 
@@ -32,8 +32,7 @@ _MAX_PIXELS = 178956970
 _MOST_PARTS = 64
 """Folders deeper than this can't be made everywhere."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
-_ENDINGS = {name: f".{name.lower()}" for name in ("PNG", "WEBP", "BMP", "GIF", "PPM")}
-_ENDINGS |= {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif", "NPY": ".npy", "DICOM": ".dcm"}
+_ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
 
 @dataclass(frozen=True)

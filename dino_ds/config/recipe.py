@@ -1,6 +1,6 @@
 """The recipe's schema: what is learned; its sections are in `dino_ds.config.sections`.
 
-This one schema makes validation, `--help` and the option table of docs/configs.md; `dino_ds.config.loading` loads it.
+This one schema makes validation, `--help` and the table of options of the site; `dino_ds.config.loading` loads it.
 No torch here.
 """
 

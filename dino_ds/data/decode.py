@@ -2,8 +2,8 @@
 
 8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
 
-JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. NumPy arrays,
-DICOM, and TIFFs of which Pillow can't read all: `open_raster`. All else, and JPEGs with a fault: Pillow.
+JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. What Pillow
+can't read, or not whole: `formats.open_raster`. All else, and JPEGs with a fault: Pillow.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.dicom import MARK, MARK_AT, open_dicom
+from dino_ds.data.formats import open_raster
 from dino_ds.data.images import (
-    FORMATS,
+    PILLOW,
     ValueRange,
     deep_values,
     in_channels,
@@ -31,8 +31,7 @@ from dino_ds.data.images import (
     to_rgb,
     to_unit,
 )
-from dino_ds.data.raster import NPY, Raster, open_npy
-from dino_ds.data.tiff import TIFFS, open_tiff
+from dino_ds.data.raster import Raster
 from dino_ds.errors import one_line
 
 MAX_PIXELS = 50_000_000
@@ -95,15 +94,6 @@ def open_image(
     return DecodedImage(values, name, max_pixels, value_range)
 
 
-def open_raster(data: bytes, channels: int | None) -> Raster | None:
-    """A file that Pillow can't read, or not whole; None: Pillow's. Raises any Exception for broken files."""
-    if data.startswith(NPY):
-        return open_npy(data)
-    if data.startswith(TIFFS):
-        return open_tiff(data, channels)
-    return open_dicom(data) if data[MARK_AT : MARK_AT + len(MARK)] == MARK else None
-
-
 def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:
     """Raises UnreadableImage for another number."""
     if image.channels != wanted:
@@ -150,7 +140,7 @@ class EncodedImage:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            image = self._image = open_raster(data, channels) or Image.open(io.BytesIO(data), formats=FORMATS)
+            image = self._image = open_raster(data, channels) or Image.open(io.BytesIO(data), formats=[*PILLOW])
             self.mode, self.format = image.mode, image.format or ""
             orientation: Any
             if isinstance(image, Raster):
@@ -215,7 +205,7 @@ class EncodedImage:
             bytearray(_LITTLE)
             raise UnreadableImage(self._name, "too large for the memory") from None
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
-            reason = str(error).partition("\n")[0]  # pydicom's may quote the pixels
+            reason = str(error).partition("\n")[0]  # the other lines may quote the pixels
             raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
 
 

@@ -13,10 +13,8 @@ import numpy as np
 from PIL import Image
 
 from dino_ds.data.images import black_first
-from dino_ds.data.raster import EXTRA, Raster, spread
+from dino_ds.data.raster import EXTRA, Format, Raster, spread
 
-MARK, MARK_AT = b"DICM", 128
-"""What a file has at this byte."""
 _COLOURS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
 _GREYS = ("MONOCHROME1", "MONOCHROME2")
 _TAGS = (
@@ -28,7 +26,7 @@ _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _SPARE = 1 << 16
 
 
-def open_dicom(data: bytes) -> Raster:
+def _open(data: bytes, wanted: int | None) -> Raster:
     """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
 
     Integers stay integers where slope and intercept are; fewer than 8 bits without these become 0 to 255. Raises
@@ -111,3 +109,6 @@ def _check_coding(found: Any, size: int) -> None:
                 raise ValueError(f"a frame of {image.size} pixels, and the header says others")
     except Image.UnidentifiedImageError:
         pass  # run lengths, or a kind of JPEG that Pillow doesn't know
+
+
+DICOM = Format("DICOM", (".dcm",), lambda data: data[128:132] == b"DICM", _open)

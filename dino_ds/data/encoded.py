@@ -16,17 +16,6 @@ from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Labels, Listing, printable
 
-EXTENSIONS = (
-    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".jp2", ".avif", ".npy",
-    ".dcm",
-)  # fmt: skip
-HDF5 = (".h5", ".hdf5", ".he5")
-OTHER_KINDS = (
-    *b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split(),
-    *(ending.encode() for ending in HDF5),
-)
-"""Endings of images that nothing here reads: left out, but not in silence."""
-
 MAX_BYTES = 1 << 30
 """A larger file is not an image."""
 
@@ -40,7 +29,13 @@ def note_left_out(files: list[bytes]) -> list[str]:
 
 
 class EncodedImages(ABC):
-    """A source of image files in any format, loose or inside other files."""
+    """A source of image files in any format, loose or inside other files: a `Source` that can give the files."""
+
+    labels: Sequence[int] | None = None
+    classes: list[str] | None = None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @abstractmethod
     def read(self, index: int) -> bytes:
@@ -117,9 +112,6 @@ class ListedFiles(ListedImages):
 
 class NamedFiles(EncodedImages):
     """Image files by their paths, without labels; what they name is first looked at when it is read."""
-
-    labels: Sequence[int] | None = None
-    classes: list[str] | None = None
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = list(paths)

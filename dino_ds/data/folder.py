@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import EXTENSIONS, OTHER_KINDS, ListedFiles, note_left_out
+from dino_ds.data.encoded import ListedFiles, note_left_out
+from dino_ds.data.formats import EXTENSIONS, OTHER_KINDS
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
     Contents,

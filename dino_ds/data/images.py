@@ -13,8 +13,19 @@ from PIL.TiffImagePlugin import TiffImageFile
 from dino_ds.basics.digits import range_text
 from dino_ds.data.base import UnreadableImage
 
-FORMATS = ("JPEG", "PNG", "WEBP", "TIFF", "BMP", "GIF", "PPM", "JPEG2000", "AVIF")
-"""Of a file's content, by Pillow's names. Its other decoders (PSD, EPS, FLI, ...) see no file of the user's."""
+PILLOW = {
+    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm"),
+    "JPEG2000": (".jp2",),
+    "AVIF": (".avif",),
+}
+"""Endings of the kinds of files that Pillow reads, by its names. Its other decoders (PSD, EPS, FLI, ...) see no
+file of the user's."""
 ValueRange = tuple[float, float]
 """The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339

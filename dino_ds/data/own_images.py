@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.formats import EXTENSIONS
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000

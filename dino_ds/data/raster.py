@@ -1,16 +1,12 @@
-"""Images that Pillow has no mode for, as their headers describe them; NumPy files."""
+"""The contract of image files that Pillow does not read, or not whole, and what their readers share."""
 
 from __future__ import annotations
 
-import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-NPY = b"\x93NUMPY"
-"""How a .npy file begins."""
 EXTRA = "pip install 'dino_ds[images]'"
 
 
@@ -40,29 +36,19 @@ class Raster:
         return {1: "L", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
 
 
-def open_npy(data: bytes) -> Raster:
-    """An array (h, w), (h, w, c) or (c, h, w). Nothing is unpickled. Raises ValueError for any other."""
-    stream = io.BytesIO(data)
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f".npy of version {version[0]}: save a plain array of numbers")
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, by_columns, dtype = read_header(stream)
-    check_type(dtype)
-    begin = stream.tell()
-    if len(shape) not in (2, 3) or min(shape) < 1:
-        several = "; save one file an image" if len(shape) > 3 else ""
-        raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w){several}")
-    if math.prod(shape) * dtype.itemsize != len(data) - begin:
-        raise ValueError(f"an array of shape {shape} in {dtype} does not have {len(data) - begin} bytes")
-    axis = band_axis(shape) if len(shape) == 3 else None
+@dataclass(frozen=True)
+class Format:
+    """A kind of image file, called `name` as in `Raster.format`, and the endings of such files, the usual one first.
 
-    def read() -> np.ndarray:
-        array = np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if by_columns else "C")
-        return bands_last(array, axis)
+    `is_kind_of` tells it by a file's content. `open` reads the header, for a number of channels that is wanted (or None
+    for however many there are); it gives None where Pillow reads all of the file, and raises any Exception for a broken
+    one.
+    """
 
-    height, width = (side for place, side in enumerate(shape) if place != axis)
-    return Raster("NPY", width, height, 1 if axis is None else shape[axis], dtype != np.uint8, read)
+    name: str
+    endings: tuple[str, ...]
+    is_kind_of: Callable[[bytes], bool]
+    open: Callable[[bytes, int | None], Raster | None]
 
 
 def check_type(dtype: np.dtype) -> None:

@@ -7,15 +7,16 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.elsewhere import images_elsewhere
-from dino_ds.data.encoded import EXTENSIONS, HDF5
+from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
+from dino_ds.data.formats import EXTENSIONS, HDF5
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.raster import band_axis
@@ -23,16 +24,18 @@ from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-ENDINGS = (".txt", ".tar", ".parquet")
+ARCHIVES: dict[str, Callable[[list[str]], EncodedImages]] = {".tar": TarShards, ".parquet": ParquetImages}
+"""Endings of files that hold many images, and the source that reads several such files."""
+ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
-_FORMS = "a folder of images, a .txt list of paths, .tar shards or .parquet files"
+_FORMS = f"a folder of images, a .txt list of paths, {' or '.join(ARCHIVES)} files"
 
 
-def open_files(root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
+def open_files(root: str) -> EncodedImages:
     """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
 
-    A folder of .tar or .parquet files, without images or folders beside them, is read as these. Raises DataError.
+    A folder of ARCHIVES, without images or folders beside them, is read as these. Raises DataError.
     """
     check_root(root)
     path = os.path.expanduser(root)
@@ -128,15 +131,15 @@ def _options(inner: str) -> Iterator[str] | None:
     return iter(inner.split(",")) if "," in inner else None
 
 
-def _open_all(paths: list[str], root: str) -> ListFile | ImageFolder | TarShards | ParquetImages:
-    endings = {Path(path).suffix.lower() for path in paths}
-    if endings == {".tar"}:
-        return TarShards(paths)
-    if endings == {".parquet"}:
-        return ParquetImages(paths)
-    if endings == {".tar", ".parquet"}:
-        raise DataError(f"data.root {root} holds both .tar and .parquet files: give one kind, as a pattern")
-    raise DataError(_wrong_file(next(path for path in paths if not path.lower().endswith((".tar", ".parquet"))), root))
+def _open_all(paths: list[str], root: str) -> EncodedImages:
+    wrong = next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None)
+    if wrong is not None:
+        raise DataError(_wrong_file(wrong, root))
+    ending, *others = sorted({Path(path).suffix.lower() for path in paths}, reverse=True)
+    if others:
+        kinds = " and ".join([ending, *others])
+        raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
+    return ARCHIVES[ending](paths)
 
 
 def _wrong_file(path: str, root: str) -> str:
@@ -163,7 +166,7 @@ def _shape_of_many(path: str) -> tuple[int, ...]:
 
 
 def _archives_in(folder: str) -> list[str]:
-    """The .tar or .parquet files right in `folder`, if neither images nor folders are beside them."""
+    """The ARCHIVES right in `folder`, if neither images nor folders are beside them."""
     archives = []
     try:
         with os.scandir(folder) as entries:
@@ -172,7 +175,7 @@ def _archives_in(folder: str) -> list[str]:
                     continue
                 if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
                     return []
-                if entry.name.lower().endswith((".tar", ".parquet")):
+                if entry.name.lower().endswith(tuple(ARCHIVES)):
                     archives.append(entry.path)
     except OSError:
         return []  # the folder source says why

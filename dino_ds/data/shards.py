@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import io
 import os
-from pathlib import Path
 
 import numpy as np
 
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.encoded import EXTENSIONS, MAX_BYTES, ListedImages
+from dino_ds.data.encoded import MAX_BYTES, ListedImages
+from dino_ds.data.formats import EXTENSIONS
 from dino_ds.data.listing import Listing, find_listing, printable
 from dino_ds.data.tar_index import index_beside, index_shards, is_same_file, shards_are_current
 from dino_ds.errors import DataError
@@ -72,13 +72,6 @@ class TarShards(ListedImages):
     def file_time(self, index: int) -> int:
         """Time of the shard's last change in nanoseconds, as it was indexed: one that has changed is not read."""
         return int(self._states[int(self._shard[index])][1])
-
-    def shard_name(self, index: int) -> str:
-        """The file's name of the shard that holds image `index`."""
-        return os.path.basename(self._path(int(self._shard[index])))
-
-    def shard_paths(self) -> list[Path]:
-        return [Path(self._path(shard)) for shard in range(len(self._shards))]
 
     def _path(self, shard: int) -> str:
         return os.path.join(self._base, self._shards[shard])

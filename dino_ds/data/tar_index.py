@@ -18,7 +18,8 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import EXTENSIONS, OTHER_KINDS, note_left_out
+from dino_ds.data.encoded import note_left_out
+from dino_ds.data.formats import EXTENSIONS, OTHER_KINDS
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, label_arrays, printable
 from dino_ds.errors import one_line
 

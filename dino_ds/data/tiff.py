@@ -13,12 +13,20 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.data.images import PHOTOMETRIC, WHITE_IS_ZERO, black_first, is_deep, reads_all_bits, reads_as_stored
-from dino_ds.data.raster import EXTRA, Raster, bands_last, check_type, spread
+from dino_ds.data.images import (
+    PHOTOMETRIC,
+    PILLOW,
+    WHITE_IS_ZERO,
+    black_first,
+    is_deep,
+    reads_all_bits,
+    reads_as_stored,
+)
+from dino_ds.data.raster import EXTRA, Format, Raster, bands_last, check_type, spread
 
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
-TIFFS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
-"""How they begin, the last two as BigTIFF."""
+_MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
+"""The first bytes of a file, the last two of a BigTIFF."""
 _SAMPLES, _TILE_WIDTH, _TILE_LENGTH = 277, 322, 323
 _MOST_PAGES = 10_000
 _GREY_OR_RGB = (0, 1, 2)
@@ -30,7 +38,7 @@ _NAMED, _UNNAMED = "SC", "QI"
 """Axes of bands: samples and channels, and pages of which the file doesn't say what they are."""
 
 
-def open_tiff(data: bytes, wanted: int | None) -> Raster | None:
+def _open(data: bytes, wanted: int | None) -> Raster | None:
     """The bands of a file as they are stored, of which `wanted` are used (None: however many there are). None: Pillow
     reads all of it, as RGB or grey.
 
@@ -167,3 +175,6 @@ def _check_parts(series: Any, there: int, values: int) -> None:
         # tifffile makes zeros of those that aren't listed.
         if len(parts) < wanted or any(begin + size > there for begin, size in parts):
             raise ValueError("cut off")
+
+
+TIFF = Format("TIFF", PILLOW["TIFF"], lambda data: data.startswith(_MARKS), _open)

@@ -27,7 +27,6 @@ from dino_ds.evals.linear_sgd import linear_sgd
 from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford, paris
-from dino_ds.evals.protocols.voc import voc
 from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
@@ -135,7 +134,6 @@ EVALUATIONS: dict[str, Evaluation] = {
     "paris": paris,
     "copydays": copydays,
     "davis": davis,
-    "voc": voc,
 }
 
 

@@ -46,13 +46,6 @@ class BenchLadderOptions(BenchOptions):
     steps: _Steps = 7
 
 
-@command("bench scaling", "dino_ds.planning.bench.scaling:run", "measure", takes_recipe=True, recipe="vitti16")
-class BenchScalingOptions(BenchOptions):
-    """one process against several on this machine: images/s and the share of communication at each ZeRO stage"""
-
-    ranks: Count = option(2, "processes, each with a core or a GPU to itself")
-
-
 @command("bench inference", "dino_ds.planning.bench.inference:run", "measure")
 class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""

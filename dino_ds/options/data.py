@@ -1,4 +1,4 @@
-"""Options of the commands about images: look at them, measure their loading, pack and unpack them."""
+"""Options of the commands about images: look at them, measure their loading, pack them."""
 
 from __future__ import annotations
 
@@ -57,14 +57,4 @@ class ShardOptions:
     shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
     quality: Count = option(90, "of shrunken JPEGs, 1 to 100")
     workers: Count | None = option(None, "processes", shown="one a core")
-    json: Json = False
-
-
-@command("unshard", "dino_ds.commands.unshard:run", "cluster")
-class UnshardOptions:
-    """tar shards -> a folder of images"""
-
-    root: str = option(..., "the shards: a folder or a pattern")
-    out: str = option(..., "a new folder for the images")
-    skip_checksums: bool = option(False, "do not check the shards first")
     json: Json = False

@@ -1,7 +1,7 @@
 """How a command is declared: a class whose typed fields are its options, and a line of facts.
 
 The fields are read as those of a recipe are (`dino_ds.config.schema`): parsing, help, choices, defaults and
-docs/configs.md all come from them.
+the page of options all come from them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dino_ds.basics.names import by_word
+from dino_ds.config.fields import EVALUATIONS_ELSEWHERE
 
 OPTIONS = by_word({
     # Images.
@@ -45,7 +46,7 @@ OPTIONS = by_word({
     "moves lower blocks less": "freeze freeze_layers freeze_encoder freeze_epochs unfreeze",
     'write --objective.freeze_prototypes "{n} epochs"': "freeze_last_layer freeze_last_layer_epochs",
     "prototypes have length 1 unless --head.learned_lengths true": "norm_last_layer",
-    "the objective is DINO's; its settings are --objective.KEY (docs/configs.md)": "method loss",
+    "the objective is DINO's; its settings are --objective.KEY (dino-ds train --help all)": "method loss",
     'write --objective.teacher_temp_warmup "{n} epochs"': "warmup_teacher_temp_epochs",
     # Optimizer.
     'write --optimizer.warmup "N epochs", or a number of steps': "warmup_ratio warmup_lr",
@@ -84,7 +85,7 @@ OPTIONS = by_word({
 """Other programs' options of training (last part of the name) that have no counterpart here -> what to do instead."""
 MEANT = by_word({
     "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
-    "model checkpoint run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
+    "model run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
     "model_path model_name_or_path run_dir",
     "root data.root": "data dataset data_dir data_path dataset_path dataset_name input images image_dir image_folder "
     "train_dir train_data train_data_dir data.root",
@@ -124,11 +125,22 @@ COMMANDS_ELSEWHERE = by_word({
     "dino-ds train --resume --run_dir RUN": "resume",
     "python -m dino_ds.examples.finetune_classification, or _segmentation (docs/finetuning.md)": "finetune",
     "dino-ds eval evaluates a model; make test runs this project's tests": "test",
-})  # fmt: skip
+    # Commands that dino_ds had.
+    "--save_every auto, the default, takes the interval that is best for the failures that a run expects": (
+        "simulate-goodput"
+    ),
+    "dino-ds train --resume --run_dir RUN continues on any number of ranks; for the student's weights dino-ds "
+    "export CHECKPOINT --format safetensors --weights student": "convert",
+    "tar xf SHARD.tar -C FOLDER takes the images out, sha256sum -c checksums.sha256 checks the shards": "unshard",
+    "dino-ds train --help all lists every option; --help alone, the commands": "completion",
+}) | {
+    "bench scaling": "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks, dino-ds bench "
+    "step on one; dino-ds plan predicts other machines",
+}  # fmt: skip
 CHOICES_ELSEWHERE = by_word({
     "for TensorRT: --format onnx, and trtexec builds the engine": "tensorrt trt",
     "for OpenVINO: --format onnx, which it reads": "openvino",
     "for Core ML: --format torchscript, which coremltools reads": "coreml",
     "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names": "pytorch torch pth pt",
     "write hf": "huggingface transformers",
-})  # fmt: skip
+}) | EVALUATIONS_ELSEWHERE  # fmt: skip

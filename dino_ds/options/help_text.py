@@ -1,6 +1,6 @@
-"""`--help` and docs/configs.md, both made from the schemas.
+"""`--help` and the page of options, both made from the schemas.
 
-python -m dino_ds.options.help_text > docs/configs.md
+`make site` puts the page into the site; `python -m dino_ds.options.help_text` prints it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer
 - A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
 - `none` on the command line and `null` in YAML unset an optional value.
 - global batch = micro-batch x accumulation x ranks: the recipe owns the product, the ds JSON its factors (`"auto"`).
-
-Generated from the schemas by `python -m dino_ds.options.help_text > docs/configs.md`.
 """
 
 
@@ -98,7 +96,7 @@ def _short_page(command: Command) -> str:
     rows = [(f"--{name}", keys[name].default, keys[name].description) for name in FIRST_KEYS]
     count = len(command.all_options) + len(keys)
     parts = [*_head(command), "first options (default)", *_rows([*map(_row, own.values()), *rows], 120), ""]
-    parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: docs/configs.md"]
+    parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: dino-ds train --help all"]
     return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
 
 
@@ -109,9 +107,15 @@ def _command_page(command: Command) -> str:
         parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
         parts += [*_rows(options), ""]
     if command.takes_ds:
-        text = "any key of the JSON, for example --ds.zero_optimization.stage 2; docs/configs.md lists them"
-        parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)]), ""]
-    return "\n".join([*parts, _EXAMPLES] if command is TRAIN else parts)
+        where = "" if command is TRAIN else "; dino-ds train --help all lists them"
+        text = f"any key of the JSON, for example --ds.zero_optimization.stage 2{where}"
+        keys = [(f"--ds.{name.strip('`')}", "", f"{what} [{kind}]") for name, kind, _, what in _ds_rows()]
+        parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)])]
+        parts += [*_rows(keys, 120), ""] if command is TRAIN else [""]
+    if command is not TRAIN:
+        return "\n".join(parts)
+    backbones = f"backbones that dino_ds builds itself: {', '.join(BACKBONES)}"
+    return "\n".join([*parts, *textwrap.wrap(backbones, 120, subsequent_indent="  "), "", _EXAMPLES])
 
 
 def _head(command: Command) -> list[str]:
@@ -137,7 +141,7 @@ def _row(option: Option) -> tuple[str, str, str]:
 
 
 def configs_markdown() -> str:
-    """The whole of docs/configs.md."""
+    """The page of options, as Markdown."""
     parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
         (f"`--{o.name}`", o.default, o.description) for o in TRAIN.all_options
     )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(

@@ -13,6 +13,7 @@ PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "cu
 MapMethod = Literal["tsne", "umap", "pca"]
 ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
+ExportedNetwork = Literal["teacher", "student"]
 ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
 
 _Source = Annotated[
@@ -94,12 +95,13 @@ class AttentionVideoOptions:
 
 @command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
-    """the teacher of a run, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
+    """a run's teacher or student, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
 
     model: Model
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
     push: str | None = option(None, "OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately")
+    weights: ExportedNetwork = option("teacher", "the network of a run or checkpoint that is exported")
     heads: Heads = None
     backbone: str | None = option(
         None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"

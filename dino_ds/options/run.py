@@ -1,12 +1,12 @@
-"""Options of the commands about runs: train one, convert its checkpoints, count what failures cost, report."""
+"""Options of the commands about runs: train one, begin a folder for one, report."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from dino_ds.config.fields import Count, NotNegative, Positive, Resume, option
+from dino_ds.config.fields import Count, Resume, option
 from dino_ds.options.definition import Json, command
 
 
@@ -61,40 +61,6 @@ class InitOptions:
     dir: str = option(..., "a new folder, or an empty one", bare=True)
     recipe: str = option("vits16", "the shipped recipe to begin with")
     root: str = option("/images", "your images, as data.root")
-
-
-@command("completion", "dino_ds.options.completion:run", "train", loads_torch=False)
-class CompletionOptions:
-    """the script by which a shell completes commands and options at a TAB (docs/quickstart.md)"""
-
-    shell: Literal["bash", "zsh", "fish"] = option(..., "one of", bare=True)
-
-
-@command("convert", "dino_ds.commands.convert:run", "export")
-class ConvertOptions:
-    """a checkpoint for another number of ranks, or the student's weights alone; needs no GPU and no network"""
-
-    checkpoint: str = option(..., "RUN/checkpoints/step_...", bare=True)
-    out: str = option(..., "a new folder: a run to resume, or that of student.safetensors")
-    ranks: Count | None = option(None, "number of ranks: files of the new checkpoint", shown="1")
-    student: bool = option(False, "write the student's FP32 weights by name instead of a checkpoint")
-    json: Json = False
-
-
-@command("simulate-goodput", "dino_ds.commands.simulate_goodput:run", "cluster", loads_torch=False)
-class SimulateGoodputOptions:
-    """what failures cost a run and how often to save: goodput by formula and by simulation"""
-
-    mtbf_hours: Positive | None = option(None, "mean time between failures of a node", shown="24, or the run's")
-    nodes: Count = option(1, "a job of N nodes fails N times as often")
-    save_every_minutes: Positive | None = option(None, "an interval to look at", shown="the best one only")
-    save_seconds: Positive | None = option(None, "from a save's begin to its end", shown="the run's, else 10")
-    save_stall_seconds: Positive | None = option(None, "training stands still", shown="the run's, else all of it")
-    restart_seconds: Positive | None = option(None, "from detecting it to a new step", shown="the run's, else 120")
-    detect_seconds: NotNegative | None = option(None, "from a failure until it is noticed", shown="60")
-    run: str | None = option(None, "take what is not given from the files of this run folder")
-    out: str | None = option(None, "PNG file for goodput over the interval")
-    json: Json = False
 
 
 @command("report", "dino_ds.report.command:run", "look", loads_torch=False)

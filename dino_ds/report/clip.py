@@ -19,8 +19,9 @@ from PIL import GifImagePlugin, Image, ImageSequence
 from dino_ds.basics.durable import discard
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image
-from dino_ds.data.encoded import EXTENSIONS, NamedFiles
-from dino_ds.data.images import FORMATS, to_rgb
+from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.formats import EXTENSIONS
+from dino_ds.data.images import PILLOW, to_rgb
 from dino_ds.errors import ConfigError, DataError, one_line
 
 IMAGES_FPS = 25.0
@@ -123,12 +124,12 @@ def _animation(path: str) -> Clip:
     """An animated image, read by Pillow."""
 
     def frames() -> Iterator[np.ndarray]:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path, formats=[*PILLOW]) as image:
             for frame in ImageSequence.Iterator(image):
                 yield np.asarray(to_rgb(frame.copy()))
 
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path, formats=[*PILLOW]) as image:
             milliseconds = float(image.info.get("duration") or 0)
     except Exception as error:  # decoders raise anything on broken files
         raise _broken(path, 0, error) from None

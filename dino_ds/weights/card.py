@@ -12,6 +12,7 @@ from dino_ds.basics.digits import range_text
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.load import Backbone
 
+_WHOSE = {None: "EMA teacher's", "student": "student's"}
 _USE = {
     "timm": """import timm
 
@@ -48,8 +49,8 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             "---",
             f"# {_name(model)}, trained with {_objective(model)} by dino_ds",
             "",
-            f"{_sizes(model)}, native images of {model.image_size} pixels. The EMA teacher's backbone, FP32, without "
-            "the projection head.",
+            f"{_sizes(model)}, native images of {model.image_size} pixels. The {_WHOSE[about.get('network')]} "
+            "backbone, FP32, without the projection head.",
             *_training(about),
             "",
             "```python",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import threading
@@ -9,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
+import torch
 from torch import Tensor
 
 from dino_ds.basics.hubs import weights_elsewhere
@@ -18,6 +20,7 @@ from dino_ds.basics.names import MODEL_FORMS, did_you_mean, nearest, suggestion
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
+from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
@@ -29,19 +32,24 @@ from dino_ds.weights.reference import split_network
 from dino_ds.weights.sidecar import read_facts
 from dino_ds.weights.tensors import Weights, checked
 
+NetworkName = Literal["teacher", "student"]
 _SECONDS = 5.0
 """Time that the hub has to answer."""
 
 
-def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
+def find_weights(
+    place: str | os.PathLike[str], asked: ForeignSpec | None = None, network: NetworkName = "teacher"
+) -> Weights:
     """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
-    which may be downloaded.
+    which may be downloaded. network: the one that is taken of a run or checkpoint; no other place has a student.
 
     A run's heads and mask token lie in its checkpoints. asked: the network that somebody says it is, if no file does;
     MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
     checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(place))
+    if network == "student":
+        return _of_checkpoint(path if is_checkpoint(path) else _checkpoint_with_student(path), asked, network)
     there = os.path.exists(path)  # False, too, for a name that no disk takes
     if not there and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
@@ -96,15 +104,24 @@ def _near_checkpoints(path: Path) -> str:
     return f"{what}: give one of them, such as {steps[-1]}"
 
 
-def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
-    """The teacher of one checkpoint with its heads, described as teacher.json would."""
-    saved = open_checkpoint(folder, WHOLE)
-    parts = teacher_parts(saved.whole())
+def _checkpoint_with_student(run: Path) -> Path:
+    """The checkpoint that a run's teacher.safetensors was written with. Raises CheckpointError if there is none."""
+    if not (run / "config.yaml").is_file():
+        raise CheckpointError(f"{one_line(run, 300)} has no student: give a run folder or RUN/checkpoints/step_N")
+    if (folder := checkpoint_of(run)) is None:
+        raise CheckpointError(f"{run} has no student: the checkpoint of its teacher's step is gone; give another one")
+    return folder
+
+
+def _of_checkpoint(folder: Path, asked: ForeignSpec | None, network: NetworkName = "teacher") -> Weights:
+    """A network of one checkpoint with its heads, described as teacher.json would."""
+    saved = open_checkpoint(folder, WHOLE if network == "teacher" else "")
+    parts = network_parts(saved.whole() if network == "teacher" else _student_tensors(saved), network)
     backbone = parts.pop("backbone")
     with naming(folder):
-        facts = about_checkpoint(saved.manifest)
+        facts = about_checkpoint(saved.manifest, network)
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
-    weights = replace(network_weights(folder, backbone, facts, "teacher", asked, trusted), heads=parts)
+    weights = replace(network_weights(folder, backbone, facts, network, asked, trusted), heads=parts)
     weights.check_beside(folder)
     return weights
 
@@ -160,19 +177,28 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
     """The weights of the EMA teacher of a verified checkpoint, with its heads."""
-    parts = teacher_parts(saved.whole())
+    parts = network_parts(saved.whole())
     backbone, local = split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
     return Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
 
 
-def teacher_parts(whole: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of the teacher's backbone and of its heads among those of a checkpoint, by the part's name."""
+def _student_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
+    """The student's FP32 weights, put together from the parts of all ranks, and its buffers; named student.NAME."""
+    parameters, tensors = SavedParameters(saved), saved.whole()
+    for name, shape in parameters.shapes.items():
+        parts = [values for _, values in parameters.read(MASTER, name, 0, math.prod(shape))]
+        tensors[f"student.{name}"] = torch.cat(parts).view(shape)
+    return tensors
+
+
+def network_parts(whole: dict[str, Tensor], network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
+    """The tensors of a network's backbone and of its heads among those of a checkpoint, by the part's name."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in whole.items():
-        network, _, rest = name.partition(".")
+        owner, _, rest = name.partition(".")
         part, _, inside = rest.partition(".")
-        if network == "teacher":
+        if owner == network:
             parts.setdefault(part, {})[inside] = tensor
     return parts
 

@@ -19,7 +19,7 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.about import recipe_of
-from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, teacher_parts
+from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, network_parts
 from dino_ds.weights.fit import describe
 from dino_ds.weights.normalisation import normalisation_of, range_of
 from dino_ds.weights.tensors import check_numbers
@@ -94,7 +94,7 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
 def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
     saved = open_checkpoint(folder, WHOLE)
     manifest, whole, recipe = saved.manifest, saved.whole(), recipe_of(saved.manifest)
-    heads = teacher_parts(whole)
+    heads = network_parts(whole)
     backbone = heads.pop("backbone")
     check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
     free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]

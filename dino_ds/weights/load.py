@@ -30,7 +30,7 @@ from dino_ds.models.build import build_backbone, tensor_shapes
 from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.find import find_weights
+from dino_ds.weights.find import NetworkName, find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of
 
@@ -178,6 +178,7 @@ def load(
     device: str | torch.device = "cpu",
     heads: int | None = None,
     backbone: str | None = None,
+    network: NetworkName = "teacher",
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
@@ -185,13 +186,14 @@ def load(
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
     so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
     152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. A timm name downloads the weights if they are not in the cache. Raises CheckpointError for
-    anything else, and where heads or the backbone must be named.
+    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. A timm name downloads the
+    weights if they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone must
+    be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
-    weights = find_weights(path, None if backbone is None else _asked(str(backbone)))
+    weights = find_weights(path, None if backbone is None else _asked(str(backbone)), network)
     named = "Vision Transformer" if weights.spec is None else weights.spec.title
     try:
         if backbone not in (None, named):
@@ -201,11 +203,11 @@ def load(
         found = describe(weights, heads)
         if weights.spec is None and heads not in (None, found.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        network = _filled(found, weights.backbone)
+        filled = _filled(found, weights.backbone)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     notes = [*weights.notes, *found.notes]
-    model = Backbone(network, found.image_size, path, weights.about, weights.heads, notes)
+    model = Backbone(filled, found.image_size, path, weights.about, weights.heads, notes)
     model.mask_token = weights.mask_token
     return model.to(device)
 

@@ -27,7 +27,7 @@ from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
 from dino_ds.weights.export import FORMATS
-from tests.evals.protocols.tiny import segments
+from tests.evals.protocols.tiny import clips
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -187,8 +187,8 @@ def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
     """Not hours later: labels, classes, neighbours, the files of a benchmark."""
     monkeypatch.setattr(evaluate, "evaluate", lambda name, context: pytest.fail("too late"))
     for evals, changes, error, words in (
-        ("knn,voc", {}, ConfigError, r"Pascal VOC 2012 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
-        ("knn,voc", {"benchmark_root": str(place)}, DataError, "no Pascal VOC 2012 in"),
+        ("knn,davis", {}, ConfigError, r"DAVIS 2017 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
+        ("knn,davis", {"benchmark_root": str(place)}, DataError, "no DAVIS 2017 in"),
         ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbours"),
         ("statistics,ridge", {"test_root": str(place / "other")}, DataError, "not in training: class3"),
     ):
@@ -197,12 +197,12 @@ def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
 
 
 def test_labelled_images_and_benchmarks_in_one_command(place):
-    segments(place / "data/VOCdevkit/VOC2012", train=2, val=1)
-    _run(place, "knn,voc", benchmark_root=str(place / "data"), size=32)
-    assert _results(place).keys() == {"knn", "voc"}
+    clips(place / "data/DAVIS", names=("walk",), frames=3)
+    _run(place, "knn,davis", benchmark_root=str(place / "data"), size=32)
+    assert _results(place).keys() == {"knn", "davis"}
     found = read_results(place / "results.json")  # a benchmark is not of the images that others have used
     assert (found["knn"]["data"], found["knn"]["test_images"]) == (f"{place.name}/test", 9)
-    assert (found["voc"]["data"], found["voc"]["test_images"]) == ("voc", None)
+    assert (found["davis"]["data"], found["davis"]["test_images"]) == ("davis", None)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_labelled_images_and_benchmarks_in_one_command(place):
     [
         ("knn", {"epochs": 3}, "--epochs changes nothing of knn: it is for linear-sgd; add one to --evals, or leave"),
         ("linear,ridge", {"k": (3,)}, "--k changes nothing of linear, ridge"),
-        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis, voc"),
-        ("voc", {"benchmark_root": "data"}, "--root changes nothing of voc: it is for knn, linear"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis"),
+        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
     ],
 )
 def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
-    segments(place / "data", train=1, val=1)
+    clips(place / "data", names=("walk",), frames=3)
     monkeypatch.chdir(place)
     monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
     with pytest.raises(ConfigError, match=words):

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from dino_ds.commands import shard, shard_writer, unshard
+from dino_ds.commands import shard, shard_writer
 from dino_ds.commands.shard_writer import Shrink
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import tar_index
@@ -30,7 +30,7 @@ from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.data import ShardOptions, UnshardOptions
+from dino_ds.options.data import ShardOptions
 from tests.data.files import png, png16
 from tests.data.test_shards import pack
 
@@ -78,16 +78,18 @@ def made(tmp_path_factory):
     return place, files, json.loads(said.getvalue())
 
 
-def test_round_trip_is_byte_identical(made, tmp_path, capsys, monkeypatch):
+def test_round_trip_is_byte_identical(made, tmp_path, monkeypatch):
     place, files, said = made
     assert said["images"] == len(files) == 15 and said["shards"] == 4 and said["unreadable"] == 0
     monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("the index beside the shards is used"))
     folder, shards = read(place / "images"), read(place / "shards")
     assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
     assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
-    unshard.run(UnshardOptions(root=str(place / "shards"), out=str(tmp_path / "again"), json=True))
-    assert json.loads(capsys.readouterr().out)["images"] == 15
-    assert files_below(tmp_path / "again") == files
+    (tmp_path / "again").mkdir()
+    for path in (place / "shards").glob("*.tar"):
+        subprocess.run(["tar", "xf", path, "-C", tmp_path / "again"], check=True)
+    found = files_below(tmp_path / "again")
+    assert {name: data for name, data in found.items() if not name.endswith(".cls")} == files
 
 
 def test_checksums_are_sha256sums_and_other_readers_see_webdataset(made):
@@ -218,8 +220,6 @@ def test_folders_of_something_else_are_left_alone(made, tmp_path):
         make(more, shards, shard_size="4")
     with pytest.raises(ConfigError, match="is not empty"):
         make(images, more)
-    with pytest.raises(ConfigError, match="is not empty"):
-        unshard.run(UnshardOptions(root=str(shards), out=str(more)))
 
 
 @pytest.mark.parametrize(
@@ -247,26 +247,6 @@ def test_an_out_that_can_not_be_written(made, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="shards can't be written to"):
         make(made[0] / "images", tmp_path / "file/shards")
-    with pytest.raises(DataError, match="images can't be written to"):
-        unshard.run(UnshardOptions(root=str(made[0] / "images"), out=str(tmp_path / "file/images")))
-
-
-# unshard
-
-
-def test_hostile_names_stay_inside(tmp_path):
-    evil = {"/abs.png": png(1), "../../up.png": png(2), "a/../../b.png": png(3), "ok/./c.png": png(4)}
-    pack(tmp_path / "s/evil.tar", evil)
-    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out/deep")))
-    assert set(files_below(tmp_path / "out")) == {f"deep/{n}.png" for n in ("abs", "up", "a/b", "ok/c")}
-    assert {path.name for path in tmp_path.iterdir()} == {"s", "out"}
-
-
-def test_equal_names_of_two_shards_do_not_overwrite_each_other(tmp_path):
-    for name in ("x", "y"):
-        pack(tmp_path / f"s/{name}.tar", {"0.png": png(ord(name))})
-    unshard.run(UnshardOptions(root=str(tmp_path / "s"), out=str(tmp_path / "out")))
-    assert files_below(tmp_path / "out") == {"x/0.png": png(ord("x")), "y/0.png": png(ord("y"))}
 
 
 def test_a_list_that_names_an_image_twice_keeps_both(made, tmp_path):
@@ -274,35 +254,6 @@ def test_a_list_that_names_an_image_twice_keeps_both(made, tmp_path):
     make(tmp_path / "list.txt", tmp_path / "shards")
     source = read(tmp_path / "shards")
     assert [Path(source.member(i)).name for i in range(2)] == ["01.png", "01~2.png"]
-
-
-def test_a_damaged_shard_is_named_before_anything_is_written(made, tmp_path):
-    path = shutil.copytree(made[0] / "shards", tmp_path / "shards") / "000002.tar"
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DataError, match=r"1 shards are not what was written, such as .*000002\.tar"):
-        unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out")))
-    assert not (tmp_path / "out").exists()
-    unshard.run(UnshardOptions(root=str(tmp_path / "shards"), out=str(tmp_path / "out"), skip_checksums=True))
-
-
-def test_an_interrupted_unshard_goes_on(made, tmp_path, monkeypatch):
-    options = UnshardOptions(root=str(made[0] / "shards"), out=str(tmp_path / "out"))
-    write, written = unshard._write_one, []
-
-    def stop_after_five(folder, name, data):
-        if len(written) == 5:
-            raise KeyboardInterrupt
-        written.append(name)
-        write(folder, name, data)
-
-    monkeypatch.setattr(unshard, "_write_one", stop_after_five)
-    with pytest.raises(KeyboardInterrupt):
-        unshard.run(options)
-    monkeypatch.setattr(unshard, "_write_one", write)
-    unshard.run(options)
-    assert files_below(tmp_path / "out") == made[1]
 
 
 def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):
@@ -322,20 +273,6 @@ def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):
     os.truncate(out / "shards.json", 50)
     with pytest.raises(ConfigError, match=r"shards\.json is damaged: give another --out, or remove"):
         make(images, out, shard_size="2")
-
-
-def test_an_image_of_other_shards_is_written_anew(tmp_path, monkeypatch):
-    """After an interruption, where images of the same names and sizes are others."""
-    for name, turned in (("a", False), ("b", True)):
-        (tmp_path / name).mkdir()
-        for i in range(3):
-            (tmp_path / name / f"{i}.png").write_bytes(png(i)[:: -1 if turned else 1])
-        pack(tmp_path / f"{name}.tar", {f"{i}.png": (tmp_path / name / f"{i}.png").read_bytes() for i in range(3)})
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # the mark of unfinished work stays
-    for name in ("a", "b"):
-        unshard.run(UnshardOptions(root=str(tmp_path / f"{name}.tar"), out=str(tmp_path / "out")))
-        found = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.png")}
-        assert found == {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
 
 
 def test_training_sees_the_same_crops_from_a_folder_a_list_and_its_shards(tmp_path):

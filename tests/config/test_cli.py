@@ -22,6 +22,7 @@ from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
@@ -292,6 +293,24 @@ def test_wrong_flags_stop_before_anything_starts(typed: str, says: str, errors: 
     assert line.startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("typed", "do"),
+    [
+        ("simulate-goodput --mtbf_hours 24", "--save_every auto, the default, takes the interval"),
+        ("bench scaling --ranks 2", "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks"),
+        ("convert x --out y", "dino-ds train --resume --run_dir RUN continues on any number of ranks"),
+        ("convert x --out y --student", "dino-ds export CHECKPOINT --format safetensors --weights student"),
+        ("unshard --root x --out y", "tar xf SHARD.tar -C FOLDER takes the images out"),
+        ("completion bash", "dino-ds train --help all lists every option"),
+        ("eval m --evals knn,voc", "Segmentation: python -m dino_ds.examples.finetune_segmentation"),
+        ("train --eval.evals voc --data.root /x", "Segmentation: python -m dino_ds.examples.finetune_segmentation"),
+    ],
+)
+def test_what_dino_ds_had_is_answered_by_what_to_type(typed: str, do: str, errors: Callable[..., list[str]]):
+    (line,) = errors(*typed.split())
+    assert do in line
+
+
 def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
@@ -481,17 +500,13 @@ def test_help_is_a_screen_and_says_where_the_rest_is(command: Command):
     assert all(f"  --{name}" in text for name in (*own, *FIRST_KEYS))
 
 
-def test_docs_are_current():
-    """Made by `python -m dino_ds.options.help_text > docs/configs.md`."""
-    assert (ROOT / "docs" / "configs.md").read_text() == configs_markdown()
-
-
-def test_docs_list_every_key():
-    text = configs_markdown()
+def test_the_page_of_options_and_help_list_every_key():
+    page, help_all = configs_markdown(), help_text(["train", "--help", "all"])
     sections = {name.rsplit(".", 1)[0] for name in key_names() if "." in name}
-    assert all(
-        f"| `{name}` |" in text for name in [*key_names(), *(o.name for o in recipe_options())] if name not in sections
-    )
+    ds_keys = [name for name in key_names() if name not in sections]
+    assert all(f"| `{name}` |" in page for name in [*ds_keys, *(o.name for o in recipe_options())])
+    assert all(f"  --ds.{name} " in help_all for name in ds_keys)
+    assert all(name in help_all for name in BACKBONES)
 
 
 def test_local_rank_of_the_launcher_is_dropped():

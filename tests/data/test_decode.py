@@ -16,7 +16,7 @@ from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image
-from dino_ds.data.images import FORMATS, to_rgb
+from dino_ds.data.images import PILLOW, to_rgb
 from tests.data.files import ORANGE, Arrays, encoded, photo, png_of
 
 LIMIT = 10**7
@@ -91,7 +91,7 @@ def test_content_of_other_formats_reaches_no_decoder():
     assert Image.open(io.BytesIO(header + bytes(192))).format == "PSD"
     with pytest.raises(UnreadableImage, match="not an image"):
         decode_rgb(header + bytes(192), "photo.jpg", LIMIT)
-    for form in FORMATS:
+    for form in PILLOW:
         data = encoded(Image.new("RGB", (16, 16), "red"), form)
         np.testing.assert_allclose(decode_rgb(data, "file", LIMIT)[8, 8], (255, 0, 0), atol=4)
 

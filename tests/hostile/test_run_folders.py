@@ -81,7 +81,6 @@ FILES = (
 )  # fmt: skip
 READERS = {
     "report": lambda place: ["report", place / "run", "--out", place / "page.html"],
-    "goodput": lambda place: ["simulate-goodput", "--run", place / "run"],
     "eval": lambda place: ["eval", place / "run", "--evals", "statistics", "--workers", "0"],
     "embed": lambda place: ["embed", place / "run", "--workers", "0", "--out", place / "x.npy"],
     "export": lambda place: ["export", place / "run", "--format", "timm", "--out", place / "timm"],

@@ -1,4 +1,4 @@
-"""The sweep and the simulated scaling."""
+"""The sweep, and the planner's model of links against published runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.costs.communication import Traffic
 from dino_ds.planning.gpus import GPUS
 from dino_ds.planning.speed import Cluster, collective_seconds, exposed_seconds
-from scripts import scaling
 from scripts import sweep as sweeping
-from scripts.published import PUBLISHED, measured_share, simulate
-from scripts.scaling import simulate_scaling
 from scripts.sweep import sweep
+from tests.scripts.published import PUBLISHED, measured_share, simulate
 
 
 def _is_png(path) -> bool:
@@ -42,27 +40,9 @@ def test_the_sweep_is_drawn(tmp_path, capsys, monkeypatch):
     assert "vit_7b_patch16_reg4" in (tmp_path / "new/plan.md").read_text()
 
 
-@pytest.mark.slow
-def test_scaling_is_drawn(tmp_path, capsys):
-    scaling.main(str(tmp_path), "a100-80g", "vitl16")
-    assert "Simulated, not measured" in capsys.readouterr().out
-    assert _is_png(tmp_path / "scaling.png") and json.loads((tmp_path / "scaling.json").read_text())["rows"]
-
-
-def test_scaling_loses_where_links_are_slow_and_ranks_many():
-    rows = simulate_scaling(load_recipe("vitl16", {}), GPUS["a100-80g"], 8, 200.0)["rows"]
-    share = {
-        (row["stage"], row["gpus"], name): row[name]["efficiency"] for row in rows for name in ("as_sold", "ethernet")
-    }
-    for stage in (1, 2, 3):
-        assert share[stage, 1024, "as_sold"] < share[stage, 16, "as_sold"] < share[stage, 1, "as_sold"]
-        assert share[stage, 64, "ethernet"] < share[stage, 64, "as_sold"]
-        assert share[stage, 8, "ethernet"] == share[stage, 8, "as_sold"]  # one node sends nothing out
-
-
 @pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: run.name)
 def test_published_runs_are_met(run):
-    """Within 5 % of the rate: what the docs say of the simulation."""
+    """Within 5 % of the rate."""
     found = simulate(run)
     for gpus, share in measured_share(run).items():
         assert found[gpus] == pytest.approx(share, abs=0.05)

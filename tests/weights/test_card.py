@@ -97,10 +97,11 @@ def test_without_results_there_is_no_table(run, content):
 
 
 def test_results_of_other_images_are_not_said_to_be_of_the_run_s(run):
-    (run / "evaluations.json").write_text(json.dumps({"knn": KNN | {"data": "birds"}, "voc": KNN | {"data": "voc"}}))
+    results = {name: KNN | {"data": data} for name, data in (("knn", "birds"), ("davis", "davis"))}
+    (run / "evaluations.json").write_text(json.dumps(results))
     card = _card(run)
-    assert [found.dataset_name for found in card.data.eval_results] == ["birds"] * 2 + ["voc"] * 2
-    assert "| knn of birds | knn_10 |" in card.text and "| voc | knn_10 |" in card.text
+    assert [found.dataset_name for found in card.data.eval_results] == ["birds"] * 2 + ["davis"] * 2
+    assert "| knn of birds | knn_10 |" in card.text and "| davis | knn_10 |" in card.text
 
 
 def test_results_that_can_not_be_read_are_one_line(run):

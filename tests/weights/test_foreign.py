@@ -19,7 +19,6 @@ from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.protocols.copydays import copydays
 from dino_ds.evals.protocols.davis import davis
 from dino_ds.evals.protocols.landmarks import oxford
-from dino_ds.evals.protocols.voc import voc
 from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
@@ -29,7 +28,7 @@ from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import as_source
-from tests.evals.protocols.tiny import clips, copies, landmarks, segments
+from tests.evals.protocols.tiny import clips, copies, landmarks
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
@@ -328,7 +327,7 @@ class TestModel:
     def test_benchmarks(self, tmp_path, kind):
         """From the map in the place of patch tokens, photos of any sides; all numbers are there."""
         model = _model(SPECS[kind] if kind != "own" else ForeignSpec(OWN.name, 3, OWN.arguments))
-        benchmarks = {copydays: copies, davis: clips, voc: segments, oxford: landmarks}
+        benchmarks = {copydays: copies, davis: clips, oxford: landmarks}
         for evaluation, make in benchmarks.items():
             root = make(tmp_path / evaluation.__name__)
             root = root.parent if evaluation is oxford else root

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dino_ds.data.encoded import EXTENSIONS
+from dino_ds.data.formats import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed

@@ -105,20 +105,3 @@ def clips(root: Path, names: tuple[str, ...] = ("walk", "run", "sit"), frames: i
     (root / "ImageSets/2017").mkdir(parents=True, exist_ok=True)
     (root / "ImageSets/2017/val.txt").write_text("\n".join(names) + "\n")
     return root
-
-
-def segments(root: Path, train: int = 6, val: int = 4) -> Path:
-    """Scenes of blocks, whose class is their color; class 0 among them, a border of 255 around."""
-    generator = np.random.default_rng(0)
-    sets = {"train": train, "val": val}
-    for split, count in sets.items():
-        names = [f"2007_{split}_{i}" for i in range(count)]
-        for name in names:
-            blocks = generator.permutation(np.arange(24) % 4).reshape(4, 6)
-            photo(root / "JPEGImages" / f"{name}.jpg", blocks.tolist(), side=16)
-            labels = np.array([0, 5, 7, 20])[blocks].repeat(16, 0).repeat(16, 1)
-            labels[0], labels[:, -1] = 255, 255
-            label_map(root / "SegmentationClass" / f"{name}.png", labels)
-        (root / "ImageSets/Segmentation").mkdir(parents=True, exist_ok=True)
-        (root / f"ImageSets/Segmentation/{split}.txt").write_text("\n".join(names) + "\n")
-    return root

@@ -19,11 +19,11 @@ from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.options.bench import BenchInferenceOptions, BenchLadderOptions, BenchScalingOptions, BenchStepOptions
+from dino_ds.options.bench import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
-from dino_ds.planning.bench import inference, ladder, scaling, step
+from dino_ds.planning.bench import inference, ladder, step
 from dino_ds.planning.bench.ladder_steps import all_steps, memory_steps
 from dino_ds.planning.measure.memory import ChildResult
 from dino_ds.weights.export import export_safetensors
@@ -209,29 +209,6 @@ def test_engine_steps(capsys, no_children):
     for row in rows:
         assert row["speedup_total"] == pytest.approx(rows[0]["step_seconds"] / row["step_seconds"])
         assert row["parts_seconds"]["ema"] > 0 and sum(row["parts_seconds"].values()) < 2 * row["step_seconds"]
-
-
-def test_scaling(capsys, monkeypatch):
-    def on_pool(function, ranks, threads, **arguments):
-        assert function == "dino_ds.planning.bench.scaling:take_steps"
-        if ranks == 1:
-            return [ChildResult(scaling.take_steps(**arguments), 0, 0)]
-        return [ChildResult(v, 0, 0) for v in run_on_ranks(scaling.take_steps, world=ranks, **arguments)]
-
-    monkeypatch.delattr(scaling.os, "sched_setaffinity", raising=False)  # this process keeps its cores
-    monkeypatch.setattr(scaling, "run_in_children", on_pool)
-    monkeypatch.setattr(scaling, "STAGES", (0, 3))
-    scaling.run(BenchScalingOptions(ranks=2, batch=2, steps=1, warmup=0, json=True), recipe=tiny_recipe())
-    result = _result(capsys)
-    assert [row["stage"] for row in result["stages"]] == [0, 3]
-    for row in result["stages"]:
-        assert row["speedup"] == pytest.approx(row["images_per_second"] / row["images_per_second_1"])
-        assert row["communication_share"] > 0
-
-
-def test_scaling_refuses_more_ranks_than_places():
-    with pytest.raises(ConfigError, match="--ranks 1000"):
-        scaling.run(BenchScalingOptions(ranks=1000, json=True, **COMMON), recipe=tiny_recipe())
 
 
 def _ladder_on_ranks():
