@@ -137,7 +137,7 @@ class Block(nn.Module):
         self.attn = Attention(width, arch.heads, attention, attention_backend)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
         self.norm2 = norm_layer(arch)
-        self.mlp: nn.Module = Mlp(width, int(width * arch.mlp_ratio), arch.swiglu)
+        self.mlp: nn.Module = Mlp(width, arch.mlp_widths[0], arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 
     def forward(

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dino_ds.models.base import Backbone
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
@@ -25,6 +25,17 @@ def tensor_shapes(
     with torch.device("meta"):
         state = build_backbone(spec, image_size, options).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+class PlainBackbone(nn.Module):
+    """Images (b, c, h, w) -> features (b, d), by the backbone itself."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.backbone.features(images)
 
 
 def plain_form(backbone: Backbone) -> nn.Module:

@@ -70,8 +70,8 @@ class RotaryBlock(Block):
         self.norm1 = norm_layer(arch)
         self.attn = RotaryAttention(arch, attention, attention_backend)
         self.norm2 = norm_layer(arch)
-        packed = int(arch.width * arch.mlp_ratio)
-        self.mlp = GatedMlp(arch.width, packed // 2) if arch.swiglu else Mlp(arch.width, packed, swiglu=False)
+        hidden = arch.mlp_widths[1]
+        self.mlp = GatedMlp(arch.width, hidden) if arch.swiglu else Mlp(arch.width, hidden, swiglu=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

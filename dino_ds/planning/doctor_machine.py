@@ -19,7 +19,6 @@ import torch.distributed as dist
 from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of
 from dino_ds.data.listing import cache_folder
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES
@@ -27,7 +26,6 @@ from dino_ds.engine.distributed import usable_cores
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.errors import DataError, one_line
 from dino_ds.models.attention import chosen_kernel
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.doctor_software import FAILURE, FINE, Finding, judge
 from dino_ds.planning.measure.machine import Gpu, find_gpus
 
@@ -135,15 +133,14 @@ def _peers(count: int) -> Iterator[Finding]:
 
 def _precision(config: DsConfig, recipe: Recipe, device: torch.device) -> Finding:
     """FP32, bf16, fp16 and the attention kernel of each, for global crops of one of our ViTs."""
-    on_gpu, arch = device.type == "cuda", recipe.model.spec()
+    on_gpu, attention = device.type == "cuda", recipe.model.spec().attention(recipe.crops.global_size)
     bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else True
     fp16 = True if on_gpu else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     able, parts = {"fp32": True, "bf16": bf16, "fp16": fp16}, []
     for name, has in able.items():
         kernel = ""
-        if has and isinstance(arch, ViTSpec):
-            sizes = arch.heads, arch.width // arch.heads, tokens_of(arch, recipe.crops.global_size)
-            kernel = f" ({chosen_kernel(*sizes, DTYPES[name], device)} attention)"
+        if has and attention:
+            kernel = f" ({chosen_kernel(*attention, DTYPES[name], device)} attention)"
         parts.append(f"{name}{kernel}" if has else f"no {name}")
     if not able[config.precision]:
         cure = f"the ds config wants {config.precision}: take another --ds_config"

@@ -55,7 +55,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
         in_chans=in_chans,
         **(_of_rope(backbone) if rope else {}),
     )
-    if int(width * arch.mlp_ratio) != packed:  # the quotient was rounded down
+    if arch.mlp_widths[0] != packed:  # the quotient was rounded down
         arch = replace(arch, mlp_ratio=math.nextafter(arch.mlp_ratio, math.inf))
     return arch, side * patch
 
@@ -237,4 +237,4 @@ def kind_of(arch: ViTSpec) -> tuple[object, ...]:
     """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, biases and norms of a rotary one; last the
     outputs of the first MLP layer."""
     rope = (arch.qkv_bias, arch.rms_norm, arch.cls_norm) if arch.rope is not None else ()
-    return arch.layer_scale is not None, arch.registers, arch.swiglu, rope, int(arch.width * arch.mlp_ratio)
+    return arch.layer_scale is not None, arch.registers, arch.swiglu, rope, arch.mlp_widths[0]

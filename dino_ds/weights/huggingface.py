@@ -97,7 +97,6 @@ def hf_config(arch: ViTSpec, image_size: int, mask_token: bool = False) -> dict[
         "num_channels": arch.in_chans,
         "dtype": "float32",
     }
-    hidden = int(arch.width * arch.mlp_ratio)
     if arch.rope is not None:
         return _dinov3_config(arch) | common
     if arch.registers and arch.layer_scale is None:
@@ -113,7 +112,13 @@ def hf_config(arch: ViTSpec, image_size: int, mask_token: bool = False) -> dict[
             raise ConfigError("Hugging Face has no ViT with SwiGLU and without LayerScale: export to timm or onnx")
         # The pooler that AutoModel adds to a ViT: `to_huggingface` gives it weights that hand on the CLS token.
         pooler = {"pooler_act": "linear", "pooler_output_size": arch.width}
-        return {"architectures": ["ViTModel"], "model_type": "vit", "intermediate_size": hidden, **common, **pooler}
+        return {
+            "architectures": ["ViTModel"],
+            "model_type": "vit",
+            "intermediate_size": arch.mlp_widths[0],
+            **common,
+            **pooler,
+        }
     config = {
         "architectures": ["Dinov2WithRegistersModel" if arch.registers else "Dinov2Model"],
         "model_type": "dinov2_with_registers" if arch.registers else "dinov2",
@@ -138,7 +143,7 @@ def _dinov3_config(arch: ViTSpec) -> dict[str, Any]:
     return {
         "architectures": ["DINOv3ViTModel"],
         "model_type": "dinov3_vit",
-        "intermediate_size": int(arch.width * arch.mlp_ratio) // (2 if arch.swiglu else 1),
+        "intermediate_size": arch.mlp_widths[1],
         "use_gated_mlp": arch.swiglu,
         "hidden_act": "silu" if arch.swiglu else "gelu",
         "query_bias": arch.qkv_bias,
@@ -177,7 +182,7 @@ def hf_processor(size: int, normalisation: Normalisation) -> dict[str, Any]:
 
 def _mlp_ratio(arch: ViTSpec) -> int:
     """The whole number that gives their model our MLP width."""
-    packed = int(arch.width * arch.mlp_ratio)
+    packed, _ = arch.mlp_widths
     for ratio in range(1, 17):
         hidden = arch.width * ratio
         if packed == (2 * ((int(hidden * 2 / 3) + 7) // 8 * 8) if arch.swiglu else hidden):

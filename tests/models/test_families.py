@@ -194,23 +194,18 @@ def test_own_classes_that_can_t_are_refused(name, arguments, message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("lever", "value"),
-    [("attention", "naive"), ("attention_backend", "math"), ("packed", False), ("cls_only_last_block", False)],
-)
-def test_levers_of_vits_are_refused(lever, value):
-    with pytest.raises(ConfigError, match=f"dino_ds.{lever} {str(value).lower()} is for ViTs that dino_ds builds"):
-        _check(_recipe("resnet18", FAMILIES["resnet18"]), **{lever: value})
+LEVERS = [
+    *(("resnet18", name, value, "ViTs that dino_ds builds") for name, value in (
+        ("attention", "naive"), ("attention_backend", "math"), ("packed", False), ("cls_only_last_block", False))),
+    ("vit_tiny_patch16_224", "channels_last", False, "networks that dino_ds does not build"),
+    ("vit_tiny_patch16_224", "frozen_teacher", "sharded", "a teacher of a file"),
+]  # fmt: skip
 
 
-def test_levers_of_others_are_refused_for_a_vit():
-    with pytest.raises(ConfigError, match=r"dino_ds.channels_last false is for networks that dino_ds does not build"):
-        _check(_recipe("vit_tiny_patch16_224"), channels_last=False)
-
-
-def test_where_a_frozen_teacher_lies_is_refused_without_one():
-    with pytest.raises(ConfigError, match=r"dino_ds.frozen_teacher sharded is for a teacher of a file"):
-        _check(_recipe("vit_tiny_patch16_224"), frozen_teacher="sharded")
+@pytest.mark.parametrize(("name", "lever", "value", "owners"), LEVERS)
+def test_levers_without_effect_are_refused(name, lever, value, owners):
+    with pytest.raises(ConfigError, match=f"dino_ds.{lever} {str(value).lower()} is for {owners}"):
+        _check(_recipe(name, FAMILIES.get(name, "{}")), **{lever: value})
 
 
 @pytest.mark.slow

@@ -20,12 +20,8 @@ from dino_ds.weights.load import load
 from tests.weights.test_weights import _backbone
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
-KNN = {
-    "step": 3,
-    "results": {"knn_10": 76.25, "knn_20": None, "small": 1e-05},
-    "train_images": 2880,
-    "test_images": 936,
-}
+KNN = {"step": 3, "train_images": 2880, "test_images": 936}
+KNN |= {"results": {"knn_10": 76.25, "knn_20": None, "small": 1e-05}}
 
 
 @pytest.fixture
@@ -80,13 +76,7 @@ def test_images_have_a_name_without_their_folders(run):
 
 @pytest.mark.parametrize(
     "content",
-    [
-        None,
-        {},
-        {"knn_10": 76.2, "linear": 86.1},
-        {"knn": {"results": 5}},
-        {"knn": {"results": {"knn_1": math.nan}}},
-    ],
+    [None, {}, {"knn_10": 76.2, "linear": 86.1}, {"knn": {"results": 5}}, {"knn": {"results": {"knn_1": math.nan}}}],
 )
 def test_without_results_there_is_no_table(run, content):
     """None was made, or by a version that did not say of which step, or none that is a number."""
@@ -114,12 +104,8 @@ def test_results_that_can_not_be_read_are_one_line(run):
 def test_the_settings_on_a_card_are_a_recipe(run):
     """Numbers, ranges, lengths and words under their sections: `--config` takes the YAML as it stands."""
     given = {"optimizer.lr": "0.001", "crops.global_scale": "0.3,0.9", "length": "40 epochs", "model.heads": "2"}
-    given |= {
-        "model.layer_scale": "1e-5",
-        "crops.num_local": "2",
-        "head.batch_norm": "true",
-        "objective.centering": "sinkhorn",
-    }
+    given |= {"model.layer_scale": "1e-5", "crops.num_local": "2", "head.batch_norm": "true"}
+    given |= {"objective.centering": "sinkhorn"}
     recipe = load_recipe(None, given)
     (run / "config.yaml").write_text(dump_recipe(recipe))
     text = _card(run).text.partition("```yaml")[2].partition("```")[0]

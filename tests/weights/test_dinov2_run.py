@@ -63,22 +63,16 @@ def test_heads_with_numbers_that_are_none_are_left_out(place, monkeypatch):
     assert not model.heads and model.notes[0].startswith("its head is not available") and "NaN" in model.notes[0]
 
 
-@pytest.mark.parametrize("format", ["safetensors", "timm", "hf", "dino", "dinov2", "torchscript"])
-def test_every_export_of_it_is_read_by_those_it_is_for(place, tmp_path, format):
+@pytest.mark.parametrize("format", ["timm", "hf", "dino", "dinov2"])
+def test_exports_of_it_are_read_by_those_they_are_for(place, tmp_path, format):
     """Strictly, with the same features: 1e-5."""
-    out = tmp_path / ("a.safetensors" if format == "safetensors" else "a")
+    out = tmp_path / "a"
     dino_ds_export(ExportOptions(model=str(place / "run"), format=format, out=str(out), heads=None, json=True))
     model = load(place / "run")
-    arch, images = model.vit.arch, torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    if format == "safetensors":
-        name, arguments = arch.timm_model("vit_small_patch14_reg4_dinov2")
-        theirs = timm.create_model(name, num_classes=0, img_size=32, **arguments)
-        theirs.load_state_dict(load_file(out), strict=True)
-    elif format == "timm":
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    if format == "timm":
         theirs = timm.create_model(f"local-dir:{out}", pretrained=True)
         assert "trained with DINO and iBOT by dino_ds" in (out / "README.md").read_text()
-    elif format == "torchscript":
-        theirs = torch.jit.load(out)
     elif format == "hf":
         transformers = pytest.importorskip("transformers")
         theirs, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)

@@ -23,13 +23,8 @@ CONFIG = resolve_ds_config({**DS, "train_micro_batch_size_per_gpu": "auto"}, "te
 
 def _frozen(source, **changes):
     given = {"teacher.source": str(source), "crops.global_size": "32", "crops.local_size": "16"}
-    own = {
-        "model.patch_size": "8",
-        "model.width": "64",
-        "model.depth": "1",
-        "model.heads": "2",
-        "head.prototypes": "24",
-    }
+    own = {"model.patch_size": "8", "model.width": "64", "model.depth": "1", "model.heads": "2"}
+    own["head.prototypes"] = "24"
     recipe = load_recipe(None, {**given, **own, **{key.replace("__", "."): value for key, value in changes.items()}})
     found = find_teacher(recipe)
     objective = build_objective(recipe, torch.device("cpu"), found)

@@ -41,6 +41,10 @@ def _from_source(source, **changes: str) -> Recipe:
     return as_source(load_recipe(None, {**given, "model.init_from": str(source), **changes}), None)
 
 
+def _start(source, **changes: str) -> Network:
+    return build_network(_recipe(source, **changes), PerformanceOptions())
+
+
 def _features(network: Network) -> torch.Tensor:
     with torch.no_grad():
         return network.backbone.eval().features(IMAGES)
@@ -86,7 +90,7 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
     """With them, and with from_source, the student computes what transformers computes: 1e-5."""
     theirs = _huggingface(tmp_path, kind, **changes)
     with pytest.raises(CheckpointError) as caught:
-        build_network(_recipe(tmp_path), PerformanceOptions())
+        _start(tmp_path)
     line = str(caught.value)
     assert "\n" not in line and said in line
     assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
@@ -104,7 +108,7 @@ def test_another_architecture_is_refused_with_the_flags_that_fit(tmp_path, kind,
 )
 def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
     _huggingface(tmp_path, kind, **changes)
-    for start in (lambda: build_network(_recipe(tmp_path), PerformanceOptions()), lambda: _from_source(tmp_path)):
+    for start in (lambda: _start(tmp_path), lambda: _from_source(tmp_path)):
         with pytest.raises(CheckpointError, match=f"dino_ds builds no network with {said}") as caught:
             start()
         assert "\n" not in str(caught.value)
@@ -126,7 +130,7 @@ def test_rotary_positions(tmp_path, changes, flags):
     """As another architecture; also into one without biases, where those of the file are zero, and the other way."""
     theirs = _huggingface(tmp_path, "DINOv3ViT", **changes)
     with pytest.raises(CheckpointError) as caught:
-        build_network(_recipe(tmp_path), PerformanceOptions())
+        _start(tmp_path)
     line = str(caught.value)
     assert "\n" not in line and "it has rotary positions and" in line and "not blocks of a plain ViT" in line
     assert line.endswith(f"; start with {flags}, or with --model.backbone from_source")
@@ -153,18 +157,16 @@ def test_what_training_alone_needs_of_rotary_vits(tmp_path):
     theirs = _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")
     masks = {"crops.mask": "dinov3", "objective.ibot_weight": "1", "model.local_cls_norm": "true"}
     both = {"model.backbone": "vit_small_patch16_dinov3_qkvb", **masks}
-    same = build_network(_recipe(tmp_path / "a.pth", **both), PerformanceOptions())
+    same = _start(tmp_path / "a.pth", **both)
     for name, parameter in same.backbone.named_parameters():
         assert parameter.equal(theirs.backbone.get_parameter(name)), name
-    other = build_network(
-        _recipe(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"}), PerformanceOptions()
-    )
+    other = _start(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"})
     assert "its norm for CLS tokens of local crops is left out" in other.started_from
     assert "its biases of queries and values, all zero, are left out" in other.started_from
     assert "its mask token is left out" in other.started_from
     torch.testing.assert_close(_features(other), _features(theirs), rtol=1e-5, atol=1e-5)
     torch.save(other.backbone.state_dict(), tmp_path / "a.pth")
-    back = build_network(_recipe(tmp_path / "a.pth", **both), PerformanceOptions())
+    back = _start(tmp_path / "a.pth", **both)
     assert "it has no biases of queries and values: ours start at zero" in back.started_from
     assert "it has no norm for CLS tokens of local crops: our own starts anew" in back.started_from
     torch.testing.assert_close(_features(back), _features(theirs), rtol=1e-5, atol=1e-5)
@@ -176,14 +178,12 @@ def test_learned_positions_do_not_start_rotary_ones(tmp_path):
     with pytest.raises(
         CheckpointError, match="it has rotary positions and LayerScale and 4 registers, not blocks of a"
     ):
-        build_network(_recipe(tmp_path / "a.pth"), PerformanceOptions())
+        _start(tmp_path / "a.pth")
     torch.save(Original(32, 8, 64, 2, 2).state_dict(), tmp_path / "a.pth")
     with pytest.raises(
         CheckpointError, match="it has blocks of a plain ViT, not rotary positions and no biases"
     ) as line:
-        build_network(
-            _recipe(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"}), PerformanceOptions()
-        )
+        _start(tmp_path / "a.pth", **{"model.backbone": "vit_small_patch16_dinov3"})
     assert "\n" not in str(line.value)
 
 
@@ -192,14 +192,14 @@ def test_tensors_that_the_model_has_no_place_for(tmp_path):
     state = Original(32, 8, 64, 2, 2).state_dict() | {"blocks.1.ls1.gamma": torch.ones(64)}
     torch.save(state, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match=r"1 tensors too many, backbone\.blocks\.1\.ls1\.gamma"):
-        build_network(_recipe(tmp_path / "a.pth"), PerformanceOptions())
+        _start(tmp_path / "a.pth")
 
 
 def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     """DINO's file says nothing of heads; its positions of other sizes are made in its own way."""
     torch.save({"teacher": Original(32, 8, 64, 2, 2, v2=True).state_dict()}, tmp_path / "a.pth")
     changes = {"model.backbone": "vit_small_patch14_dinov2", "model.pos_embed_interpolation": "antialias"}
-    said = build_network(_recipe(tmp_path / "a.pth", **changes), PerformanceOptions()).started_from
+    said = _start(tmp_path / "a.pth", **changes).started_from
     assert f"{tmp_path / 'a.pth'} (dinov2): 34 tensors of the backbone; its mask token is left out" in said
     assert (
         "this run hides no patches; it has no head" in said
@@ -210,7 +210,7 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
 
 def test_another_epsilon_is_noted(tmp_path):
     _huggingface(tmp_path, "ViT", layer_norm_eps=1e-3)
-    said = build_network(_recipe(tmp_path), PerformanceOptions()).started_from
+    said = _start(tmp_path).started_from
     assert "LayerNorm's epsilon is 1e-06 here and 0.001 there" in said
 
 
@@ -231,12 +231,8 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_call", lambda command, options, files: seen.append(files["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    words = [
-        "train",
-        f"--data.root={tmp_path}",
-        f"--run_dir={tmp_path / 'run'}",
-        "--ds_config=ds_configs/zero0_fp32.json",
-    ]
+    words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}"]
+    words += ["--ds_config=ds_configs/zero0_fp32.json"]
     words += [f"--model.init_from={source}", "--model.backbone=from_source"]
     cli.main(words)
     assert seen[0].model.spec() == ModelSection(patch_size=8, width=192, depth=3, heads=3).spec()

@@ -85,8 +85,18 @@ class ViTSpec(BackboneSpec):
     def stride(self) -> int:
         return self.patch_size
 
+    def tokens(self, side: int) -> int:
+        """Tokens of a square crop of `side` pixels."""
+        return (side // self.patch_size) ** 2 + 1 + self.registers
+
+    @property
+    def mlp_widths(self) -> tuple[int, int]:
+        """Outputs of a block's first MLP layer and inputs of its second: SwiGLU packs gate and value into the first."""
+        packed = int(self.width * self.mlp_ratio)
+        return packed, packed // 2 if self.swiglu else packed
+
     def attention(self, side: int) -> tuple[int, int, int]:
-        return self.heads, self.width // self.heads, 1 + self.registers + (side // self.patch_size) ** 2
+        return self.heads, self.width // self.heads, self.tokens(side)
 
     @property
     def timm_layers(self) -> dict[str, Any]:
@@ -122,7 +132,7 @@ class ViTSpec(BackboneSpec):
             return None
         own, as_named = self._eva_arguments(), like._eva_arguments()
         changed = {key: value for key, value in own.items() if value != as_named[key]}
-        if self.swiglu and (not like.swiglu or int(self.width * self.mlp_ratio) // 2 % 64):
+        if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
             changed["swiglu_align_to"] = 1  # no rounding; with 0 gate and value would be of one layer
         return name, changed | {"global_pool": "token"}
 

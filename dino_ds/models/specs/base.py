@@ -17,7 +17,7 @@ class BackboneSpec:
     """
 
     builder: ClassVar[str]
-    plain_form: ClassVar[str]
+    plain_form: ClassVar[str] = "dino_ds.models.build:PlainBackbone"
     told_by_tensors: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # as properties they would be the defaults of a dataclass's fields of these names

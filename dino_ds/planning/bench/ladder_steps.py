@@ -20,7 +20,6 @@ from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.bench.naive import LoopTeacher, PlainEngine, normalise_prototypes, plain_objective
 from dino_ds.planning.measure.trial import EPOCH_STEPS, Trial, begin_training, build_trial, resolve, synthetic_inputs
 
@@ -109,7 +108,7 @@ SELECTIONS = {"all": all_steps, "engine": engine_steps, "memory": memory_steps}
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
     """Why this step can't be measured here; None if it can."""
-    cuda, is_vit = torch.cuda.is_available(), isinstance(recipe.model.spec(), ViTSpec)
+    cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
     if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
         kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
         return f"{recipe.model.backbone} is {kind}"
