@@ -9,7 +9,7 @@ TRAIN = COMMANDS["train"]
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
-    """The command that `words` begin with, and the words after it; None if there is none."""
+    """The command that `words` begin with, and the words after it, or None if there is none."""
     for length in (2, 1):
         name = " ".join(words[:length])
         if len(words) >= length and name in COMMANDS:

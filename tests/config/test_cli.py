@@ -18,7 +18,6 @@ import pytest
 
 import dino_ds.cli.main as cli
 from dino_ds import __version__
-from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
@@ -340,11 +339,6 @@ def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., l
     assert line.startswith(says)
 
 
-def test_lists_with_commas():
-    command, words = find_command(["eval", "a", "--evals", "knn,ridge,knn", "--k", "20,5"])
-    assert parse_flags(command, words).fixed == {"model": "a", "evals": ("knn", "ridge"), "k": (20, 5)}
-
-
 def test_choices_are_what_the_tools_have():
     from dino_ds.report.clip import FORMS
     from dino_ds.report.draw_pictures import KINDS
@@ -486,25 +480,9 @@ def test_docs_are_current():
     assert (ROOT / "docs" / "configs.md").read_text() == configs_markdown()
 
 
-def test_docs_list_every_key():
-    text = configs_markdown()
-    sections = {name.rsplit(".", 1)[0] for name in key_names() if "." in name}
-    assert all(
-        f"| `{name}` |" in text for name in [*key_names(), *(o.name for o in recipe_options())] if name not in sections
-    )
-
-
 def test_local_rank_of_the_launcher_is_dropped():
     words = "--local_rank=3 train --local-rank 2 --seed 1 --local_rank"
     assert drop_local_rank(words.split()) == ["train", "--seed", "1"]
-
-
-def test_flags_are_sorted_by_their_home():
-    words = "--run_dir r --data.download --ds.fp16.enabled true --optimizer.min_lr -0.1"
-    flags = parse_flags(TRAIN, words.split())
-    assert flags.fixed == {"run_dir": "r"}
-    assert flags.recipe == {"data.download": "true", "optimizer.min_lr": "-0.1"}
-    assert flags.ds == {"fp16.enabled": "true"}
 
 
 def test_a_reader_that_leaves_ends_a_command_in_silence():

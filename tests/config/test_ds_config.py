@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import DsConfig, find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import REFUSED, DsJson, key_names
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
@@ -277,13 +277,6 @@ def test_the_teacher_s_copy_is_for_low_precision_and_small_networks_on_a_gpu(
     assert [config.keeps_teacher_copy(gpu, 1000) for gpu in (False, True)] == [on_cpu, on_gpu]
     assert config.keeps_teacher_copy(True, 10**9) is bool(asked)
     assert not _resolve({}).keeps_teacher_copy(True, 1000)
-
-
-def test_levers_have_defaults_and_are_read():
-    assert _resolve({}).performance == PerformanceOptions()
-    section = {"attention": "naive", "packed": False, "cls_only_last_block": False, "compile": "default"}
-    assert _resolve({"dino_ds": section}).performance == PerformanceOptions(**section)
-    assert _resolve({"dino_ds": {"attention_backend": "auto"}}).performance.attention_backend == "auto"
 
 
 @pytest.mark.parametrize("stage", [1, 2])
