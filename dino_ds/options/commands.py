@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dino_ds.options import run, machine, data, model, bench  # noqa: F401  # isort: skip  (in the order of help)
+from dino_ds.options import bench, data, machine, model, run  # noqa: F401  (their commands)
 from dino_ds.options.definition import COMMANDS, Command
 
 TRAIN = COMMANDS["train"]

@@ -331,6 +331,8 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
         ("pictures a --only pca,maps", "--only: 'maps' is not one of attention, pca"),
         ("eval a --evals knn,linear-sdg", "--evals: 'linear-sdg' is not one of knn, "),
         ("eval a --k 10,x", "--k: 'x' is not a whole number"),
+        ("shard --root a --out b --quality 101", "--quality: 101 must be <= 100"),
+        ("look-data --images 201", "--images: 201 must be <= 200"),
         ("bench inference a --batches 0,2", "--batches: 0 must be >= 1"),
     ],
 )
