@@ -34,7 +34,7 @@ _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
 class UserError(Exception):
-    """An error's message says what was given, what is allowed, what to do; `exit_code` is the process's.
+    """An error whose message says what was given, what is allowed and what to do. `exit_code` is the process's.
 
     said_by_me: whether this rank prints it, or None where rank 0 does, which `Failures.settle` may decide later.
     """
@@ -51,7 +51,7 @@ class ConfigError(UserError):
 
 
 class NotEstimated(ConfigError):
-    """What a backbone costs is not known: there is no formula for it, and it can't be measured either."""
+    """The cost of a backbone is not known: it can't be measured."""
 
 
 class DataError(UserError):

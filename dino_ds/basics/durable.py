@@ -10,14 +10,14 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `content` beside `path`, put it on the disk, then into place. Raises OSError."""
+    """Write `content` to a temporary file, put it on the disk, then into place. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
-    """A temporary path beside `path` to write to, which then replaces `path`; removed after an error. Raises OSError.
+    """Give a temporary path to write to, which then replaces `path`; it is removed after an error. Raises OSError.
 
     Without `on_disk` nothing waits for the disk: safe if the process dies, not if the machine does.
     """
@@ -36,7 +36,7 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a new folder of files: `path` must not exist."""
+    """Give a temporary folder to write files into, which then gets the name `path`; that must not exist."""
     temporary = path.with_name(f"{path.name}.tmp"[-255:])
     try:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -24,7 +24,7 @@ def crop_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def mix(x: Tensor) -> Tensor:
-    """The same step on int64, element-wise."""
+    """Mix the bits of int64 numbers as a step of `crop_seed` does, element-wise."""
     x = x + _SIGNED_GOLDEN
     x = (x ^ shift_right(x, 30)) * _SIGNED_MIX1
     x = (x ^ shift_right(x, 27)) * _SIGNED_MIX2

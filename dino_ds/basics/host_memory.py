@@ -12,8 +12,8 @@ _CONTAINERS = (
     ("/sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""For control groups of version 2 and 1: the folder, the files of the limit and of the memory in use, and the prefix of
-names in memory.stat."""
+"""Control groups of version 2 and 1: folder, files of the limit and of the memory in use, prefix of names in
+memory.stat."""
 _CACHES = ("inactive_file", "active_file")
 """Files' contents, which the kernel gives up when somebody needs the memory."""
 

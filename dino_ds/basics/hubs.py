@@ -20,7 +20,7 @@ def hub_id(text: str) -> str | None:
 
 
 def weights_elsewhere(text: str) -> str | None:
-    """What to do with another hub's name for weights, where they are not at that path; None if it is not one."""
+    """How to get weights by another hub's name, or None if `text` is no such name or a path that exists."""
     if os.path.lexists(os.path.expanduser(text)):
         return None
     found = hub_id(text)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
-"""What a model is given as."""
+"""The ways to name a model."""
 MOST_PROBLEMS = 100
-"""Looked for in one file: to find the nearest names of more takes too long, and nobody reads them."""
+"""Problems that are looked for in one file: finding the nearest names of more takes too long, and nobody reads them."""
 
 
 def by_word(words_of: Mapping[str, str]) -> dict[str, str]:
@@ -47,7 +47,7 @@ def _listed(words: list[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, slack: float = 0.08) -> list[str]:
-    """At most `count` of `known`, the most alike first: likeness >= `cutoff` and within `slack` of the best.
+    """At most `count` of `known`, the nearest first: likeness >= `cutoff` and within `slack` of the best.
 
     Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; a beginning of three
     letters is near, so that `run` finds `run_dir`.
@@ -69,7 +69,7 @@ def _likeness(name: str, other: str) -> float:
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:
-    """What to say about a file that is not there: the nearest of the files with these endings beside it."""
+    """The sentence about a file that is not there, with the nearest of its folder's files that have these endings."""
     folder = Path(path).parent
     if not folder.is_dir():
         return f"{path} does not exist: there is no folder {folder}."

@@ -14,9 +14,10 @@ from dino_ds.errors import ConfigError, one_line
 
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
-    """What `path`, MODULE:NAME, names, in a module on Python's path or in the current folder.
+    """Import the object that `path`, MODULE:NAME, names, from Python's path or the current folder.
 
-    key: of the recipe; kind: what `is_kind` accepts, in words: nothing else is ever called. Raises ConfigError.
+    key: the recipe's that names it; kind: the objects that `is_kind` accepts, in words: nothing else is ever called.
+    Raises ConfigError.
     """
     module_name, _, name = path.partition(":")
     if module_name == "__main__" and not _loaders_find_main(key):
@@ -81,6 +82,6 @@ def put_back(before: Any) -> str:
 
 
 def _loaders_find_main(key: str) -> bool:
-    """They run a main script again, if there is a file of it, for a source alone; other code is none of theirs."""
+    """Whether loader processes see what the main program defines: they run its script again, for a source alone."""
     script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
     return {"data.source": script, "data.transform": False}.get(key, True)

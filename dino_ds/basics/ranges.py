@@ -11,7 +11,7 @@ PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer
 student: with the cross-entropies over prototypes, which its heads make; loss: the other terms, and the sum; center: its
 commit over all ranks."""
 AUGMENTATION = "augmentation"
-"""Inside of data on a CPU; on a GPU by a stream of its own, beside the step."""
+"""The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
 
 Listener = Callable[[str], AbstractContextManager[Any]]
 _listeners: list[Listener] = []

@@ -15,8 +15,8 @@ from dino_ds.errors import ConfigError
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Within, this process trains alone. Its environment, Python's path of modules and hook for errors, and DeepSpeed's
-    logger are left as they were. Raises ConfigError in a process of a launcher."""
+    """Make this process train alone, and leave its environment, Python's path of modules and hook for errors, and
+    DeepSpeed's logger as they were. Raises ConfigError in a process of a launcher."""
     before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
     hook, path = sys.excepthook, sys.path[:]
     logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
@@ -39,9 +39,9 @@ def as_it_was() -> Iterator[None]:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """Leaves torch's settings and generators too as they were, and the process group that was joined meanwhile.
+    """Leave torch's settings and generators too as they were, and the process group that was joined meanwhile.
 
-    Within, gradients, mixed precision and new tensors' type and device are as in a process of a command.
+    Inside, gradients, mixed precision and new tensors' type and device are as in a process of a command.
     """
     import torch
     import torch.distributed as dist
@@ -88,7 +88,7 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """A notebook keeps the last error, and its frames would keep an engine in memory: the next cell needs it."""
+    """Free what an error's frames hold: a notebook keeps the last error, and the next cell needs an engine's memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

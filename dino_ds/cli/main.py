@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
-    """Tell people of an error; returns the exit code."""
+    """Print the line about an error; returns the exit code."""
     if isinstance(error, UserError):
         _say_error(str(error), error.said_by_me, debug=debug)
         return error.exit_code
@@ -154,7 +154,7 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
 
 
 def _check_start(options: Any, files: dict[str, Any]) -> None:
-    """Before the slow imports: what can't start should not take half a minute to say so. Raises UserError."""
+    """Check before the slow imports what would only stop half a minute later. Raises UserError."""
     from dino_ds.data.root import check_photos, check_root
 
     recipe = files["recipe"]
@@ -172,7 +172,7 @@ def _check_start(options: Any, files: dict[str, Any]) -> None:
 
 
 def _say_notes(notes: list[str]) -> None:
-    """Say what was understood otherwise than it is written; `train` writes it into its log instead."""
+    """Print what was understood otherwise than it is written; `train` writes it into its log instead."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
@@ -251,7 +251,7 @@ def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
 
 
 def _exit(code: int) -> None:
-    """Also where a group of processes that has lost a rank can't be left: the interpreter would wait for it."""
+    """End the process, also in a group that has lost a rank and can't be left: the interpreter would wait for it."""
     distributed = sys.modules.get("torch.distributed")
     joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if distributed is not None and joined and distributed.get_world_size() > 1:

@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import read_hostfile
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# The same by those who start ranks without setting them.
+# Names of the same variables by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -29,7 +29,7 @@ def forget_empty_ranks(environment: MutableMapping[str, str]) -> None:
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
-    """Under `mpirun` or `srun`, set the variables of torch's launchers; else every process would train by itself.
+    """Set the variables of torch's launchers under `mpirun` and `srun`; else every process would train by itself.
 
     Raises ConfigError if MASTER_ADDR is missing.
     """
@@ -77,7 +77,7 @@ def check_hostfile() -> None:
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:
-    """The --hostfile that a command line gives to DeepSpeed's launcher; None for none, or for another program."""
+    """The --hostfile that a command line gives to DeepSpeed's launcher, or None for none or for another program."""
     start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
     if start is None:
         return None

@@ -40,7 +40,6 @@ from dino_ds.options.data import LookDataOptions
 from dino_ds.planning.data_report import report
 from dino_ds.planning.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
 
-_MOST_IMAGES = 200
 _DRAWN_IMAGES = 2000
 _NAMES = 10_000
 _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
@@ -54,7 +53,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
     """
-    png = _check(options.images, options.out)
+    png = _check(options.out)
     data = recipe.data
     source = build_source(data.source, data.root, "train", data.download)
     recipe, words = _with_some_range(recipe, source)
@@ -99,9 +98,7 @@ def _modes(found: dict[str, Any]) -> str:
     return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
 
 
-def _check(images: int, out: str) -> Path:
-    if not 1 <= images <= _MOST_IMAGES:
-        raise ConfigError(f"--images {images}: a sheet has 1 to {_MOST_IMAGES}")
+def _check(out: str) -> Path:
     path = Path(out).expanduser()
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")

@@ -47,8 +47,6 @@ def run(options: ShardOptions) -> None:
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
-    if not 1 <= options.quality <= 100:
-        raise ConfigError(f"--quality {options.quality} must be 1 to 100")
     images = build_source(options.source, options.root, options.split, False)
     recoding = Shrink(options.shrink, options.quality)
     folder = Path(options.out).expanduser()

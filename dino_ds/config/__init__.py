@@ -1,1 +1,1 @@
-"""What the user may set: the recipe (what is learned) and the ds JSON (how fast, on what hardware). No torch here."""
+"""Settings of the user: the recipe (what is learned) and the ds JSON (how fast, on what hardware). No torch here."""

@@ -1,4 +1,4 @@
-"""How crops are augmented: the chances and strengths of each preset, and what a recipe may give in their place.
+"""The chances and strengths by which crops are augmented: those of each preset, and a recipe's in their place.
 
 No torch here.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 JITTERED = ("brightness", "contrast", "saturation", "hue")
 _MOST = (1.0, 1.0, 1.0, 0.5)
-"""Strengths of these: beyond, brightness would be negative, and the hue more than half a turn either way."""
+"""Largest strengths of `JITTERED`: beyond, brightness is negative, and the hue turns by more than half a circle."""
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """Chances and strengths; triples are (first global crop, second global crop, local crops).
 
-    brightness, contrast and saturation are multiplied by 1 ± strength, the hue is turned by ± strength of the colour
+    brightness, contrast and saturation are multiplied by 1 ± strength, the hue is turned by ± strength of the color
     circle, all four with the chance `jitter`. rotation: the chance of a turn by 90, 180 or 270 degrees.
     """
 
@@ -34,7 +34,7 @@ class Augmentation:
     rotation: float = 0.0
 
     def with_jitter(self, given: Sequence[float]) -> Augmentation:
-        """With one factor on its four strengths, or these four. Raises ValueError for other numbers."""
+        """This augmentation with one factor on its four strengths, or with four others. Raises ValueError."""
         text = ",".join(f"{value:g}" for value in given)
         if len(given) not in (1, len(JITTERED)):
             raise ValueError(
@@ -50,7 +50,7 @@ class Augmentation:
 
 
 def chances_by_kind(name: str, given: Sequence[float]) -> tuple[float, float, float]:
-    """One chance for every crop, or three: see Augmentation. Raises ValueError for other numbers."""
+    """The three chances of an Augmentation, from one for every crop or from three. Raises ValueError."""
     text = ",".join(f"{value:g}" for value in given)
     if len(given) not in (1, 3):
         raise ValueError(

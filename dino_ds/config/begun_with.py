@@ -1,6 +1,6 @@
-"""Compares what a start would continue with what it was begun with: settings, and the run that a stage began with.
+"""Compares a start with the run that it continues: the settings, and the run that a stage of training began with.
 
-Its images are compared by `dino_ds.data.image_set`. No torch.
+`dino_ds.data.image_set` compares the images. No torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Origin:
 
     @staticmethod
     def read(run_dir: Path) -> Origin | None:
-        """The origin of the run in this folder; None where it began with nothing, or its environment.json can't be
+        """The origin of the run in this folder, or None if it began with nothing or its environment.json can't be
         read."""
         found = read_environment(run_dir, ORIGIN)
         try:
@@ -76,7 +76,7 @@ class Origin:
 
 
 def read_environment(run_dir: Path, key: str) -> Any:
-    """The value of a key of a folder's environment.json; None where it has none, or can't be read."""
+    """The value of a key of a folder's environment.json, or None if it is not there or can't be read."""
     try:
         return read_object(run_dir / ENVIRONMENT)[key]
     except (OSError, ValueError, KeyError):
@@ -84,13 +84,13 @@ def read_environment(run_dir: Path, key: str) -> Any:
 
 
 def read_run_id(run_dir: Path) -> str | None:
-    """The run id that environment.json of a folder has; None where it has none, or can't be read."""
+    """The run id in environment.json of a folder, or None if it is not there or can't be read."""
     found = read_environment(run_dir, "run_id")
     return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
 
 
 def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything of a recipe, as plain values, that changes what is learned, by its dotted name."""
+    """The values of a recipe that change what is learned, by dotted name."""
     return {key: value for key, value in flatten(dict(recipe)).items() if not is_free(key)}
 
 
@@ -104,12 +104,12 @@ def is_free(key: str) -> bool:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The differences, in words by dotted name, between two recipes as plain values, of what changes learning."""
+    """The differences between two recipes in what changes learning: words such as "seed 0 -> 1", by dotted name."""
     return differences(learned(before), learned(now))
 
 
 def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[str]) -> None:
-    """Raises CheckpointError, naming every difference, for changed settings that are not allowed."""
+    """Raises CheckpointError that names every changed setting which is not allowed to change."""
     refused = {key: how for key, how in changed.items() if key not in allowed}
     if refused:
         raise CheckpointError(

@@ -14,9 +14,10 @@ from pydantic.dataclasses import dataclass
 from dino_ds.config.fields import option
 
 COPIED_WEIGHTS = 200_000_000
-"""Up to ViT-B the casts of the teacher's weights are launches that a GPU waits for; beyond it memory is worth more."""
+"""Weights of the largest teacher that is copied by default: a GPU waits for the launches of the casts up to ViT-B, and
+beyond it memory is worth more."""
 LOGGERS = ("wandb", "comet", "mlflow", "trackio")
-"""Sections of where else metrics go; DeepSpeed would wait for the device in each step."""
+"""Sections that send metrics elsewhere; DeepSpeed does not get them: it would wait for the device in each step."""
 Bool = Annotated[bool, Strict()]
 
 

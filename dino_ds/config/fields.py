@@ -54,7 +54,7 @@ class Length:
 
     @staticmethod
     def parse(text: object) -> Length:
-        """From "30 epochs", "30epochs", "1e6 images", "30 steps from step 100"; a bare number is steps.
+        """Read "30 epochs", "30epochs", "1e6 images" or "30 steps from step 100"; a bare number is steps.
 
         Raises ValueError.
         """
@@ -135,12 +135,12 @@ def positive(length: Length) -> Length:
 
 
 def _split_range(value: object) -> object:
-    """Splits "0.4,1" of the command line, where YAML gives [0.4, 1]."""
+    """Split "0.4,1" of the command line, where YAML gives [0.4, 1]."""
     return re.split(r"[,\s]+", value.strip("[]() ")) if isinstance(value, str) else value
 
 
 def _parse_numbers(value: object) -> object:
-    """A number, or several in a list or with commas between them."""
+    """Read a number, or several in a list or with commas between them."""
     parts: Any = _split_range(value)
     try:
         return tuple(float(part) for part in (parts if isinstance(parts, list | tuple) else [parts]))
@@ -155,7 +155,7 @@ def check_range(value: tuple[float, float]) -> tuple[float, float]:
 
 
 def _parse_value_range(value: object) -> tuple[float, float] | Literal["auto"]:
-    """ "auto", or two numbers in a list or with a comma between them."""
+    """Read "auto", or two numbers in a list or with a comma between them."""
     if value == "auto":
         return "auto"
     parts = _split_range(value)
@@ -175,7 +175,7 @@ _MOST_VALUE = 1e18
 
 
 def _split_words(value: object) -> object:
-    """Words in a list or with commas between them."""
+    """Split words with commas between them, where YAML gives a list."""
     return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w) if isinstance(value, str) else value
 
 
@@ -194,7 +194,7 @@ EVALUATIONS_ELSEWHERE = {"voc": "Segmentation: python -m dino_ds.examples.finetu
 
 
 def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:
-    """ "auto", or names in a list or with commas between them."""
+    """Read "auto", or names in a list or with commas between them."""
     if value == "auto":
         return "auto"
     words = _split_words(value)

@@ -39,7 +39,7 @@ RECIPE_HOMES = by_word(
         "save_every": "save_every",
     }
 )
-"""What people write in a ds JSON (first part of the key) -> the recipe key that holds it."""
+"""First part of a key that people write in a ds JSON -> the recipe key that holds it."""
 DS_HOMES = by_word(
     {
         "train_micro_batch_size_per_gpu": "micro_batch micro_batch_size batch_size_per_gpu "
@@ -69,7 +69,7 @@ DS_HOMES = by_word(
 
 
 def ds_home(key: str) -> str | None:
-    """The sentence for a recipe key that belongs to the ds JSON, None if it does not."""
+    """The sentence for a recipe key that belongs to the ds JSON, or None if it does not."""
     for part in (key.rsplit(".", 1)[-1], key.split(".", 1)[0]):
         if part.startswith("stage3_"):
             return f"it belongs to the ds JSON: zero_optimization.{part} (--ds.zero_optimization.{part})"
@@ -79,6 +79,6 @@ def ds_home(key: str) -> str | None:
 
 
 def recipe_home(key: str) -> str | None:
-    """The sentence for a ds JSON key that belongs to the recipe, None if it does not."""
+    """The sentence for a ds JSON key that belongs to the recipe, or None if it does not."""
     part = key.split(".", 1)[0]
     return f"it belongs to the recipe: {RECIPE_HOMES[part]}" if part in RECIPE_HOMES else None

@@ -6,7 +6,8 @@ No torch here: help and checks must start at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -24,24 +25,44 @@ _FAR, _SURE = 0.75, 0.85
 """Least similarity of a suggestion, and of a name that only other projects use."""
 
 
-class _Given(NamedTuple):
-    """The values that files and the command line set: dotted name -> (raw value, where it came from).
+@dataclass
+class _Given:
+    """What files and the command line set, before it is checked.
 
-    problems: a line for each name that is not known; unsure: sections and keys in which there is one. notes: a line
-    for what was left out.
+    values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each name
+    that is not known, whose sections are `unsure`: what their other keys mean can't be judged. notes: a line for what
+    was left out.
     """
 
-    values: dict[str, tuple[Any, str]]
-    problems: list[str]
-    unsure: set[str]
-    notes: list[str]
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unsure: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, values: Mapping[str, Any], origin: str) -> None:
+        """Lay values over those before; a backbone that is named without its settings drops another network's."""
+        before = self.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
+        if (backbone := values.get("model.backbone", before)) != before:
+            others = [key for key in keys_not_of(backbone) if key in self.values and key not in values]
+            dropped = {key: self.values.pop(key)[0] for key in others}
+            said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
+            if said:
+                self.notes.append(f"left out for model.backbone {backbone}, as it is {before}'s: {', '.join(said)}")
+        self.values.update({name: (value, origin) for name, value in values.items()})
+
+    def refuse(self, name: str, where: str) -> None:
+        """Note that `name` is no key; `where` is what the line begins with."""
+        if len(self.problems) < MOST_PROBLEMS:
+            self.problems.append(f"{where}{name}: {unknown_key(name)}")
+            self.unsure.add(name.split(".")[0])
 
 
 def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[str] | None = None) -> Recipe:
-    """The recipe `config` (a shipped name or a YAML path; None = the defaults) with `overrides` (dotted key -> text).
+    """Load the recipe `config` with `overrides` (dotted key -> text).
 
-    Several, with commas between them: what each one sets replaces what those before it set. `notes` gets a line for
-    what a recipe sets and another backbone has no use for. Raises ConfigError with one line per problem.
+    config: a shipped name, a YAML path, several of them with commas between, where each one's keys replace those of the
+    ones before, or None for the defaults. `notes` gets a line for what a recipe sets and another backbone has no use
+    for. Raises ConfigError with one line per problem.
     """
     given = _collect(config, overrides)
     if notes is not None:
@@ -50,17 +71,17 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | None = None) -> Recipe:
-    """`recipe` with what `config` sets, as of `load_recipe`, and with `overrides` (dotted key -> text).
+    """Change `recipe` by the keys of `config` and by `overrides`, both as `load_recipe` has them.
 
     Raises ConfigError with one line per problem.
     """
     changes = _collect(config, overrides)
     own = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
-    return _validate(changes._replace(values=own | changes.values))
+    return _validate(replace(changes, values=own | changes.values))
 
 
 def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
-    """The dotted names that a recipe and overrides set. Raises ConfigError as `load_recipe`."""
+    """The dotted names of the keys that a recipe and overrides set. Raises ConfigError as `load_recipe` does."""
     given = _collect(config, overrides)
     if given.problems:
         raise ConfigError("\n".join(given.problems))
@@ -78,37 +99,23 @@ def recipe_options() -> list[Option]:
 
 
 def _collect(config: str | None, overrides: Mapping[str, str]) -> _Given:
-    """The values that the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a
-    file."""
-    given = _Given({}, [], set(), [])
+    """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file that
+    can't be read."""
+    given = _Given()
     for path, content in [] if config is None else read_recipe_files(config):
-        _add(given, dict(_flatten(content, "", path, given)), path)
-    _add(given, dict(_read_overrides(overrides, given)), COMMAND_LINE)
+        given.add(dict(_flatten(content, "", path, given)), path)
+    given.add(dict(_read_overrides(overrides, given)), COMMAND_LINE)
     return given
 
 
-def _add(given: _Given, values: dict[str, Any], origin: str) -> None:
-    """Lay `values` over what is given; a backbone that they name alone takes nothing that is another network's."""
-    before = given.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
-    if (backbone := values.get("model.backbone", before)) != before:
-        others = [key for key in keys_not_of(backbone) if key in given.values and key not in values]
-        dropped = {key: given.values.pop(key)[0] for key in others}
-        said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
-        if said:
-            given.notes.append(f"left out for model.backbone {backbone}, as it is {before}'s: {', '.join(said)}")
-    given.values.update({name: (value, origin) for name, value in values.items()})
-
-
 def _read_overrides(overrides: Mapping[str, str], given: _Given) -> Iterator[tuple[str, Any]]:
-    """Dotted name -> text, or None where that means none; unknown names are problems of `given`."""
+    """Yield (dotted name, its text, or None for a word that unsets it) of known names; refuse the others."""
     options = options_of(Recipe)
     for name, text in overrides.items():
         if name not in options:
-            given.problems.append(f"--{name}: {unknown_key(name)}")
-            given.unsure.add(name.split(".")[0])
-            continue
-        none = text.strip().lower() in NONE_WORDS and options[name].takes_none
-        yield name, (None if none else text)
+            given.refuse(name, "--")
+        else:
+            yield name, None if text.strip().lower() in NONE_WORDS and options[name].takes_none else text
 
 
 def unknown_key(name: str) -> str:
@@ -139,7 +146,7 @@ _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.o
 
 
 def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> Iterator[tuple[str, Any]]:
-    """(dotted name, raw value) of the known keys; the others are problems of `given`."""
+    """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
     for key, value in content.items():
@@ -150,13 +157,12 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> 
             continue  # a section whose lines are all commented out
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, given)
-        elif len(given.problems) < MOST_PROBLEMS:
-            given.problems.append(f"{path}: {name}: {unknown_key(name)}")
-            given.unsure.add(name.split(".")[0])
+        else:
+            given.refuse(name, f"{path}: ")
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recipe's values by dotted name -> the same under their sections."""
+    """Put a recipe's values, by dotted name, under their sections."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, _, leaf = name.rpartition(".")
@@ -165,20 +171,22 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _validate(given: _Given) -> Recipe:
+    """Raises ConfigError with the lines of all problems, also of what sections make of each other.
+
+    pydantic compares sections only when each is right by itself: so those that are wrong are left out, and the others
+    are checked again, which says nothing of what follows from those that are `unsure`.
+    """
     nested = by_section({name: value for name, (value, _) in given.values.items()})
     lines, unsure = list(given.problems), set(given.unsure)
-    while True:
+    recipe, wrong = None, {""}
+    while recipe is None and wrong:
         try:
             recipe = Recipe.model_validate(nested, context={UNSURE: unsure})
-            break
         except ValidationError as error:
             lines += problem_lines(error, given.values)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-            if not wrong:
-                break
-            # The rest once more: what its sections make of each other is to be said at once, too.
             unsure |= wrong
             nested = {name: value for name, value in nested.items() if name not in wrong}
-    if lines:
+    if recipe is None or lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
     return recipe

@@ -43,7 +43,7 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str]) -> Recip
 
 
 def _started_in(run_dir: Path) -> str | None:
-    """The working folder of the run's newest start; None where it is gone, or not written down."""
+    """The working folder of the run's newest start, or None if it is gone or not written down."""
     try:
         folder = read_environment(run_dir, "starts")[-1][STARTED_IN]
     except (LookupError, TypeError):
@@ -52,6 +52,6 @@ def _started_in(run_dir: Path) -> str | None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a file or a folder is at `path`; of a pattern the folder that it begins with."""
+    """Whether a file or a folder is at `path`, or at the beginning of a pattern."""
     plain = re.split(r"[*?\[{]", path)[0]
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))

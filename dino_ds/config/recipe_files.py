@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 EXTENDS = "extends"
-"""The key of a file with what it goes over: a shipped recipe's name, or a file beside it."""
+"""The key of a file that names the recipe it changes: a shipped one, or a file relative to it."""
 
 
 class RecipeFile(NamedTuple):
@@ -52,7 +52,7 @@ def _read_chain(path: str) -> list[RecipeFile]:
 
 
 def _find_base(base: object, path: str) -> str:
-    """The file that the one at `path` extends; a relative name is beside it."""
+    """The file that the one at `path` extends; relative names begin in its folder."""
     start = f"{path}: {EXTENDS}: "
     if not isinstance(base, str) or (base not in recipe_names() and "," in base):
         raise ConfigError(
@@ -65,7 +65,7 @@ def _find_base(base: object, path: str) -> str:
 
 
 def _find(config: str, start: str) -> str:
-    """The file of one recipe; `start` is what an error begins with."""
+    """The path of one recipe's file; `start` is what an error begins with."""
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"{start}{config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
     if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):

@@ -40,7 +40,7 @@ class Option:
         return self.info.description or ""
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """What `option` of config.fields was given in addition to a default and a description."""
+        """A fact that `option` of config.fields was given, or `default`."""
         facts = self.info.json_schema_extra
         return facts.get(name, default) if isinstance(facts, dict) else default
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from dino_ds.config.fields import Amount, Count, Positive, option
 from dino_ds.options.definition import Json, command
@@ -24,7 +26,7 @@ class FindWorkersOptions:
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""
 
-    images: Count = option(8, "images on the sheet, 200 at most")
+    images: Annotated[Count, Field(le=200)] = option(8, "images on the sheet, 200 at most")
     sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
     out: str = option("look-data.png", "the sheet; a page with more goes beside it (.html)")
     json: Json = False
@@ -55,6 +57,6 @@ class ShardOptions:
     out: str = option(..., "folder of the shards")
     shard_size: str = option("256MiB", "images of a shard (10000) or about its size (256MiB)")
     shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
-    quality: Count = option(90, "of shrunken JPEGs, 1 to 100")
+    quality: Annotated[Count, Field(le=100)] = option(90, "of shrunken JPEGs, 1 to 100")
     workers: Count | None = option(None, "processes", shown="one a core")
     json: Json = False

@@ -1,4 +1,4 @@
-"""How a command is declared: a class whose typed fields are its options, and a line of facts.
+"""Declares commands: each is a class whose typed fields are its options, and a line of facts.
 
 The fields are read as those of a recipe are (`dino_ds.config.schema`): parsing, help, choices, defaults and
 the page of options all come from them.

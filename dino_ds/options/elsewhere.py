@@ -11,11 +11,11 @@ from dino_ds.options.foreign_words import MEANT, OPTIONS
 
 _NOTHING_MEANT = "options are written --key value"
 _WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
-"""Options of which people leave the name out."""
+"""Options whose name people leave out."""
 
 
 def option_elsewhere(name: str, value: str, command: Command) -> str | None:
-    """What to use here for an option that other programs have; None if the option is unknown."""
+    """The sentence on what to use here for an option that other programs have, or None if nothing knows it."""
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[-1]
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
@@ -36,7 +36,7 @@ def _switch(word: str, command: Command) -> str | None:
 
 
 def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
-    """What a word without an option's name was meant as.
+    """The sentence on what a word without an option's name was meant as.
 
     before: the option (without dashes) that was read before it and its value. first: of such words.
     """

@@ -29,7 +29,8 @@ ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
 
 @dataclass
 class Flags:
-    """What was given: the command's own flags (converted), recipe and ds JSON overrides (dotted key -> text).
+    """The options of a command line: the command's own, converted, and overrides of the recipe and of the ds JSON as
+    text by dotted key.
 
     train_words, train: what follows "--" for a command that takes `train`'s options.
     """
@@ -42,7 +43,7 @@ class Flags:
 
 
 def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
-    """The words after the command's name. Raises ConfigError with one line per problem."""
+    """Read the words after the command's name. Raises ConfigError with one line per problem."""
     if command.takes_train:
         return _parse_both(command, list(argv))
     flags, problems = Flags(), list[str]()
@@ -63,7 +64,7 @@ def check_required(command: Command, flags: Flags) -> None:
 
 
 def _parse_both(command: Command, words: list[str]) -> Flags:
-    """The command's own words, "--", and those of `train`."""
+    """Read the command's own words, "--", and those of `train`."""
     end = words.index("--") if "--" in words else len(words)
     parts: list[Flags] = []
     problems: list[str] = []
@@ -80,7 +81,7 @@ def _parse_both(command: Command, words: list[str]) -> Flags:
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:
-    """Without the --local_rank=N that DeepSpeed's launcher adds; the environment says it too."""
+    """Remove the --local_rank=N that DeepSpeed's launcher adds; the environment says it too."""
     words, kept = list(argv), []
     while words:
         word = words.pop(0)
@@ -93,7 +94,7 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
-    """(flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
+    """Yield (flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
     bare, strays, known = list(command.bare), list[str](), command.known_options
     read: tuple[str, str] | None = None
     while words:
@@ -205,7 +206,7 @@ def _unknown(command: Command, name: str, value: str) -> str:
 
 
 def _nearest_ds_keys(name: str) -> str:
-    """By their last parts only those of several words: `device` and `names` are parts of many things."""
+    """A suggestion of the nearest keys of the ds JSON; those that end in one word (device) only for dotted names."""
     keys = [key for key in key_names() if "." in name or "_" in key.rsplit(".", 1)[-1]]
     return suggestion([f"ds.{key}" for key in nearest(name, keys, cutoff=0.85)])
 

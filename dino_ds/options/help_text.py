@@ -72,7 +72,7 @@ def _overview() -> str:
     groups = [
         line
         for group in GROUPS
-        for line in (group, *_rows([(c.name, "", c.summary) for c in COMMANDS.values() if c.group == group]), "")
+        for line in (group, *_rows([(one.name, "", one.summary) for one in _commands_of(group)]), "")
     ]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
     usage = [
@@ -86,6 +86,11 @@ def _overview() -> str:
         "",
     ]
     return "\n".join([*usage, "exit codes", *_rows(codes), ""])
+
+
+def _commands_of(group: str) -> list[Command]:
+    """The commands under a heading by name; the one of the heading's name comes first."""
+    return sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
 
 
 def _short_page(command: Command) -> str:
@@ -145,7 +150,7 @@ def configs_markdown() -> str:
     parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
         (f"`--{o.name}`", o.default, o.description) for o in TRAIN.all_options
     )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(
-        f"`{one.name}`" for group in GROUPS for one in COMMANDS.values() if one.group == group and one is not TRAIN
+        f"`{one.name}`" for group in GROUPS for one in _commands_of(group) if one is not TRAIN
     ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
         ("key", "type", "default", "what it is"),
         ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),

@@ -22,8 +22,8 @@ _VIT = re.compile(
 
 
 class _Vit(NamedTuple):
-    """A ViT as a paper or another project names it; project: dinov2, dinov3 or ""; size: ti, s, b, l, h, g
-    or 7b; patch: None where it is not said."""
+    """A ViT as a paper or another project names it: the project dinov2, dinov3 or ""; the size ti, s, b, l, h, g or 7b;
+    the patch size, or None where it is not said."""
 
     project: str
     size: str
@@ -31,7 +31,7 @@ class _Vit(NamedTuple):
 
 
 def _vit_named(text: str) -> _Vit | None:
-    """The ViT that ViT-S/16, vit_small or dino_vits16 is; None for any other text."""
+    """The ViT that ViT-S/16, vit_small or dino_vits16 is, or None for any other text."""
     if (found := _VIT.fullmatch(text.lower())) is None:
         return None
     project = re.search(r"dinov[23]", text.lower())
@@ -40,7 +40,7 @@ def _vit_named(text: str) -> _Vit | None:
 
 
 def _timm_vit(text: str) -> str | None:
-    """timm's name of a ViT that a paper or another project calls `text`; None for any other text."""
+    """timm's name of a ViT that a paper or another project calls `text`, or None for any other text."""
     if (vit := _vit_named(text)) is None or vit.size == "7b":
         return None
     size = _NAMES[vit.size]
@@ -50,7 +50,7 @@ def _timm_vit(text: str) -> str | None:
 
 
 def _recipe_of_network(name: str) -> str | None:
-    """The options that train the ViT which papers or other projects call `name`; None if it is none of them."""
+    """The options that train the ViT which papers or other projects call `name`, or None if it is none of them."""
     if (vit := _vit_named(name)) is None:
         return None
     start = f"{vit.project and f'{vit.project}_'}vit{vit.size}"

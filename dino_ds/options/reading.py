@@ -1,4 +1,4 @@
-"""From a checked command line to what a command's function gets: its options, and what the named files hold."""
+"""Makes the arguments of a command's function from a checked command line: options, and the content of files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _no_images(resumes: bool) -> str:
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     """An instance of the command's options, and its function's other keywords. Raises ConfigError.
 
-    `notes` among them, lines for people, are not the function's; `train` has them in its `given`.
+    `notes` among them, human-readable lines, are not the function's; `train` has them in its `given`.
     """
     check_required(command, flags)
     given = {**flags.fixed}

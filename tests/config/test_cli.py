@@ -18,7 +18,6 @@ import pytest
 
 import dino_ds.cli.main as cli
 from dino_ds import __version__
-from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
@@ -351,17 +350,14 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
         ("pictures a --only pca,maps", "--only: 'maps' is not one of attention, pca"),
         ("eval a --evals knn,linear-sdg", "--evals: 'linear-sdg' is not one of knn, "),
         ("eval a --k 10,x", "--k: 'x' is not a whole number"),
+        ("shard --root a --out b --quality 101", "--quality: 101 must be <= 100"),
+        ("look-data --images 201", "--images: 201 must be <= 200"),
         ("bench inference a --batches 0,2", "--batches: 0 must be >= 1"),
     ],
 )
 def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., list[str]]):
     (line,) = errors(*words.split())
     assert line.startswith(says)
-
-
-def test_lists_with_commas():
-    command, words = find_command(["eval", "a", "--evals", "knn,ridge,knn", "--k", "20,5"])
-    assert parse_flags(command, words).fixed == {"model": "a", "evals": ("knn", "ridge"), "k": (20, 5)}
 
 
 def test_choices_are_what_the_tools_have():
@@ -512,14 +508,6 @@ def test_the_page_of_options_and_help_list_every_key():
 def test_local_rank_of_the_launcher_is_dropped():
     words = "--local_rank=3 train --local-rank 2 --seed 1 --local_rank"
     assert drop_local_rank(words.split()) == ["train", "--seed", "1"]
-
-
-def test_flags_are_sorted_by_their_home():
-    words = "--run_dir r --data.download --ds.fp16.enabled true --optimizer.min_lr -0.1"
-    flags = parse_flags(TRAIN, words.split())
-    assert flags.fixed == {"run_dir": "r"}
-    assert flags.recipe == {"data.download": "true", "optimizer.min_lr": "-0.1"}
-    assert flags.ds == {"fp16.enabled": "true"}
 
 
 def test_a_reader_that_leaves_ends_a_command_in_silence():

@@ -224,7 +224,7 @@ def test_a_restart_equals_init_from(base, tmp_path):
     [
         ({}, "no stage_start says what is taken over from the run before"),
         (CONTINUE | {"model.depth": "3"}, "is of another backbone: depth 2 there, 3 here"),
-        (CONTINUE | {"model.backbone": "resnet18", "model.patch_size": "none"}, "model.width is not something"),
+        (CONTINUE | {"model.backbone": "resnet18", "model.patch_size": "none"}, "model.width 32 is for ViTs"),
         (CONTINUE | {"model.in_chans": "4"}, "model.in_chans is 4, and images of data.source folder have 3 channels"),
         (RESTART | {"head.prototypes": "64"}, "has another head: prototypes 48 there, 64 here"),
         (RESTART | {"ibot_head.hidden": "64"}, "has another ibot_head: hidden 48 there, 64 here"),
