@@ -100,7 +100,7 @@ def _modes(found: dict[str, Any]) -> str:
 
 
 def _check(images: int, out: str) -> Path:
-    if not 1 <= images <= _MOST_IMAGES:
+    if images > _MOST_IMAGES:
         raise ConfigError(f"--images {images}: a sheet has 1 to {_MOST_IMAGES}")
     path = Path(out).expanduser()
     if path.suffix != ".png":

@@ -228,7 +228,6 @@ def test_images_beyond_the_limit_of_pixels_are_unreadable(folder):
 @pytest.mark.parametrize(
     ("images", "out", "words"),
     [
-        (0, "a.png", "--images 0: a sheet has 1 to 200"),
         (1000, "a.png", "--images 1000: a sheet has 1 to 200"),
         (1, "sheet.jpg", "must end in .png"),
         (1, "nowhere/sheet.png", "nowhere is not a writable folder"),
