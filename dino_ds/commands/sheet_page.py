@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from dino_ds.commands.sheet import GLOBAL_COLOR, LOCAL_COLOR, Seen, describe
 from dino_ds.planning.data_report import bin_name, channel_flags, duplicates_sentence
-from dino_ds.report.html import build_document, embedded_picture
+from dino_ds.report.html import build_document, embedded_picture, render
 
-_HERE = Path(__file__).parent
 _ORIGINAL_SIDE = 480
 """Longer side in the page, pixels."""
 _ORIGINAL_HEIGHT = 330
@@ -24,9 +19,9 @@ _LISTED = 200
 
 
 def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
-    """HTML of the sheet and of what `summarise` found: sheet.html, sheet.css and sheet.js filled in."""
-    pages = Environment(loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined)
-    body = pages.get_template("sheet.html").render(
+    """HTML of the sheet and of the findings of `summarise`."""
+    body = render(
+        "sheet.html",
         title=title,
         found=found,
         rows=[_card(number, row) for number, row in enumerate(rows)],
@@ -34,8 +29,7 @@ def build_page(rows: Sequence[Seen], found: dict[str, Any], title: str) -> str:
         local_color=LOCAL_COLOR,
         **_statistics(found),
     )
-    style, script = (_HERE / name for name in ("sheet.css", "sheet.js"))
-    return build_document(title, Markup(body), style.read_text("utf-8"), script.read_text("utf-8"))
+    return build_document(title, body, "sheet")
 
 
 def _card(number: int, row: Seen) -> dict[str, Any]:

@@ -42,9 +42,9 @@ _LARGE_SIDE = 1024
 _MANY_TWINS = 0.05
 """Share of the images looked at that look like another one, from which a note is given."""
 _BF16_SINCE = 8
-"""Major compute capability."""
+"""Major compute capability from which on GPUs have bf16."""
 _FAST = 0.99
-"""EMA momentum that is advised where the teacher decides nothing."""
+"""EMA momentum that is advised if the teacher decides nothing."""
 
 
 def run(options: AdviseOptions) -> None:
@@ -155,14 +155,10 @@ def _predict(recipe: Recipe, images: int, cluster: Cluster) -> dict[str, Any]:
 
 
 def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> str:
-    if nodes > 1:
-        start = ["dino-ds", "launch", "--hostfile", "HOSTS", "--"]
-    elif gpus > 1:
-        start = ["dino-ds", "launch", "--ranks", str(gpus), "--"]
-    else:
-        start = ["dino-ds", "train"]
-    given = {"config": recipe, **flags}
-    return shlex.join([*start, *(word for name, value in given.items() for word in (f"--{name}", value))])
+    start = ["launch", "--hostfile", "HOSTS", "--"] if nodes > 1 else ["launch", "--ranks", str(gpus), "--"]
+    start = start if max(nodes, gpus) > 1 else ["train"]
+    words = [word for name, value in {"config": recipe, **flags}.items() for word in (f"--{name}", value)]
+    return shlex.join(["dino-ds", *start, *words])
 
 
 def _remedies(recipe: Recipe) -> list[str]:
@@ -186,7 +182,7 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_
     images = _images(options)
     if weights := frozen_weights(data, gpus):
         tests = shlex.quote(_test_images(options) or "TESTS")
-        evaluate = f"eval {weights} {_named(options)} --test_root {tests}"
+        evaluate = f"eval {weights} {_images(options, '')} --test_root {tests}"
         yield (
             "first, without training (DINOv2's model card: good features out of the box)\n"
             f"  dino-ds {evaluate if has_labels else _embed(weights, options)}"
@@ -204,10 +200,10 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
 
 
-def _images(options: AdviseOptions) -> str:
-    """The images as options of the commands that take a recipe's keys."""
-    source = [] if options.source == "folder" else ["--data.source", options.source]
-    return shlex.join([*source, *([] if options.root is None else ["--data.root", options.root])])
+def _images(options: AdviseOptions, section: str = "data.") -> str:
+    """The images as options of commands that take a recipe's keys; without a `section`, of commands about models."""
+    source = [] if options.source == "folder" else [f"--{section}source", options.source]
+    return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
 
 def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[str]:
@@ -231,10 +227,4 @@ def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[st
 
 
 def _embed(weights: str, options: AdviseOptions) -> str:
-    return f"embed {weights} {_named(options)} --out features.parquet"
-
-
-def _named(options: AdviseOptions) -> str:
-    """The images as options of the commands about models."""
-    root = [] if options.root is None else ["--root", options.root]
-    return shlex.join(root if options.source == "folder" else ["--source", options.source, *root])
+    return f"embed {weights} {_images(options, '')} --out features.parquet"

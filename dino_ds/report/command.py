@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import RunFiles, read_run
-from dino_ds.report.html import TEMPLATES, build_document, render
+from dino_ds.report.html import build_document, render
 from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
@@ -70,9 +70,8 @@ def _write(page: Path, runs: list[RunFiles]) -> None:
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     folders = [str(one.path.resolve()) for one in runs]
     body += render("foot.html", version=__version__, today=today, folders=folders)
-    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     try:
-        replace_file(page, build_document(title, body, style, script))
+        replace_file(page, build_document(title, body, "page"))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
 

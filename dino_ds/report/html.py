@@ -14,7 +14,7 @@ from PIL import Image, features
 
 from dino_ds.report import text
 
-TEMPLATES = Path(__file__).parent / "templates"
+_TEMPLATES = Path(__file__).parent / "templates"
 _MAX_PIXELS = 100_000_000
 _LONG_WORD = 28
 """Letters, beyond which a word in a table may be broken: paths."""
@@ -42,15 +42,16 @@ def render(template: str, **values: Any) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     made = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     made.filters |= {name: getattr(text, name) for name in ("number", "percent", "duration", "gib", "nats")}
     made.tests["long"] = is_long
     return made
 
 
-def build_document(title: str, body: str, style: str, script: str) -> str:
-    """A whole document around HTML. Its policy forbids every request and every script but this one."""
+def build_document(title: str, body: str, name: str) -> str:
+    """A whole document around HTML with NAME.css and NAME.js. Its policy forbids every request and other script."""
+    style, script = ((_TEMPLATES / f"{name}.{ending}").read_text(encoding="utf-8") for ending in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return render("page.html", title=title, body=body, style=style, script=script, digest=digest)
 
