@@ -41,7 +41,7 @@ class FileRecord:
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """About the length of the file that `write_tensors` makes of these tensors."""
+    """Approximate length of the file that `write_tensors` makes of these tensors."""
     return sum(t.numel() * t.element_size() + 256 for t in tensors.values()) + 1024
 
 
@@ -217,7 +217,7 @@ class PendingSave:
         return int(self.manifest["step"])
 
     def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
-        """The thread writes and verifies `files`, then calls `on_end` with whether it could."""
+        """Start a thread that writes and verifies `files`, then calls `on_end` with whether it could."""
         self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
         self._thread.start()
         self.stalled = time.perf_counter() - self.begun

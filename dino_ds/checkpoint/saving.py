@@ -53,7 +53,7 @@ class SaveCost:
 
 
 class Saving:
-    """Every rank has one and calls the same methods after the same steps; at most one save is being written.
+    """Saves checkpoints; every rank calls the same methods after the same steps, and at most one save is being written.
 
     Args: `flags` with "saved" and "save_failed"; `background` False writes from the tensors themselves while training
     waits, without a second copy in host memory. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.

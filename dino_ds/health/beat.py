@@ -51,27 +51,27 @@ class Beat(ctypes.Structure):
         return beat
 
     def enter(self, phase: str, step: int) -> None:
-        """The rank is now in `phase`, with `step` optimizer steps done."""
+        """Note that the rank is now in `phase`, with `step` optimizer steps done."""
         self._phase, self.step, self._part = PHASES.index(phase), step, 0
         self.moves += 1
 
     def enter_part(self, name: str) -> None:
-        """The rank is now in part `name` of a step (dino_ds.basics.ranges)."""
+        """Note that the rank is now in part `name` of a step (dino_ds.basics.ranges)."""
         self._part = PARTS.index(name) + 1 if name in PARTS else 0
         self.moves += 1
 
     def tick(self) -> None:
-        """The rank makes progress inside a phase; ranks may have different numbers of ticks."""
+        """Note progress inside a phase; ranks may have different numbers of ticks."""
         self.ticks += 1
 
     def end(self, how: str, code: int, message: str) -> None:
-        """The rank is about to end, as one of ENDS; only the first call counts."""
+        """Note that the rank is about to end, as one of ENDS; only the first call counts."""
         if not self._end:
             self.message, self.code = message.encode()[: _MESSAGE_BYTES - 1], code
             self._end = ENDS.index(how)
 
     def request_stop(self, reason: str) -> None:
-        """The monitor asks the rank to stop at its next step, for one of STOP_REASONS."""
+        """Ask the rank to stop at its next step, for one of STOP_REASONS; called by the monitor."""
         self._stop_reason = STOP_REASONS.index(reason)
 
     @property

@@ -1,4 +1,4 @@
-"""Small files that several processes write, and a time limit for looking at files on a disk that may hang."""
+"""Small files that several processes write, and a time limit for reading files on a disk that may hang."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def last_checkpoint_step(run_dir: Path) -> int | None:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """Such as "last complete checkpoint: step 500 in RUN/checkpoints", or why it is not known."""
+    """A text such as "last complete checkpoint: step 500 in RUN/checkpoints", or why it is not known."""
     step, folder = last_checkpoint_step(run_dir), run_dir / "checkpoints"
     if step is None:
         return f"{folder} can't be read: the disk does not answer"
@@ -225,5 +225,5 @@ def last_checkpoint(run_dir: Path) -> str:
 
 
 def append_record(path: Path, record: dict[str, object]) -> None:
-    """One line of JSON; nothing if the run folder was never made, or the disk does not answer."""
+    """Append a line of JSON; nothing if the run folder was never made, or the disk does not answer."""
     Disk().run(lambda: append_line(path, json.dumps(record)), None)

@@ -28,7 +28,7 @@ def longest_wait(hang_seconds: float) -> float:
 
 
 class Watchdog:
-    """Has this rank monitored while the `with` block runs; `beat` is what the rank tells its monitor.
+    """Lets a monitor process watch this rank while the `with` block runs; `beat` is what the rank tells its monitor.
 
     hang_seconds: see the recipe; with 0 hangs are not looked for, without `ends_hangs` only reported.
     """

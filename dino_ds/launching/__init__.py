@@ -1,1 +1,1 @@
-"""Starting a run on one or more machines: the hostfile, what is checked before, and the command that starts it."""
+"""Starting a run on one or more machines: the hostfile, the checks before it, and the command that starts it."""

@@ -21,7 +21,7 @@ _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Who runs what where in one launch.
+    """The processes of one launch: who runs what where.
 
     hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
     machine, or with torchrun on each of `nodes` (least, most) machines. words: what follows `train` on the command

@@ -25,8 +25,8 @@ _MOST_ENTRIES = 1000
 
 @dataclass(frozen=True)
 class Question:
-    """files: configs to compare by content; images: data.root, or None to look for none; seen: a file that must be
-    visible; port: to listen on, or 0. Paths are relative to the working folder."""
+    """A question to one machine. files: configs to compare by content; images: data.root, or None to look for none;
+    seen: a file that must be visible; port: to listen on, or 0. Paths are relative to the working folder."""
 
     files: tuple[str, ...]
     images: str | None

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.errors import CheckpointError
 from tests.checkpoint.small_run import RUN_ID, SmallRun, is_that_of
+from tests.hostile.guard import seal
 from tests.ranks import run_on_ranks
 
 FLIPS = 300
@@ -184,11 +184,7 @@ def test_nothing_outside_the_folder_is_followed(run, tmp_path_factory):
 def test_a_manifest_with_a_good_checksum_and_bad_content(run, change):
     """Whoever can write the file can also compute its checksum."""
     path = _newest(run) / "manifest.json"
-    body = json.loads(path.read_text()) | change
-    del body["crc32"]
-    text = json.dumps(body, indent=1, sort_keys=True) + "\n"
-    sealed = json.dumps(body | {"crc32": zlib.crc32(text.encode())}, indent=1, sort_keys=True) + "\n"
-    path.write_text(sealed)
+    path.write_text(seal(json.loads(path.read_text()) | change))
     choice = SmallRun(run).choose()
     assert is_that_of(choice.saved, 4) and "manifest.json" in choice.notes[0]
 

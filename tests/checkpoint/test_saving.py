@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from dino_ds.checkpoint.files import write_tensors
 from dino_ds.engine import distributed
 from dino_ds.errors import OutOfMemory, StorageError
 from tests.checkpoint.small_run import SmallRun, folders, is_that_of
+from tests.disks import mount_disk, unmount
 from tests.ranks import run_on_ranks
 
 
@@ -257,9 +257,7 @@ class TestFullDisk:
     def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
         """Checkpoints of 1.6 MB, two of which stay, on a disk of a few MiB. The check of free space is switched off,
         so that writing runs into the end of the disk."""
-        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", tmp_path]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("no right to mount")
+        mount_disk(tmp_path, 1024 * mib)
         try:
             monkeypatch.setattr(checkpoint_saving, "_SPARE_FRACTION", -1.0)
             monkeypatch.setattr(checkpoint_saving, "_SPARE_BYTES", 0)
@@ -273,7 +271,7 @@ class TestFullDisk:
             choice = run.choose()
             assert good == 0 if choice.saved is None else is_that_of(choice.saved, good + 1, 200_000)
         finally:
-            subprocess.run(["umount", "-l", tmp_path], check=True)
+            unmount(tmp_path)
 
     def test_a_folder_that_may_not_be_written_to(self, tmp_path):
         (tmp_path / "checkpoints").write_text("a file where the folder should be")

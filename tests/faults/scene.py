@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from dino_ds.health.records import Heartbeats
 from tests.disks import fill, mount_disk, unmount
 from tests.faults import jobs
 from tests.faults.inject import SLOW
+from tests.hostile.guard import put_with_good_sums
 from tests.run.harness import image_folder
 
 NEWEST, OLDER = "step_00000006", "step_00000003"
@@ -98,17 +97,9 @@ def swap(scene: Scene) -> None:
 
 def pickles(scene: Scene) -> None:
     """A pickle that would run a command in place of each rank's tensors, with the checksums that go with it."""
-    payload = b"cos\nsystem\n(S'touch canary'\ntR."
-    for folder in (NEWEST, OLDER):
-        path = scene.run / "checkpoints" / folder
-        body = json.loads((path / "manifest.json").read_text())
-        for name in body["files"]:
-            (path / name).write_bytes(payload)
-            body["files"][name] = {"bytes": len(payload), "crc32": zlib.crc32(payload)}
-        del body["crc32"]
-        plain = json.dumps(body, indent=1, sort_keys=True) + "\n"
-        sealed = json.dumps(body | {"crc32": zlib.crc32(plain.encode())}, indent=1, sort_keys=True) + "\n"
-        (path / "manifest.json").write_text(sealed)
+    for folder in (scene.newest, scene.newest.with_name(OLDER)):
+        for path in folder.glob("*.safetensors"):
+            put_with_good_sums(folder, path.name, b"cos\nsystem\n(S'touch canary'\ntR.")
 
 
 def stacks(scene: Scene) -> Callable[[], None]:
