@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine import distributed
 from dino_ds.engine.placement import let_go_of
 from dino_ds.errors import ConfigError

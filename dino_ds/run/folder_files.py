@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
 from dino_ds.checkpoint.files import write_tensors
 from dino_ds.config.begun_with import ENVIRONMENT, ORIGIN, Origin
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed

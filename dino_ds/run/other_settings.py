@@ -10,7 +10,7 @@ from typing import Any
 from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
