@@ -33,6 +33,7 @@ from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.python_values import words_of
+from dino_ds.run import guards
 from dino_ds.run.caller import Caller
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, read_metrics, train_tiny
@@ -223,14 +224,13 @@ def test_a_second_training_at_the_same_time_is_refused(tmp_path):
 @pytest.mark.slow
 def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, monkeypatch):
     """Signals can't be handled there. A hang is reported: nothing ends the process that a run is part of."""
-    module, asked = sys.modules["dino_ds.train"], []
-    watchdog = module.Watchdog
+    asked, watchdog = [], guards.Watchdog
 
     def note(*given, ends_hangs):
         asked.append((given[-1], ends_hangs))
         return watchdog(*given, ends_hangs=ends_hangs)
 
-    monkeypatch.setattr(module, "Watchdog", note)
+    monkeypatch.setattr(guards, "Watchdog", note)
     given = {"run_dir": tmp_path / "run", "max_steps": 1, **recipe, "eval.every": "0 steps"}
     thread = threading.Thread(target=lambda: dino_ds.train(**given))
     thread.start()
