@@ -140,8 +140,3 @@ def describe_crops(groups: Iterable[CropGroup]) -> str:
 def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
     """The crops of a batch in one list, group after group."""
     return [crop for group in crops.values() for crop in group]
-
-
-def teacher_crops(groups: Iterable[CropGroup], crops: Mapping[str, Sequence[_T]], teacher: str = EMA) -> list[_T]:
-    """The crops of a batch that a teacher sees, in one list."""
-    return [crop for group in groups if teacher in group.teachers for crop in crops[group.name]]

@@ -22,7 +22,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError
-from dino_ds.run.run_folder import RunFolder
+from dino_ds.run.other_settings import describe_settings, notes_on_changes
 from tests.data.test_augmentation_knobs import BOTH, PLAIN
 from tests.data.test_loader import CROPS, GLOBAL, Noise, batches
 from tests.reference import gram_crops
@@ -186,10 +186,9 @@ def test_a_resumed_run_says_that_the_code_has_changed(write_module, tmp_path):
         load_recipe(None, {"data.transform": "own_change:change"}),
     )
     config = resolve_ds_config(load_ds_config(path, {}), path, recipe.data.global_batch, 1)
-    folder = RunFolder(tmp_path / "run", recipe, config, False)
-    before = folder.description()
+    before = describe_settings(recipe, config)
     saved: Any = SimpleNamespace(step=3, **before, model_dump=lambda: before)
-    assert folder.notes_on(saved) == []
+    assert notes_on_changes(saved, recipe, config) == []
     (tmp_path / "own_change.py").write_text(NOISE.replace("9", "8"))
-    [note] = folder.notes_on(saved)
+    [note] = notes_on_changes(saved, recipe, config)
     assert re.fullmatch("the code of own_change was [0-9a-f]{12} until step 3, is [0-9a-f]{12}", note)
