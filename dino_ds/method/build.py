@@ -1,4 +1,4 @@
-"""From a recipe to what a training step is made of: components take plain numbers, this page knows which."""
+"""Builds the parts of a training step from a recipe: components take plain numbers, this page knows which."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
 def find_teacher(recipe: Recipe) -> FrozenSource | None:
-    """That of teacher.source, None: the recipe has none. Every rank must call it.
+    """The weights of teacher.source, or None where the recipe has none. Every rank must call it.
 
     Raises CheckpointError for weights that can't be used, ConfigError where they don't go with the recipe.
     """
@@ -143,7 +143,7 @@ def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
-    """What is distilled and how, in a line for people; none without a frozen teacher."""
+    """Lines of the log that say what is distilled and how; none without a frozen teacher."""
     teacher = teachers.get(FROZEN)
     if not isinstance(teacher, FrozenTeacher):
         return []
@@ -157,7 +157,7 @@ def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
 
 
 def distilled(teachers: Teachers) -> dict[str, Any] | None:
-    """Where the frozen teacher of a run is from and the digest of its tensors; None: it has none."""
+    """The origin of a run's frozen teacher and the digest of its tensors, or None where it has none."""
     found = teachers.get(FROZEN)
     return found.about if isinstance(found, FrozenTeacher) else None
 

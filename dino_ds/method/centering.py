@@ -71,10 +71,10 @@ class SinkhornKnopp(Centering):
         for _ in range(self.iterations - 1):
             sums = torch.zeros_like(shift)
             for tile in tiles:
-                for part, room, other in tiles.parts(tile):
+                for part, scratch, other in tiles.parts(tile):
                     # After a column's scaling its largest entry is at least 1 / rows, and rows sum to at most k:
                     # no sum of the softmax underflows.
-                    sums += torch.softmax(torch.add(part, shift, out=room), dim=-1, out=other).sum(dim=0)
+                    sums += torch.softmax(torch.add(part, shift, out=scratch), dim=-1, out=other).sum(dim=0)
             shift = shift - sum_across_ranks(sums).log()
         return shift
 
@@ -91,8 +91,8 @@ def _log_sums(tiles: _Tiles) -> Tensor:
     found = torch.full_like(tiles.scale, -torch.inf)
     for tile in tiles:
         largest, sums = tile.amax(dim=0), torch.zeros_like(found)
-        for part, room, _ in tiles.parts(tile):
-            sums += torch.sub(part, largest, out=room).exp_().sum(dim=0)
+        for part, scratch, _ in tiles.parts(tile):
+            sums += torch.sub(part, largest, out=scratch).exp_().sum(dim=0)
         torch.logaddexp(found, largest.add_(sums.log_()), out=found)
     largest = max_across_ranks(found.clone())
     return largest + sum_across_ranks((found - largest).exp()).log()
@@ -101,7 +101,7 @@ def _log_sums(tiles: _Tiles) -> Tensor:
 class _Tiles:
     """Logits / temperature of a window, (r, k) FP32 each, as often as they are asked for; not to be written into.
 
-    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one room.
+    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one scratch tensor.
     """
 
     def __init__(self, window: Sequence[Logits], temperature: float) -> None:
@@ -112,7 +112,7 @@ class _Tiles:
         self._keeps = _KEPT.get(weight.device.type, 0) // (4 * self._size * len(weight))
         self._kept: dict[tuple[int, int], Tensor] = {}
         most = min(self._size, max(len(logits.rows) for logits in window))
-        self._room = weight.new_empty(most, len(weight))
+        self._scratch = weight.new_empty(most, len(weight))
         self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -126,12 +126,12 @@ class _Tiles:
         logits = self._window[i]
         rows = logits.rows[start : start + self._size]
         keep = len(self._kept) < self._keeps
-        tile = logits.multiply(rows, torch.empty_like(self._room) if keep else self._room).mul_(self._scales[i])
+        tile = logits.multiply(rows, torch.empty_like(self._scratch) if keep else self._scratch).mul_(self._scales[i])
         if keep:
             self._kept[i, start] = tile
         return tile
 
     def parts(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A few rows of a tile at a time, and twice the room of as many."""
+        """A few rows of a tile at a time, and twice as much scratch."""
         for part in tile.split(max(1, self._parts.shape[1])):
             yield part, self._parts[0, : len(part)], self._parts[1, : len(part)]

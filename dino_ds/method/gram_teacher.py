@@ -70,7 +70,7 @@ class FixedGramTeacher(FrozenTeacher):
         return {_DIGEST: torch.tensor(list(bytes.fromhex(self.about["digest"])), dtype=torch.uint8)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """As of `GramTeacher`. Raises CheckpointError for other weights."""
+        """Check the digest that `state` gave, if there is one. Raises CheckpointError for other weights."""
         if state and not torch.equal(state[_DIGEST].cpu(), self.state()[_DIGEST]):
             raise CheckpointError(
                 f"gram.teacher {self.about['source']} has other weights than the one that this run was trained with: "
@@ -79,7 +79,7 @@ class FixedGramTeacher(FrozenTeacher):
 
 
 def _tensors(network: Network) -> dict[str, Tensor]:
-    """Of the backbone, without gradients."""
+    """The tensors of the backbone by name, without gradients."""
     backbone = network.backbone
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
 
@@ -100,7 +100,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     assert ema is not None
     if spec.place == SNAPSHOT:
         like = _like_student(spec, parts.for_network)
-        _make_room(like, dtype)
+        _allocate(like, dtype)
         if config.performance.compile != "off":
             like.backbone.compile_segments(config.performance.compile)
         return GramTeacher(like, dtype, ema)
@@ -130,7 +130,7 @@ def _of_file(spec: GramTeacherSpec, parts: NetworkParts) -> tuple[Network, Froze
 
 
 @torch.no_grad()
-def _make_room(network: Network, dtype: torch.dtype) -> None:
+def _allocate(network: Network, dtype: torch.dtype) -> None:
     """For the snapshot, on this process's device: zeros, in `dtype` where autocast would cast to it at each use."""
     for module in network.modules():
         if is_cast(module):

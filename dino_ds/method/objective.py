@@ -1,4 +1,4 @@
-"""What a loss term is, and how terms make one objective."""
+"""The contract of a loss term, and the objective that several of them make."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dino_ds.models.network import Output, Query
 StudentOutputs = Mapping[str, Output]
 """The outputs of the student's network, by their names; see `dino_ds.models.network.Network`."""
 Outputs = Mapping[str, Mapping[str, Output]]
-"""By teacher those of its network."""
+"""The outputs of each teacher's network, by the teacher's name."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Which outputs of the student's network a term reads, and which of each teacher's: names of `queries`, or
-    features as "cls/global" and "patches/global"."""
+    """The outputs that a term reads of the student's network and of each teacher's: names of `queries`, or features
+    such as "cls/global" and "patches/global"."""
 
     student: tuple[str, ...]
     teachers: Mapping[str, tuple[str, ...]]
@@ -34,7 +34,7 @@ class Needs:
 
 
 def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
-    """What a teacher's head gives for a query, for each micro-batch of a window."""
+    """The logits of a teacher's head for a query, for each micro-batch of a window."""
     found = [teachers[teacher][query] for teachers in window]
     assert all(isinstance(logits, Logits) for logits in found)
     return cast(list[Logits], found)
@@ -48,8 +48,8 @@ class Measured(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """Of targets over so many prototypes; the scalar that is their cross-entropy, None: the term's own loss; rows: what
-    has a target, as messages name it."""
+    """How targets are measured: the number of their prototypes, the scalar that is their cross-entropy (None for the
+    term's own loss), and what has a target, as messages name it."""
 
     prototypes: int
     cross_entropy: str | None = None
@@ -59,7 +59,7 @@ class TargetEntropy(NamedTuple):
 class Entropy(NamedTuple):
     """The scalar that is the mean entropy of the targets of a cross-entropy, and the scalar of that loss; their
     difference is logged as `kl`, and both together tell a collapse. prototypes: ln of it is the largest entropy; rows:
-    as of `TargetEntropy`."""
+    what has a target."""
 
     scalar: str
     loss: str
@@ -84,8 +84,8 @@ class Term(ABC):
 
     @abstractmethod
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> Sequence[Any]:
-        """What the student is compared with, for each of the micro-batches of a window: from the teachers' outputs and
-        the masks of each, without gradient; gathers statistics. Targets for a query are `Comparison`s."""
+        """Make the targets of each micro-batch of a window from the teachers' outputs and the masks, without gradient,
+        and gather statistics. Targets for a query are `Comparison`s."""
 
     @abstractmethod
     def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
@@ -128,7 +128,7 @@ class Objective:
 
     @property
     def queries(self) -> dict[str, Query]:
-        """What the terms ask of heads, by the name of the output."""
+        """The queries of all terms to heads, by the name of the output."""
         return {name: query for term in self.terms.values() for name, query in term.needs.queries.items()}
 
     def targets(
@@ -139,7 +139,7 @@ class Objective:
         return [{name: targets[i] for name, targets in by_term.items()} for i in range(len(window))]
 
     def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
-        """Of the targets of a micro-batch those that heads compare their logits with, by query."""
+        """The targets of a micro-batch that heads compare their logits with, by query."""
         return {
             query: targets[name]
             for name, term in self.terms.items()
@@ -161,11 +161,11 @@ class Objective:
         return Measured(total, scalars)
 
     def student_features(self) -> tuple[str, ...]:
-        """What the terms read of the student, each once."""
+        """The names of the outputs that terms read of the student, each once."""
         return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
 
     def teacher_features(self, teacher: str) -> tuple[str, ...]:
-        """What the terms read of one teacher, each once."""
+        """The names of the outputs that terms read of one teacher, each once."""
         return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
 
     def pending(self) -> list[Tensor]:
@@ -189,6 +189,6 @@ class Objective:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """As `state` gave it. Raises KeyError for a statistic that is not there."""
+        """Put back what `state` gave. Raises KeyError for a statistic that is not there."""
         for name, statistic in self.statistics.items():
             statistic.load(state[name])

@@ -1,4 +1,4 @@
-"""What the specs of loss terms and teachers are given to build them from."""
+"""The inputs from which the specs of loss terms and teachers build them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dino_ds.weights.frozen import FrozenSource
 
 @dataclass(frozen=True)
 class TermParts:
-    """What a loss term is built from: the recipe, the device of its statistics, and the file of the frozen teacher."""
+    """Inputs of a loss term: the recipe, the device of its statistics, and the file of the frozen teacher."""
 
     recipe: Recipe
     device: torch.device
@@ -25,7 +25,7 @@ class TermParts:
 
 @dataclass(frozen=True)
 class NetworkParts:
-    """What a teacher's network is built from, on the meta device: `objective` says which outputs are read."""
+    """Inputs of a teacher's network on the meta device; `objective` says which outputs are read."""
 
     recipe: Recipe
     performance: PerformanceOptions
@@ -35,7 +35,7 @@ class NetworkParts:
 
 @dataclass(frozen=True)
 class TeacherParts:
-    """What a teacher is built from: the student's engine, and the network of the EMA teacher, None while that is
+    """Inputs of a teacher: the student's engine, and the network of the EMA teacher, None while that is
     built."""
 
     recipe: Recipe

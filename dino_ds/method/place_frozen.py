@@ -40,7 +40,7 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole
 
 
 def options_of(source: FrozenSource, performance: PerformanceOptions) -> BackboneOptions:
-    """Of a backbone that only ever looks at images."""
+    """The options of a backbone that is never trained."""
     return BackboneOptions(
         pos_embed_interpolation=source.interpolation,
         attention=performance.attention,
@@ -52,7 +52,7 @@ def options_of(source: FrozenSource, performance: PerformanceOptions) -> Backbon
 
 
 def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
-    """Those of the network by its names. Raises CheckpointError where they are not the source's."""
+    """The source's tensors under the network's names. Raises CheckpointError where they are not the source's."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     only = network.backbone.training_only
     theirs = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}

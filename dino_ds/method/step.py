@@ -26,12 +26,12 @@ from dino_ds.models.base import Crops, Masks
 from dino_ds.models.drop_path import step_key
 
 FLAGS = ("stop", "saved", "save_failed")
-"""What ranks tell each other with every step; see `dino_ds.engine.distributed.RankFlags`."""
+"""Flags that ranks send each other with every step; see `dino_ds.engine.distributed.RankFlags`."""
 
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Of one micro-batch on this rank: loss and scalars (on the device), and what the step did."""
+    """The outcome of one micro-batch on this rank: loss and scalars (on the device), and what the step did."""
 
     loss: Tensor
     scalars: dict[str, Tensor]
@@ -75,7 +75,7 @@ class TrainingStep:
 
     @property
     def window(self) -> int:
-        """How many micro-batches `prepare` must see together: those of a step, where targets depend on all of them."""
+        """The number of micro-batches that `prepare` must see together: a step's, where targets depend on all of them."""
         return self.engine.config.accumulation if self.objective.whole_step else 1
 
     def prepare(self, window: Sequence[Inputs]) -> None:
@@ -132,7 +132,7 @@ class TrainingStep:
         self._begin_step()
 
     def _moving_buffers(self) -> list[Tensor]:
-        """What forward passes move of student and teachers."""
+        """The buffers of student and teachers that forward passes move."""
         return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
 
     def _restore_buffers(self) -> None:
@@ -140,7 +140,7 @@ class TrainingStep:
         _copy(self._moving_buffers(), self._buffers)
 
     def state(self) -> dict[str, Tensor]:
-        """What every rank holds whole of the training state, by reference; the engine's shards are its own."""
+        """The part of the training state that every rank holds whole, by reference; the engine's shards are its own."""
         buffers = {f"student.{name}": tensor for name, tensor in self.engine.buffers(saved=True).items()}
         return {**self.teachers.state(), **self.objective.state(), **buffers}
 

@@ -1,4 +1,4 @@
-"""What a teacher is, and how a run has several of them by name."""
+"""The contract of a teacher, and the teachers of a run by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Teacher:
         self._device = next(network.parameters()).device
         self._running = network
         self._batch_norms: list[BatchNorm] = []
-        """Those of `_running` that normalise by the batch."""
+        """Layers of `_running` that normalise by the batch."""
         self._unsynced: list[Tensor] = []
 
     @torch.no_grad()
@@ -56,11 +56,12 @@ class Teacher:
         """After each applied step, on every rank."""
 
     def moving_buffers(self) -> dict[str, Tensor]:
-        """By the network's names those that its own forward pass moves; of a skipped step they are put back."""
+        """The buffers that its own forward pass moves, by the network's names; after a skipped step they are put back."""
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """Those of them, FP32, that each rank has of its own batch: they become their mean with every applied step."""
+        """The moving buffers, FP32, that each rank has of its own batch: with every applied step they become their
+        mean."""
         return self._unsynced
 
     @property
@@ -76,13 +77,13 @@ class Teacher:
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold of it, by reference: parameters and buffers by the network's names; of a teacher
-        that never moves nothing."""
+        """The tensors that a checkpoint must hold, by reference and by the network's names; none of a teacher that never
+        moves."""
         return {}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        """Put back what `state` gave. Raises KeyError for a tensor that is not there."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
@@ -111,7 +112,7 @@ class Teachers:
         return self._teachers[name]
 
     def get(self, name: str) -> Teacher | None:
-        """None: a run without it."""
+        """The teacher of this name, or None in a run without it."""
         return self._teachers.get(name)
 
     def update(self, schedule: ScheduleValues) -> None:
@@ -125,16 +126,16 @@ class Teachers:
             teacher.begin_step(schedule)
 
     def moving_buffers(self) -> dict[str, Tensor]:
-        """Of all teachers."""
+        """The buffers that forward passes of all teachers move, by their names in a checkpoint."""
         found = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
         return {f"{self._prefix[name]}{key}": buffer for name, own in found.items() for key, buffer in own.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """Of all teachers."""
+        """The moving buffers of all teachers that become their mean over ranks."""
         return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, by reference."""
+        """The tensors that a checkpoint must hold, by reference."""
         return {
             f"{self._prefix[name]}{tensor}": value
             for name, teacher in self._teachers.items()
@@ -142,7 +143,7 @@ class Teachers:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """As `state` gave it. Raises KeyError for a tensor that is not there."""
+        """Put back what `state` gave. Raises KeyError for a tensor that is not there."""
         for name, teacher in self._teachers.items():
             prefix = self._prefix[name]
             teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

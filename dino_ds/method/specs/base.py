@@ -26,7 +26,7 @@ from dino_ds.engine.schedules import Replacements
 
 
 class Recipe(Protocol):
-    """What descriptions are made from: the sections of a `dino_ds.config.recipe.Recipe` that say what is learned."""
+    """The source of descriptions: the sections of a `dino_ds.config.recipe.Recipe` that say what is learned."""
 
     data: DataSection
     crops: CropsSection
@@ -97,7 +97,7 @@ class TermSpec:
 
     @property
     def targets(self) -> str:
-        """How its targets over prototypes are made, in words; "" for a term without such targets."""
+        """The making of its targets over prototypes, in words, or "" for a term without such targets."""
         return ""
 
     def describe(self, recipe: Recipe) -> list[str]:

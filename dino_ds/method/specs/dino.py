@@ -23,7 +23,7 @@ SECTIONS = "objective crops model teacher head ibot_head"
 
 @dataclass(frozen=True)
 class CenteringSpec:
-    """How a teacher's logits become targets: by Sinkhorn-Knopp, or less a running mean, called `name` in
+    """The way from a teacher's logits to targets: by Sinkhorn-Knopp, or less a running mean, called `name` in
     checkpoints."""
 
     sinkhorn: bool

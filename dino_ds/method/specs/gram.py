@@ -45,7 +45,7 @@ class GramSpec(TermSpec):
         return self.begin
 
     def describe(self, recipe: Recipe) -> list[str]:
-        """Whose similarities of patches are kept, from when on, and on what crops."""
+        """A line of the log: the teacher whose similarities of patches are kept, from when on, and on what crops."""
         gram, start = recipe.gram, self.begin
         if gram.teacher == EMA:
             who = "the EMA teacher as it is"
@@ -148,7 +148,7 @@ def own_crop_size(gram: GramSection) -> int | None:
 
 
 def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
-    """Where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
+    """Problems where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
     for one in several:
         name, size = f"crops.resolutions {one}", one.gram_size
         if size and not gram_size:

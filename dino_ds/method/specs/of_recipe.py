@@ -1,4 +1,4 @@
-"""What a recipe describes: its loss terms, teachers and heads, and the crops with who sees them.
+"""Reads from a recipe its loss terms, teachers and heads, and the crops with who sees them.
 
 Everything that speaks of terms or teachers iterates over these, and names none.
 """
@@ -56,7 +56,7 @@ def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
 
 
 def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
-    """What is cut from every image in a step of this resolution, in order, and who sees it."""
+    """The crops that are cut from every image in a step of this resolution, in order, and who sees them."""
     crops, teachers = recipe.crops, teachers_of(recipe)
     sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
     first, *others = (
@@ -84,7 +84,7 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
 
 
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
-    """What gradient accumulation means for what looks at several images at once: (notes, warnings)."""
+    """Notes and warnings on gradient accumulation, for terms and layers that look at several images at once."""
     if accumulation == 1:
         return [], []
     batch = Batch(micro_batch, accumulation, ranks)

@@ -32,7 +32,7 @@ TERMS, TEACHERS = "objective.terms", "teacher.others"
 
 
 def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
-    """What is wrong with the JSON of TERMS or TEACHERS before anything is imported; `taken`: names that are ours."""
+    """Problems of the JSON of TERMS or TEACHERS, found before anything is imported; `taken`: names that are ours."""
     problems = []
     for name, values in json.loads(text).items():
         given = f"{key} {name}"
