@@ -77,7 +77,7 @@ class Teacher:
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by reference and by the network's names; none of a teacher that never
+        """The tensors that a checkpoint must hold, by reference and by the network's names; none where it never
         moves."""
         return {}
 
