@@ -101,7 +101,7 @@ def _log_sums(tiles: _Tiles) -> Tensor:
 class _Tiles:
     """Logits / temperature of a window, (r, k) FP32 each, as often as they are asked for; not to be written into.
 
-    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one scratch tensor.
+    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one place.
     """
 
     def __init__(self, window: Sequence[Logits], temperature: float) -> None:

@@ -77,7 +77,8 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 class _GramLoss(torch.autograd.Function):
-    """The loss of unit rows x: L = sum (x x^T - t)^2 / count, whose gradient is 4 (x x^T - t) x / count: both are symmetric."""
+    """The loss of unit rows x, L = sum (x x^T - t)^2 / count; its gradient is 4 (x x^T - t) x / count, as both are
+    symmetric."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, drop_negative: bool, low: bool) -> Tensor:

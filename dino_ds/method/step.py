@@ -75,7 +75,7 @@ class TrainingStep:
 
     @property
     def window(self) -> int:
-        """The number of micro-batches that `prepare` must see together: a step's, where targets depend on all of them."""
+        """The number of micro-batches that `prepare` sees together: a step's, where targets depend on all of them."""
         return self.engine.config.accumulation if self.objective.whole_step else 1
 
     def prepare(self, window: Sequence[Inputs]) -> None:

@@ -56,7 +56,7 @@ class Teacher:
         """After each applied step, on every rank."""
 
     def moving_buffers(self) -> dict[str, Tensor]:
-        """The buffers that its own forward pass moves, by the network's names; after a skipped step they are put back."""
+        """The buffers that its own forward pass moves, by the network's names; a skipped step puts them back."""
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:

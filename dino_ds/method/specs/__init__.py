@@ -1,1 +1,1 @@
-"""Descriptions of what is learned in plain numbers, without torch: loss terms, teachers, heads, and who sees which crops."""
+"""Descriptions of what is learned, without torch: loss terms, teachers, heads, and who sees which crops."""

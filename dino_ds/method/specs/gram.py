@@ -148,7 +148,7 @@ def own_crop_size(gram: GramSection) -> int | None:
 
 
 def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
-    """Problems where resolutions name sizes of crops that Gram anchoring does not have, or leave out those that it has."""
+    """Problems where resolutions name sizes of crops that Gram anchoring does not have, or leave its own out."""
     for one in several:
         name, size = f"crops.resolutions {one}", one.gram_size
         if size and not gram_size:
