@@ -12,10 +12,10 @@ from torch import Tensor
 from dino_ds.config.crops import crop_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import tokens_of, vit_of
 from dino_ds.engine.device import device
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
+from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.bench.common import about, begin, heading
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import time_interleaved
@@ -65,8 +65,9 @@ def measure(recipe: Recipe, batch: int, steps: int, as_json: bool) -> None:
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:
     """Name -> groups (sequences, tokens) of a packing: the sizes alone, then together as the step has them."""
-    arch = vit_of(recipe)
-    sizes = [(group.count * batch, tokens_of(arch, group.size)) for group in recipe.groups if group.student]
+    arch = recipe.model.spec()
+    assert isinstance(arch, ViTSpec)
+    sizes = [(group.count * batch, arch.tokens(group.size)) for group in recipe.groups if group.student]
     shapes = {f"{sequences} x {tokens}": [(sequences, tokens)] for sequences, tokens in sizes}
     return shapes | ({"both": sizes} if len(sizes) > 1 else {})
 
@@ -84,7 +85,8 @@ class _Case:
     def __init__(
         self, recipe: Recipe, implementation: str, backend: str, groups: list[tuple[int, int]], dtype: torch.dtype
     ) -> None:
-        arch = vit_of(recipe)
+        arch = recipe.model.spec()
+        assert isinstance(arch, ViTSpec)
         self._attention = _Bare(arch.width, arch.heads, implementation, backend)
         self._packing = Packing.of(groups, device())
         tokens = sum(sequences * n for sequences, n in groups)
@@ -112,8 +114,9 @@ class _Case:
 
 def _automatic(recipe: Recipe, dtype: torch.dtype) -> dict[str, str]:
     """Which kernel torch takes by itself, by the number of tokens."""
-    arch = vit_of(recipe)
-    tokens = {tokens_of(arch, size) for size in crop_sizes(recipe.groups)}
+    arch = recipe.model.spec()
+    assert isinstance(arch, ViTSpec)
+    tokens = {arch.tokens(size) for size in crop_sizes(recipe.groups)}
     return {str(n): chosen_kernel(arch.heads, arch.width // arch.heads, n, dtype, device()) for n in sorted(tokens)}
 
 

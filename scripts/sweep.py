@@ -13,7 +13,7 @@ import fire
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.planning.fit import largest_micro_batch, with_backbone
 from dino_ds.planning.gpus import GPUS
 from dino_ds.planning.measure.tables import markdown_table

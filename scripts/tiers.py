@@ -14,8 +14,8 @@ from typing import Any
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import ffn_weights
-from dino_ds.costs.memory import GIB, count_parameters
+from dino_ds.costs.memory import GIB
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.fit import FILLED, Fit, fit_with, micro_batches, with_batch
@@ -187,7 +187,7 @@ def _block_weights(recipe: Recipe) -> int:
     arch = recipe.model.spec()
     if not isinstance(arch, ViTSpec):
         return count_parameters(recipe) // arch.depth
-    return 4 * arch.width**2 + ffn_weights(arch)
+    return 4 * arch.width**2 + arch.width * sum(arch.mlp_widths)
 
 
 def _round_up(elements: int, to: int = 10_000_000) -> int:

@@ -16,7 +16,7 @@ from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import RECIPES, recipe_names
-from dino_ds.costs.flops import recipe_step_flops
+from dino_ds.costs.step_costs import model_flops
 from dino_ds.data.root import check_root
 from dino_ds.errors import ConfigError, DataError, NotEstimated
 from dino_ds.options.run import InitOptions
@@ -106,7 +106,7 @@ def _slow_on_cpu(recipe: Recipe) -> str:
     """A warning on the time of a step on a CPU if it is too long to train, else ""."""
     batch = recipe.data.global_batch
     with suppress(NotEstimated):
-        seconds = batch * sum(recipe_step_flops(recipe, False).values()) / _CPU_FLOPS
+        seconds = batch * sum(model_flops(recipe).values()) / _CPU_FLOPS
         if seconds > _SLOW_SECONDS:
             return f"a step of {batch} images takes about {seconds / 60:.0f} minutes of two cores (rule of thumb)"
     return ""

@@ -6,6 +6,7 @@ gradients (`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +14,10 @@ from typing import Any
 from dino_ds.config.ds_check import offloads_optimizer
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import element_bytes
-from dino_ds.costs.memory import persistent_below
-from dino_ds.costs.objective import SINKHORN_ITERATIONS, ObjectiveCosts
-from dino_ds.costs.parameters import group_sizes, recipe_sizes
-from dino_ds.costs.teachers import frozen_sizes
+from dino_ds.costs.memory import element_bytes, persistent_below
+from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.of_recipe import teachers_of
 
 _FP32, _FP64 = 4, 8
 # DeepSpeed's defaults, elements.
@@ -55,26 +55,61 @@ class Traffic:
         return passes * self.payload * (self.ranks - 1) // self.ranks
 
 
-def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Traffic]:
+def recipe_traffic(
+    recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool = True, exact: bool = True
+) -> list[Traffic]:
     """Of each rank in one optimizer step of a recipe. [] on one rank. Raises NotEstimated."""
-    objective, width = ObjectiveCosts.of(recipe), recipe.model.spec().width
-    parts = 1 + len(objective.heads) if recipe.optimizer.clip_by == "part" else 1
-    groups = len(group_sizes(recipe))
+    if world_size == 1:
+        return []
+    facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
+    heads = {name.partition(".")[0] for name in facts.sizes}
+    parts = len(heads) if recipe.optimizer.clip_by == "part" else 1
+    of_engine = step_traffic(facts.sizes, facts.statistics, config, world_size, len(facts.groups), parts)
+    others = [one.name for one in teachers_of(recipe) if one.follows][1:]
+    averages = [one for one in of_engine if one.name == "teacher"]
     return [
-        *step_traffic(recipe_sizes(recipe), objective.centers, config, world_size, groups, parts),
-        *objective_traffic(objective, width, config, world_size),
-        *_frozen_traffic(recipe, config, world_size),
+        *of_engine,
+        *(
+            dataclasses.replace(t, name=f"teacher {one.name}")
+            for one in others
+            for t in of_engine
+            if t.name == "teacher"
+        ),
+        *_of_terms(costs, facts.whole_step, config, world_size),
+        *_frozen_traffic(costs, config, world_size),
     ]
 
 
-def _frozen_traffic(recipe: Recipe, config: DsConfig, world_size: int) -> list[Traffic]:
+def _frozen_traffic(costs: StepCosts, config: DsConfig, world_size: int) -> list[Traffic]:
     """The weights of a distilled teacher that is in shards, for each micro-batch."""
-    if world_size == 1 or config.performance.frozen_teacher == "whole":
+    if config.performance.frozen_teacher == "whole" or FROZEN not in costs.teachers:
         return []
-    sizes = [n for name, n in frozen_sizes(recipe).items() if name.startswith("backbone.")]
+    sizes = costs.teachers[FROZEN].elements
     sharded = sum(n for n in sizes if n > _FROZEN_PERSISTENT)
     payload, calls = config.accumulation * element_bytes(config) * sharded, config.accumulation * len(sizes)
     return [Traffic("frozen teacher", "all-gather", payload, calls, world_size, "micro-batch")] if sharded else []
+
+
+def _of_terms(costs: StepCosts, whole_step: bool, config: DsConfig, world_size: int) -> list[Traffic]:
+    """What the terms send in one optimizer step: with targets of a whole step once, else with each micro-batch."""
+    found: dict[tuple[str, str], Traffic] = {}
+    for part, operation, size in costs.collectives:
+        times = 1 if part == "targets" and whole_step else config.accumulation
+        gathered = operation != "all-reduce"
+        kind = "all-gather" if operation == "all-gather" else "all-reduce"
+        name = f"the {part}'s {'gradient' if operation == 'all-reduce of gathered' else 'sums'}"
+        name = _NAMES.get((part, operation), name)
+        before = found.get((name, kind), Traffic(name, kind, 0, 0, world_size))
+        payload = before.payload + round(times * size) * (world_size if gathered else 1)
+        found[name, kind] = Traffic(name, kind, payload, before.calls + times, world_size)
+    return list(found.values())
+
+
+_NAMES = {
+    ("targets", "all-reduce"): "sums for targets",
+    ("loss", "all-gather"): "features for the loss",
+    ("backward", "all-reduce of gathered"): "gradient of these features",
+}
 
 
 def step_traffic(
@@ -113,25 +148,6 @@ def step_traffic(
         *_teacher(sum(sizes.values()), groups, config, world_size),
         votes,
     ]
-
-
-def objective_traffic(objective: ObjectiveCosts, width: int, config: DsConfig, world_size: int) -> list[Traffic]:
-    """What the terms send in one optimizer step, `width` of a feature: Sinkhorn-Knopp's sums over prototypes, once for
-    all micro-batches, and KoLeo's features and their gradient with each of them. [] on one rank."""
-    found: list[Traffic] = []
-    if world_size == 1:
-        return found
-    if objective.sinkhorn and objective.cross_entropies:
-        # A maximum and a sum in logarithms, then a sum an iteration.
-        calls = 2 + SINKHORN_ITERATIONS - 1
-        elements = sum(one.sizes.prototypes for one in objective.cross_entropies)
-        times = calls * len(objective.cross_entropies)
-        found.append(Traffic("Sinkhorn-Knopp", "all-reduce", _FP32 * calls * elements, times, world_size))
-    if objective.koleo_all:
-        payload = _FP32 * config.accumulation * objective.koleo_crops * config.micro_batch * world_size * width
-        found.append(Traffic("KoLeo's features", "all-gather", payload, config.accumulation, world_size))
-        found.append(Traffic("KoLeo's gradient", "all-reduce", payload, config.accumulation, world_size))
-    return found
 
 
 def _gradients(total: int, config: DsConfig, zero: Mapping[str, Any], world_size: int) -> Traffic:

@@ -1,7 +1,7 @@
-"""How much memory a step needs on one device, by arithmetic, before anything is built.
+"""How much memory a step needs on one device: what a rehearsed micro-batch holds, and what the engine holds beside it.
 
-The formulas count tensors, as the allocator of a GPU does; libraries, the context of a GPU and fragmentation come on
-top. Tested against the tensors that a DeepSpeed engine holds and those that autograd saves.
+All of these are tensors, as the allocator of a GPU counts them; libraries, the context of a GPU and fragmentation come
+on top. The engine's part is arithmetic. Tested against the tensors that a DeepSpeed engine holds and those of a step.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from dino_ds.config.crops import EMA
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import MicroBatch, element_bytes
-from dino_ds.costs.parameters import copied_names, group_sizes, prototype_sizes, recipe_sizes, vit_copied_names
-from dino_ds.costs.teachers import pass_bytes, teacher_bytes
+from dino_ds.costs.step_costs import StepCosts, TeacherCosts, count_parameters, step_costs, student_facts
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.gram import GRAM
 
 GIB = 2**30
 _FP32 = 4
@@ -42,57 +43,87 @@ class Memory:
         return f"{self.gib:.2f} GiB at {self.moment}: {shown}"
 
 
-def count_parameters(recipe: Recipe) -> int:
-    """Weights of the student, head included; the teacher has as many."""
-    return sum(recipe_sizes(recipe).values())
+def element_bytes(config: DsConfig) -> int:
+    """Bytes of a weight in the engine's precision."""
+    return _FP32 if config.precision == "fp32" else 2
 
 
-def estimate_memory(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0) -> Memory:
-    """The peak on each of `world_size` devices.
+def estimate_memory(
+    recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
+) -> Memory:
+    """The peak on each of `world_size` devices; exact: as of `step_costs`.
 
     Off a GPU what is offloaded to the host counts too, and so do `libraries`: bytes of the process before it builds
-    anything.
+    anything. Raises NotEstimated.
     """
-    sizes = recipe_sizes(recipe)
-    state = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, copied_names(recipe))
-    state |= teacher_bytes(recipe, sizes, config, world_size)
-    step = MicroBatch(recipe, config, on_gpu)
-    gradients = gradient_bytes(sizes, config, world_size, on_gpu)
-    buckets = bucket_bytes(config)
-    last_state = state | {"gathered parameters": gathered_bytes(sizes, config, world_size)}
-    # The heads' gradients are the first.
-    share = sum(n for name, n in sizes.items() if not name.startswith("backbone.")) / sum(sizes.values())
+    facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
+    sizes, total = facts.sizes, count_parameters(recipe)
+    gradients, buckets = gradient_bytes(sizes, config, world_size, on_gpu), bucket_bytes(config)
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
     # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
-    whole = _gradient_element(config) * sum(sizes.values()) if late else gradients
-    moments = {
-        "the targets": {"Sinkhorn-Knopp": step.making_targets, "gradients": held},
-        "a teacher's forward pass": {"teacher's activations": pass_bytes(recipe, config), "gradients": held},
-        "the loss": {
-            "activations": step.saved,
-            "head and loss": step.head_and_loss,
-            "gradients": held,
-            "buckets": buckets if config.stage == 3 else 0,
-        },
-        **{
-            one.name: {
-                "activations": one.activations,
-                "gradients": max(held, round((share + (1 - share) * one.done) * whole)),
-                "buckets": 0 if late and not on_gpu and one.done < 1 else buckets,
-            }
-            for one in step.backward
-        },
-        "the optimizer": {
-            "gradients": gradients + _optimizer_scratch(group_sizes(recipe), config, world_size, on_gpu),
-            "buckets": buckets if config.stage == 3 else 0,
-        },
+    whole = _gradient_element(config) * total if late else gradients
+    scratch = _optimizer_scratch(facts.groups, config, world_size, on_gpu)
+    of_stage3 = buckets if config.stage == 3 else 0
+    at_end = {"gradients": gradients + scratch, "buckets": of_stage3, "targets": round(costs.held)}
+    moments = [Memory("the optimizer", at_end)]
+    for name, part in costs.parts.items():
+        for done, size in part.moments:
+            own = {"gradients": held, "buckets": of_stage3 if name in ("student", "loss") else 0}
+            if name == "backward":
+                unwritten = late and not on_gpu and done < total
+                own = {"gradients": max(held, round(whole * done / total)), "buckets": 0 if unwritten else buckets}
+            moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | _alive(name, size, costs)))
+    peak = max(moments, key=lambda moment: moment.gib)
+    window = config.accumulation if facts.whole_step else 1
+    common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.cast)
+    common |= teacher_bytes(costs.teachers, config, world_size) | {
+        "gathered parameters": gathered_bytes(sizes, config, world_size),
+        "crops": round(costs.crops * (window + on_gpu)),  # a GPU is brought the next batch while it uses this one
+        "targets": round(costs.held * max(0, window - costs.window)),
+        "libraries": 0 if on_gpu else libraries,
     }
-    # On a GPU the next batch is brought while this one is used.
-    crops = step.crops + (step.one_batch if on_gpu else 0)
-    common = last_state | {"crops": crops, "targets": step.targets, "libraries": 0 if on_gpu else libraries}
-    peak = max(moments, key=lambda moment: sum(moments[moment].values()))
-    return Memory(peak.partition(" (")[0], {name: n for name, n in (common | moments[peak]).items() if n})
+    parts = {name: common.get(name, 0) + peak.parts.get(name, 0) for name in {**common, **peak.parts}}
+    return Memory(peak.moment, {name: n for name, n in parts.items() if n})
+
+
+_TEACHER = "a teacher's forward pass"
+_MOMENTS = {
+    "targets": "the targets",
+    "student": "the loss",
+    "loss": "the loss",
+    "backward": "the backward pass",
+}
+"""Where a step is, by part; heads compute their losses in the student's part."""
+
+
+def _alive(name: str, size: float, costs: StepCosts) -> dict[str, int]:
+    """What a micro-batch holds at a moment, by what it is for."""
+    if name not in ("student", "loss", "backward"):
+        return {"making targets" if name == "targets" else "teacher's activations": round(size)}
+    targets = min(size, costs.held * costs.window)
+    saved = min(size - targets, costs.saved)
+    working = "head and loss" if name != "backward" else "activations' gradients"
+    return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}
+
+
+def teacher_bytes(teachers: Mapping[str, TeacherCosts], config: DsConfig, world_size: int) -> dict[str, int]:
+    """The weights, on each device, of teachers other than the EMA teacher; a frozen one's backbone lies where the ds
+    config says."""
+    found = {}
+    for name, teacher in teachers.items():
+        where = config.performance.frozen_teacher if name == FROZEN else "whole"
+        shares = {"whole": teacher.backbone, "sharded": teacher.backbone // world_size, "offloaded": 0}
+        if name != EMA:
+            found[_TEACHERS.get(name, f"{name} teacher")] = shares[where] + teacher.heads
+        if where != "whole":
+            # The largest block that is in use, and the one that is fetched meanwhile.
+            twice = 2 * teacher.backbone // max(1, teacher.segments)
+            found["gathered of the frozen teacher"] = min(teacher.backbone, twice)
+    return found
+
+
+_TEACHERS = {GRAM: "Gram teacher", FROZEN: "frozen teacher"}
 
 
 def state_bytes(
@@ -101,11 +132,11 @@ def state_bytes(
     world_size: int,
     on_gpu: bool,
     optimizer: str = "adamw",
-    copied: Collection[str] | None = None,
+    copied: Collection[str] = (),
 ) -> dict[str, int]:
     """What stays on a device from step to step: weights, FP32 masters and the optimizer's moments, and the teacher.
 
-    copied: names of the weights of which a teacher keeps a low-precision copy, None: those of a ViT's.
+    copied: names of the weights of which a teacher keeps a low-precision copy.
 
     ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place.
     """
@@ -120,7 +151,6 @@ def state_bytes(
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and offloads_weights(zero)
     copies = config.keeps_teacher_copy(on_gpu, total)
-    copied = vit_copied_names(sizes) if copied is None else copied
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
@@ -142,7 +172,8 @@ def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, 
     if config.stage == 0 or (config.stage == 1 and config.accumulation > 1):
         return _gradient_element(config) * total
     # A tensor that reaches into two ranks' parts is kept whole on both: the prototypes of a head are one tensor.
-    whole = sum(prototype_sizes(sizes)) if world_size > 1 else 0
+    prototypes = (n for name, n in sizes.items() if name.endswith("prototypes.weight"))
+    whole = sum(prototypes) if world_size > 1 else 0
     return _gradient_element(config) * ((total - whole) // world_size + whole)
 
 

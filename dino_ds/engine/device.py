@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 
@@ -15,7 +16,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device() -> torch.device:
-    """The device of this process."""
+    """The device of this process; of a rehearsal the CPU, whatever it plays."""
+    if rehearsing():
+        return torch.device("cpu")
     name = import_deepspeed().accelerator.get_accelerator().device_name()
     return torch.device(name) if name == "cpu" else torch.device(name, distributed.local_rank())
 

@@ -13,15 +13,20 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from dino_ds.basics.rehearsal import note_collective, rehearsing
 from dino_ds.errors import ConfigError, UserError
 
 
 def rank() -> int:
     """This process's number over all nodes; from the launcher's environment before the process group exists."""
+    if rehearsing():
+        return 0
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
+    if rehearsing():
+        return 1
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -47,6 +52,7 @@ def usable_cores() -> list[int]:
 
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
     """The element-wise sum over all ranks, in place; every rank must call it."""
+    note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values)
     return values
@@ -54,6 +60,7 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
     """The element-wise maximum over all ranks, in place; every rank must call it."""
+    note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
     return values
@@ -68,6 +75,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
         ctx.rows = rows.shape[1]
+        note_collective("all-gather", rows.nbytes)
         if world_size() == 1:
             return rows.clone()
         each = [torch.empty_like(rows) for _ in range(world_size())]
@@ -77,7 +85,10 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
-        total = sum_across_ranks(grad_outputs[0].contiguous())
+        note_collective("all-reduce of gathered", grad_outputs[0].nbytes)
+        total = grad_outputs[0].contiguous()
+        if world_size() > 1:
+            dist.all_reduce(total)
         return total.narrow(1, rank() * ctx.rows, ctx.rows)
 
 

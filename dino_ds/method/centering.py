@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from dino_ds.basics.rehearsal import device_kind
 from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
 from dino_ds.method.running import RunningMean
 from dino_ds.method.specs.dino import CenteringSpec
@@ -109,7 +110,7 @@ class _Tiles:
         self._scales = [logits.scale / temperature for logits in window]
         weight = window[0].weight
         self._size = tile_rows(weight)
-        self._keeps = _KEPT.get(weight.device.type, 0) // (4 * self._size * len(weight))
+        self._keeps = _KEPT.get(device_kind(weight.device.type), 0) // (4 * self._size * len(weight))
         self._kept: dict[tuple[int, int], Tensor] = {}
         most = min(self._size, max(len(logits.rows) for logits in window))
         self._scratch = weight.new_empty(most, len(weight))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dino_ds.basics.rehearsal import device_kind
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TermParts
@@ -83,13 +84,13 @@ class _GramLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, drop_negative: bool, low: bool) -> Tensor:
         matrices, n, _ = x.shape
-        size = max(1, _PIECE.get(x.device.type, _PIECE["cuda"]) // (4 * n))  # rows of similarities
+        size = max(1, _PIECE.get(device_kind(x.device.type), _PIECE["cuda"]) // (4 * n))  # rows of similarities
         together, rows = max(1, size // n), min(size, n)
         grad = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         total, scale = x.new_zeros(()), 4 / (matrices * n * n)
         with tf32(low):
-            for some in torch.arange(matrices).split(together):
-                part = slice(int(some[0]), int(some[-1]) + 1)
+            for first in range(0, matrices, together):
+                part = slice(first, min(first + together, matrices))
                 for start in range(0, n, rows):
                     block = slice(start, min(start + rows, n))
                     own = x[part, block] @ x[part].mT

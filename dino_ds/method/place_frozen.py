@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.placement import InferencePlacement
 from dino_ds.errors import CheckpointError
+from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.weights import take_drawn_weights
@@ -25,6 +27,8 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole
     have read different ones.
     """
     performance = config.performance
+    if rehearsing():
+        return _fill_with_shapes(network, config)
     with distributed.raise_on_all_ranks():
         tensors = _tensors(source, network)
     found = digest(tensors)
@@ -62,6 +66,15 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
     for name in network.head_names:
         theirs |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
     return fit_tensors(theirs, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
+
+
+def _fill_with_shapes(network: Network, config: DsConfig) -> str:
+    """The network as it would be placed whole, without the weights of any file."""
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False) if is_cast(module) else ():
+            parameter.data = parameter.data.to(DTYPES[config.precision])
+    network.to_empty(device=device())
+    return ""
 
 
 def _fill(network: Network, tensors: dict[str, torch.Tensor], place: InferencePlacement) -> None:

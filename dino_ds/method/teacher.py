@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -110,6 +110,10 @@ class Teachers:
 
     def __getitem__(self, name: str) -> Teacher:
         return self._teachers[name]
+
+    def items(self) -> Iterable[tuple[str, Teacher]]:
+        """All of them, by name."""
+        return self._teachers.items()
 
     def get(self, name: str) -> Teacher | None:
         """The teacher of this name, or None in a run without it."""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dino_ds.basics.rehearsal import device_kind
+
 # Bytes of the logits in one tile.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 # Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
@@ -41,7 +43,7 @@ class Logits(NamedTuple):
         """Products of some rows (r, c) with the weight, without scale, written into the first rows of `scratch`."""
         out = scratch[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
-            block = _CPU_BLOCK if rows.device.type == "cpu" else len(self.weight)
+            block = _CPU_BLOCK if device_kind(rows.device.type) == "cpu" else len(self.weight)
             for start in range(0, len(self.weight), block):
                 torch.mm(rows, self.weight[start : start + block].t(), out=out[:, start : start + block])
         return out
@@ -90,12 +92,12 @@ class Compared(NamedTuple):
 
 def tile_rows(weight: Tensor) -> int:
     """Rows of logits that are made at a time."""
-    return max(1, _TILE.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+    return max(1, _TILE.get(device_kind(weight.device.type), _TILE["cuda"]) // (4 * len(weight)))
 
 
 def part_rows(weight: Tensor) -> int:
     """Rows of a tile that are worked on at a time."""
-    return max(1, _PART.get(weight.device.type, _TILE["cuda"]) // (4 * len(weight)))
+    return max(1, _PART.get(device_kind(weight.device.type), _TILE["cuda"]) // (4 * len(weight)))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dino_ds.basics.rehearsal import device_kind
 from dino_ds.models.logits import Compared, Comparison, Logits, part_rows, tf32, tile_rows
 
 # Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256, on a GPU 64 in a quarter of launches.
@@ -110,7 +111,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             return grad_rows * grad, torch.zeros_like(weight), grad_lengths, None
         if ctx.free:
             return grad_rows * grad, grad_weight.mul_(grad).to(weight.dtype), None, None
-        size = _BLOCK.get(weight.device.type, _BLOCK["cuda"])
+        size = _BLOCK.get(device_kind(weight.device.type), _BLOCK["cuda"])
         for start in range(0, len(weight), size):
             block = slice(start, start + size)
             w, part = weight[block].float(), grad_weight[block].mul_(grad)

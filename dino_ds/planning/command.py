@@ -9,7 +9,7 @@ from typing import Any
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.options.machine import PlanOptions
 from dino_ds.planning.fit import Fit, Setup, micro_batches, with_backbone

@@ -26,7 +26,8 @@ from dino_ds.basics.durable import replacing
 from dino_ds.config.crops import all_crops
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import count_parameters, estimate_memory
+from dino_ds.costs.memory import estimate_memory
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError

@@ -10,7 +10,8 @@ from typing import Any
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
+from dino_ds.costs.memory import GIB, Memory, estimate_memory
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.planning.speed import Cluster, StepTime, estimate_step
 
@@ -63,26 +64,37 @@ class Setup:
 
 
 def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:
-    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs.
+    """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch.
 
     Raises ConfigError if the batch sizes do not go together.
     """
-    return _fit(recipe, ds, ds_path, recipe.data.global_batch, world_size, limit_gib)
+    config = _resolved(recipe, ds, ds_path, recipe.data.global_batch, world_size)
+    return _fit(recipe, config, world_size, limit_gib)
 
 
 def fit_with(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
 ) -> Fit:
-    """The fit of this micro-batch, accumulated to the recipe's global batch or just above it."""
+    """The fit of this micro-batch, accumulated to the recipe's global batch or just above it, on the line through
+    rehearsed ones: for a search."""
     accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
     batch = micro_batch * accumulation * world_size
-    return _fit(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size, limit_gib)
+    config = _resolved(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size)
+    return _fit(recipe, config, world_size, limit_gib, exact=False)
 
 
-def _fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int, world_size: int, limit_gib: float) -> Fit:
-    config = resolve_ds_config(dict(ds), ds_path, batch, world_size, parameters=count_parameters(recipe))
-    memory = estimate_memory(recipe, config, world_size, on_gpu=True)
+def _resolved(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, batch: int, world_size: int) -> DsConfig:
+    return resolve_ds_config(dict(ds), ds_path, batch, world_size, parameters=count_parameters(recipe))
+
+
+def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, exact: bool = True) -> Fit:
+    memory = estimate_memory(recipe, config, world_size, on_gpu=True, exact=exact)
     return Fit(config, with_margins(memory, world_size), limit_gib)
+
+
+def rehearsed(found: Fit, recipe: Recipe, world_size: int) -> Fit:
+    """`found` by a search, of its micro-batch as it is rehearsed."""
+    return _fit(recipe, found.config, world_size, found.limit_gib)
 
 
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:

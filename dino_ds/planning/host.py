@@ -5,11 +5,12 @@ from __future__ import annotations
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import element_bytes
-from dino_ds.costs.memory import GIB, count_parameters
-from dino_ds.costs.objective import ObjectiveCosts
-from dino_ds.costs.parameters import recipe_sizes
-from dino_ds.costs.teachers import has_gram_teacher, host_bytes_of_frozen
+from dino_ds.config.sections import SNAPSHOT
+from dino_ds.costs.memory import GIB, element_bytes
+from dino_ds.costs.step_costs import count_parameters, step_costs, student_facts
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.gram import GRAM
+from dino_ds.method.specs.of_recipe import teachers_of
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
 PROCESS_BYTES = 3 * GIB
@@ -25,10 +26,13 @@ _STATE = 12
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Size of a checkpoint on disk: masters and moments, the teacher and its centers, and a Gram teacher that moves, in
     FP32: at most, since low precision stores its matrices so."""
-    student = (_STATE + _FP32) * count_parameters(recipe) + _FP32 * sum(ObjectiveCosts.of(recipe).centers)
-    if not (has_gram_teacher(recipe) and recipe.gram.teacher == "snapshot"):
-        return student
-    return student + _FP32 * sum(n for name, n in recipe_sizes(recipe).items() if name.startswith("backbone."))
+    facts = student_facts(recipe)
+    teachers = teachers_of(recipe)
+    copies = _FP32 * sum(one.follows for one in teachers)
+    found = (_STATE + copies) * count_parameters(recipe) + _FP32 * sum(facts.statistics)
+    if not any(one.name == GRAM and recipe.gram.teacher == SNAPSHOT for one in teachers):
+        return found
+    return found + _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
@@ -43,10 +47,18 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         # FP32 gradients lie beside the state.
         "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
-        "offloaded frozen teacher": host_bytes_of_frozen(recipe, config, gpus, world_size),
+        "offloaded frozen teacher": _of_frozen_teacher(recipe, config, gpus, world_size),
         _SAVED: (_STATE + _FP32) * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}
+
+
+def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
+    """Bytes of a frozen teacher's backbone where the ds config says that it lies on the host."""
+    if config.performance.frozen_teacher != "offloaded":
+        return 0
+    frozen = step_costs(recipe, config, on_gpu=True, exact=False).teachers.get(FROZEN)
+    return frozen.backbone * gpus // world_size if frozen else 0
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:

@@ -14,7 +14,7 @@ from dino_ds.basics.durable import replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
-from dino_ds.planning.fit import Fit, fit_with, micro_batches, with_batch
+from dino_ds.planning.fit import Fit, fit_with, micro_batches, rehearsed, with_batch
 from dino_ds.planning.speed import Cluster, StepTime, estimate_step
 
 # Estimates that are nearer than this are taken as equal: the simpler config wins.
@@ -77,6 +77,15 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
     shapes = [shape for shape in SHAPES if not shape.offload or recipe.optimizer.clip_by == "network"]
     candidates = [_try(shape, recipe, cluster, limit_gib) for shape in shapes]
     fitting = [(i, fit, time) for i, candidate in enumerate(candidates) for fit, time in candidate.fits]
+    while fitting:
+        best = min(time.seconds for _, _, time in fitting)
+        equal = [entry for entry in fitting if entry[2].seconds <= best * (1 + _EQUAL)]
+        choice = min(equal, key=lambda entry: (entry[0], entry[2].seconds))
+        index, fit, _ = choice
+        fit = rehearsed(fit, recipe, cluster.world_size)
+        if fit.fits:
+            break
+        fitting.remove(choice)
     if not fitting:
         least = min((_at(shape, recipe, cluster, limit_gib, 1).memory.gib, str(shape)) for shape in shapes)
         offload = "" if len(shapes) == len(SHAPES) else ", or optimizer.clip_by network, which allows offloading"
@@ -84,11 +93,7 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
             f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
             f"Take more GPUs, larger ones or a smaller model{offload}"
         )
-    best = min(time.seconds for _, _, time in fitting)
-    index, fit, time = min(
-        (entry for entry in fitting if entry[2].seconds <= best * (1 + _EQUAL)),
-        key=lambda entry: (entry[0], entry[2].seconds),
-    )
+    time = estimate_step(recipe, fit.config, cluster)
     better = [c for i, c in enumerate(candidates) if i < index or c.unlimited < time.seconds * (1 - _EQUAL)]
     return Recommendation(
         with_batch(ds_of(shapes[index], cluster.gpu.bf16), fit.config.micro_batch, "auto"),
@@ -140,7 +145,7 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
 def _try(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float) -> _Candidate:
     sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
     found = [_at(shape, recipe, cluster, limit_gib, size) for size in sizes]
-    times = [estimate_step(recipe, fit.config, cluster) for fit in found]
+    times = [estimate_step(recipe, fit.config, cluster, exact=False) for fit in found]
     # Stage 1 would accumulate in low precision.
     allowed = slice(0, 1 if shape.stage == 1 else None)
     fits = [(fit, time) for fit, time in zip(found[allowed], times[allowed], strict=True) if fit.fits]

@@ -8,11 +8,11 @@ from typing import Any
 from dino_ds.basics.digits import short
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import MicroBatch
 from dino_ds.costs.communication import recipe_traffic
-from dino_ds.costs.flops import recipe_step_flops
-from dino_ds.costs.memory import GIB, count_parameters
-from dino_ds.costs.objective import accumulation_notes, frozen_spec
+from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.memory import GIB
+from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs
+from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
@@ -38,7 +38,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     return {
         "fits": found.fits,
         "backbone": recipe.model.backbone,
-        "by_formula": isinstance(recipe.model.spec(), ViTSpec),
+        "our_vit": isinstance(recipe.model.spec(), ViTSpec),
         "weights": count_parameters(recipe),
         "crops": describe_crops(recipe.groups),
         "gpu": cluster.gpu.name,
@@ -68,10 +68,12 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
             for one in traffic
         ],
         "flops_per_gpu": time.flops,
-        "flops_share": _shares(recipe, config.micro_batch, config.precision),
+        "executed_flops_per_gpu": time.executed,
+        "flops_share": _shares(recipe),
         "step_seconds": time.parts,
         "images_per_second": time.images_per_second,
         "mfu": time.mfu,
+        "executed_mfu": time.executed_mfu,
         "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
         "ds_config": dict(setup.ds),
         "ds_path": setup.path,
@@ -79,13 +81,13 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
     }
 
 
-def _shares(recipe: Recipe, images: int, precision: str) -> dict[str, float]:
-    """Share of a step's FLOPs spent in each network."""
-    teacher = "EMA teacher" if recipe.teacher.source is None else "frozen teacher"
-    names = {"student": "student", "teacher": teacher, "gram_teacher": "Gram teacher", "gram_matrices": "Gram matrices"}
-    flops, found = recipe_step_flops(recipe, False, precision, images), dict[str, float]()
+def _shares(recipe: Recipe) -> dict[str, float]:
+    """Share of a step's FLOPs spent in each network, and in making targets of what teachers give."""
+    names = {"ema": "EMA teacher", "frozen": "frozen teacher", "gram": "Gram teacher"}
+    flops, found = model_flops(recipe), dict[str, float]()
     for part, n in flops.items():
-        name = names.get(part) or names[part.partition("_")[0]]
+        kind, _, teacher = part.partition(" ")
+        name = names.get(teacher, f"{teacher} teacher") if teacher else "targets" if kind == "targets" else "student"
         found[name] = found.get(name, 0.0) + n / sum(flops.values())
     return found
 
@@ -109,7 +111,7 @@ def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
     without = {key: value for key, value in setup.ds.items() if key != _TOGGLE}
     variants = {"without_checkpointing": without, "with_checkpointing": {**without, _TOGGLE: {}}}
     configs = {name: setup.with_ds(ds).fit(micro_batch).config for name, ds in variants.items()}
-    return {name: MicroBatch(setup.recipe, config).saved for name, config in configs.items()}
+    return {name: round(step_costs(setup.recipe, config, True).saved) for name, config in configs.items()}
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -178,11 +180,12 @@ def _traffic_lines(result: Mapping[str, Any]) -> list[str]:
 def _speed_lines(result: Mapping[str, Any]) -> list[str]:
     parts = ", ".join(f"{name} {short(1000 * seconds)} ms" for name, seconds in result["step_seconds"].items())
     return [
-        f"estimate: {short(result['images_per_second'])} images/s, MFU {100 * result['mfu']:.0f} %, "
-        f"{short(result['flops_per_gpu'] / 1e12)} TFLOP a step and GPU: {parts}",
+        f"estimate: {short(result['images_per_second'])} images/s, MFU {100 * result['mfu']:.0f} % "
+        f"({100 * result['executed_mfu']:.0f} % of executed FLOPs), {short(result['flops_per_gpu'] / 1e12)} TFLOP a "
+        f"step and GPU ({short(result['executed_flops_per_gpu'] / 1e12)} executed): {parts}",
         "of its FLOPs: " + ", ".join(f"{name} {short(100 * share)} %" for name, share in result["flops_share"].items()),
         f"assumed, not measured: matrix products reach {100 * result['assumptions']['matmul_share']:.0f} % of the "
         f"card's peak, links {100 * ASSUMPTIONS['link_share']:.0f} % of theirs, collectives hide behind "
         f"{100 * ASSUMPTIONS['overlap']:.0f} % of the computation (docs/scaling.md)",
-        *([] if result["by_formula"] else [_NO_FIGURES]),
+        *([] if result["our_vit"] else [_NO_FIGURES]),
     ]

@@ -1,8 +1,8 @@
 """Estimates how long an optimizer step takes, from figures of the hardware and from assumptions, all of which are here.
 
-Bytes and launches are those of the operators that a step of ViT-S/16 calls, counted on fake CUDA tensors, or of the
-backbone itself where it is not one of our ViTs (`planning/work.py`); nothing was timed by us: there was no GPU. They
-rank configs; they promise no throughput. docs/scaling.md puts published runs beside them.
+FLOPs, bytes and launches are those of the operators that a rehearsed micro-batch calls (`planning/work.py`); nothing
+was timed by us: there was no GPU. They rank configs; they promise no throughput. docs/scaling.md puts published runs
+beside them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
 from dino_ds.config.ds_config import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.activations import element_bytes
 from dino_ds.costs.communication import Traffic, recipe_traffic
-from dino_ds.costs.flops import recipe_step_flops
-from dino_ds.costs.objective import ObjectiveCosts
-from dino_ds.costs.parameters import recipe_sizes
+from dino_ds.costs.memory import element_bytes
+from dino_ds.costs.step_costs import count_parameters, model_flops
 from dino_ds.planning.gpus import Gpu
 from dino_ds.planning.work import ASSUMPTIONS as OF_WORK
-from dino_ds.planning.work import Work
+from dino_ds.planning.work import Amount, Work
 
 ASSUMPTIONS = {
     **OF_WORK,
@@ -32,10 +30,6 @@ ASSUMPTIONS = {
     "waiting": 0.01,  # of the step for each doubling of the nodes: ranks wait for the slowest
     "launch_us": 5.0,  # an operator's time on the host
     "zero3_us_per_block": 1000.0,  # of DeepSpeed's hooks on the host that fetch and release weights
-    # How often a logit is read or written: mm, scale, softmax, sums and, of the student, its gradient.
-    "student_logit_passes": 19,
-    "teacher_logit_passes": 12,
-    "sinkhorn_logit_passes": 9,  # in each iteration
     "optimizer_bytes": 30,  # per weight: AdamW reads and writes
     "ema_bytes": 12,  # per weight: the teacher's average
     "host_bandwidth": 100.0,  # 10^9 bytes/s of a node's memory, for an optimizer on the host
@@ -60,11 +54,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step by part; flops: of the whole model on one GPU, nothing counted that is computed
-    twice; images: of all GPUs."""
+    """Seconds of an optimizer step by part. FLOPs on one GPU: `flops` of the whole model, nothing counted that is
+    computed twice, and `executed`, without dropped branches and what the last block need not compute; images: of all
+    GPUs."""
 
     parts: dict[str, float]
     flops: float
+    executed: float
     images: int
     gpu: Gpu
 
@@ -81,14 +77,19 @@ class StepTime:
         """Model FLOPs against the card's peak."""
         return self.flops / self.seconds / (self.gpu.tflops * 1e12)
 
+    @property
+    def executed_mfu(self) -> float:
+        """FLOPs that are executed against the card's peak."""
+        return self.executed / self.seconds / (self.gpu.tflops * 1e12)
 
-def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTime:
-    """Estimate the step of a resolved config."""
+
+def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster, exact: bool = True) -> StepTime:
+    """Estimate the step of a resolved config; exact: as of `step_costs`. Raises NotEstimated."""
     gpu, world, times = cluster.gpu, cluster.world_size, config.accumulation
-    work = Work.of(recipe, config)
-    compute, again = _micro_batch_seconds(recipe, config, gpu, work)
-    backward = compute * _backward_share(work.flops) + again
-    traffic = recipe_traffic(recipe, config, world)
+    work = Work.of(recipe, config, exact)
+    compute, again = _seconds(work.all, recipe, config, gpu), _seconds(work.again, recipe, config, gpu, hooks=0.0)
+    backward = compute * work.backward + again
+    traffic = recipe_traffic(recipe, config, world, exact=exact)
     parts = {
         "computation": times * compute,
         "recomputation": times * again,
@@ -97,11 +98,12 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster) -> StepTim
         "offload": _offload_seconds(recipe, config, cluster, work.kept),
     }
     parts["waiting for other ranks"] = waiting_share(cluster) * sum(parts.values())
-    whole = sum(recipe_step_flops(recipe, False, config.precision, config.micro_batch).values())
+    images = config.micro_batch * times
     return StepTime(
         {name: seconds for name, seconds in parts.items() if seconds},
-        whole * config.micro_batch * times,
-        config.micro_batch * times * world,
+        sum(model_flops(recipe).values()) * images,
+        work.executed * times,
+        images * world,
         gpu,
     )
 
@@ -134,50 +136,19 @@ def collective_seconds(traffic: Traffic, cluster: Cluster) -> float:
     return traffic.sent / (slowest * _GIGA * ASSUMPTIONS["link_share"]) + traffic.calls * ring * _MICRO
 
 
-def logit_bytes(recipe: Recipe) -> float:
-    """Bytes of FP32 logits that the loss of an image reads and writes, tile by tile."""
-    objective = ObjectiveCosts.of(recipe)
-    teacher = ASSUMPTIONS["teacher_logit_passes"] + ASSUMPTIONS["sinkhorn_logit_passes"] * (
-        objective.teacher_passes - 1
-    )
-    student = ASSUMPTIONS["student_logit_passes"]
-    return sum(
-        4 * one.sizes.prototypes * (student * one.student_rows + teacher * one.teacher_rows)
-        for one in objective.cross_entropies
-    )
+def _seconds(
+    work: Amount, recipe: Recipe, config: DsConfig, gpu: Gpu, hooks: float = ASSUMPTIONS["zero3_us_per_block"]
+) -> float:
+    """Time of products, then of what only moves memory; at least what launching all of it takes."""
+    rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if element_bytes(config) == 2 else 0.5)  # half as fast in FP32
+    compute = work.flops / rate + work.moved / (gpu.bandwidth * _GIGA)
+    in_hooks = recipe.model.spec().depth * hooks if config.stage == 3 else 0.0
+    return max(compute, (work.operators * ASSUMPTIONS["launch_us"] + in_hooks) * _MICRO)
 
 
-def _micro_batch_seconds(recipe: Recipe, config: DsConfig, gpu: Gpu, work: Work) -> tuple[float, float]:
-    """(what a micro-batch computes, what checkpointing computes again): matrix products, then what only moves memory;
-    at least what launching all of it takes."""
-    segments = recipe.model.spec().depth
-    # Half as fast in FP32.
-    low = element_bytes(config) == 2
-    rate = gpu.tflops * 1e12 * gpu.matmul_share * (1.0 if low else 0.5)
-    bandwidth = gpu.bandwidth * _GIGA
-    # Prototypes in TF32, half as fast as bf16.
-    flops = sum(work.flops.values()) + (_of_prototypes(work.flops) if low else 0)
-    moved = work.moved + config.micro_batch * logit_bytes(recipe)
-    compute = flops / rate + moved / bandwidth
-    hooks = ASSUMPTIONS["zero3_us_per_block"] if config.stage == 3 else 0.0
-    launched = (work.operators * ASSUMPTIONS["launch_us"] + segments * hooks) * _MICRO
-    again = work.again.flops / rate + work.again.moved / bandwidth
-    return max(compute, launched), max(again, work.again.operators * ASSUMPTIONS["launch_us"] * _MICRO)
-
-
-def _backward_share(flops: dict[str, int]) -> float:
-    """What the gradient of the prototypes costs is part of the forward pass."""
-    student = sum(n for name, n in flops.items() if name.startswith("student")) - flops["student_prototypes"]
-    return 2 / 3 * student / sum(flops.values())
-
-
-def _of_prototypes(flops: dict[str, int]) -> int:
-    return flops["student_prototypes"] + flops.get("teacher_prototypes", 0)
-
-
-def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, operators: int) -> float:
+def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, operators: float) -> float:
     """Time on the GPU; the teacher's average is sharded if its masters lie in one flat buffer."""
-    weights, shards = sum(recipe_sizes(recipe).values()), cluster.world_size if config.stage else 1
+    weights, shards = count_parameters(recipe), cluster.world_size if config.stage else 1
     flat = config.stage in (1, 2) and config.precision != "fp32"
     moved = ASSUMPTIONS["ema_bytes"] * weights / (shards if flat else 1)
     if not offloads_optimizer(config.raw["zero_optimization"]):
@@ -189,7 +160,7 @@ def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, opera
 def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, kept: float) -> float:
     """Copies over PCIe and AdamW on the host; nothing is hidden, which is the worst case. kept: bytes of a
     micro-batch's checkpoints."""
-    zero, weights = config.raw["zero_optimization"], sum(recipe_sizes(recipe).values())
+    zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
     mine, element = weights / cluster.world_size, element_bytes(config)
     pcie = cluster.gpu.pcie * _GIGA * ASSUMPTIONS["link_share"]
     seconds = 0.0

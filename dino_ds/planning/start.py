@@ -9,7 +9,8 @@ from typing import Any
 
 from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, Memory, count_parameters, estimate_memory
+from dino_ds.costs.memory import GIB, Memory, estimate_memory
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.planning.gpus import similar_gpu

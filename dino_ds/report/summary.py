@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.basics.digits import short
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics

@@ -66,7 +66,7 @@ def main() -> None:
 
     from dino_ds.config.ds_config import DsConfig, load_ds_config, resolve_ds_config
     from dino_ds.config.loading import load_recipe
-    from dino_ds.costs.memory import count_parameters
+    from dino_ds.costs.step_costs import count_parameters
     from dino_ds.engine.engine import Engine
     from dino_ds.engine.placement import Placement
     from dino_ds.method.build import build_network

@@ -13,9 +13,8 @@ import torch
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import vit_of
-from dino_ds.costs.memory import bucket_bytes, count_parameters, gradient_bytes, state_bytes
-from dino_ds.costs.parameters import recipe_sizes
+from dino_ds.costs.memory import bucket_bytes, gradient_bytes, state_bytes
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
@@ -76,7 +75,7 @@ def test_pieces_have_the_weights_of_a_network_built_at_once(backbone):
     recipe = load_recipe("vits16", TWIN | size | {"model.backbone": backbone})
     pieces, after = build_network(recipe, PerformanceOptions()), torch.rand(1)
     torch.manual_seed(recipe.seed)
-    arch, head = vit_of(recipe), recipe.head
+    arch, head = recipe.model.spec(), recipe.head
     backbone = VisionTransformer(arch, recipe.crops.global_size)
     whole = dino_network(backbone, DinoHead(arch.width, head.hidden, head.bottleneck, head.prototypes, head.layers))
     assert torch.equal(after, torch.rand(1))
@@ -139,7 +138,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
         network = build_network(recipe, config.performance, Placement(config))
         kept.append(Engine(network, config))
 
-    sizes, ranks = recipe_sizes(recipe), distributed.world_size()
+    sizes, ranks = student_facts(recipe).sizes, distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)
     state.pop("teacher")
     held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config)

@@ -7,14 +7,15 @@ import json
 from dataclasses import asdict
 
 import pytest
+import torch
 
 from dino_ds.cli.main import main
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.communication import recipe_traffic
-from dino_ds.costs.flops import recipe_step_flops
-from dino_ds.costs.objective import frozen_spec
-from dino_ds.costs.parameters import parameter_sizes, recipe_sizes
+from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.step_costs import count_parameters, model_flops, student_facts
 from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.vit import VisionTransformer
 from dino_ds.planning.fit import fit
 from dino_ds.planning.gpus import GPUS
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
@@ -30,6 +31,11 @@ def _fit(changes: dict[str, str], stage: int = 2, ranks: int = 8, **performance:
     ds = {"gradient_clipping": 3.0, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     ds |= {"train_micro_batch_size_per_gpu": 8, "dino_ds": performance}
     return fit(load_recipe("vits16", ROTARY | changes), ds, "x", ranks, 80)
+
+
+def _backbone_weights(spec) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in VisionTransformer(spec, 224).parameters())
 
 
 def _plan(capsys, *words: str):
@@ -60,7 +66,7 @@ def test_the_share_of_each_network_is_said(changes, name, of_the_others, capsys)
 def test_a_gram_teacher_takes_memory_time_and_room_in_the_checkpoint():
     """Matrices in the engine's precision, without heads; one that is not a snapshot is not saved."""
     recipe, without = load_recipe("vits16", ROTARY | GRAM), load_recipe("vits16", ROTARY)
-    backbone = {n: k for n, k in recipe_sizes(recipe).items() if n.startswith("backbone.")}
+    backbone = {n: k for n, k in student_facts(recipe).sizes.items() if n.startswith("backbone.")}
     held = _fit(GRAM).memory.parts["Gram teacher"]
     assert 2 * sum(backbone.values()) < held < 2.1 * sum(backbone.values())
     assert "Gram teacher" not in _fit({"gram.weight": "2", "gram.teacher": "ema"}).memory.parts
@@ -73,10 +79,13 @@ def test_a_gram_teacher_takes_memory_time_and_room_in_the_checkpoint():
 
 
 def test_gram_over_a_whole_micro_batch_grows_with_it():
-    """Matrices of (2 images x 2 x 196) squared: facts say +24 % of the step for ViT-S at 64 images."""
-    whole = load_recipe("vits16", ROTARY | {"gram.weight": "2", "gram.whole_batch": "true"})
-    one, many = (recipe_step_flops(whole, False, images=images)["gram_matrices"] for images in (1, 64))
-    assert many == 64 * one
+    """Matrices of (2 images x 2 x 196) squared."""
+    terms = ROTARY | {"gram.weight": "2"}
+    whole, alone = (load_recipe("vits16", terms | {"gram.whole_batch": flag}) for flag in ("true", "false"))
+    one, many = (
+        sum(model_flops(whole, images).values()) - sum(model_flops(alone, images).values()) for images in (2, 4)
+    )
+    assert many == pytest.approx(one * (4 * 2 - 1) / (2 * 2 - 1), rel=1e-6)
 
 
 def test_several_resolutions_cost_their_mean_and_need_room_for_the_largest():
@@ -85,7 +94,7 @@ def test_several_resolutions_cost_their_mean_and_need_room_for_the_largest():
         load_recipe("vits16", ROTARY | change)
         for change in (several, {"crops.global_size": "448"}, {"crops.global_size": "224"})
     )
-    flops = [sum(recipe_step_flops(recipe, False).values()) for recipe in (mixed, large, small)]
+    flops = [sum(model_flops(recipe).values()) for recipe in (mixed, large, small)]
     assert flops[0] == pytest.approx(0.25 * flops[1] + 0.75 * flops[2], rel=1e-9)
     assert _fit(several).memory.parts == _fit({"crops.global_size": "448"}).memory.parts
 
@@ -96,12 +105,12 @@ def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
     recipe = load_recipe("vits16", changes)
     large = VITS["vit_large_patch16_dinov3"]
     assert frozen_spec(recipe) == large
-    own = sum(parameter_sizes(large, 224).values())
+    own = _backbone_weights(large)
     parts = _fit(changes).memory.parts
     heads = 0 if distill == "features" else 4 * 65536 * 256
     assert 2 * own + heads < parts["frozen teacher"] < 2.05 * own + heads * 1.2
-    assert parts["teacher"] == 4 * sum(recipe_sizes(recipe).values())
-    assert any("cls_regression" in name for name in recipe_sizes(recipe)) == (distill == "features")
+    assert parts["teacher"] == 4 * count_parameters(recipe)
+    assert any("cls_regression" in name for name in student_facts(recipe).sizes) == (distill == "features")
 
 
 def test_a_frozen_teacher_in_shards_or_on_the_host():
@@ -113,7 +122,7 @@ def test_a_frozen_teacher_in_shards_or_on_the_host():
     assert "offloaded frozen teacher" in host_bytes(recipe, offloaded.config, 8, 8)
     assert [any(t.name == "frozen teacher" for t in recipe_traffic(recipe, one.config, 8)) for one in (whole, sharded)]
     (traffic,) = (t for t in recipe_traffic(recipe, sharded.config, 8) if t.name == "frozen teacher")
-    large = sum(parameter_sizes(VITS["vit_large_patch16_dinov3"], 224).values())
+    large = _backbone_weights(VITS["vit_large_patch16_dinov3"])
     assert traffic.payload == pytest.approx(2 * large * sharded.config.accumulation, rel=0.01)
 
 

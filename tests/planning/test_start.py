@@ -14,7 +14,7 @@ import pytest
 
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN

@@ -9,7 +9,7 @@ import pytest
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.planning.fit import FILLED, fit
 from dino_ds.planning.gpus import GPUS
 from scripts import tiers

@@ -12,8 +12,8 @@ from dino_ds.basics.ranges import AUGMENTATION, PARTS
 from dino_ds.config.ds_config import DsConfig, change_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.flops import recipe_step_flops
 from dino_ds.costs.memory import estimate_memory
+from dino_ds.costs.step_costs import mean_costs, model_flops
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device, memory_gib
 from dino_ds.errors import ConfigError
@@ -124,7 +124,8 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
     libraries = int(memory.get("imports_mib", 0.0) * MIB)
     predicted = estimate_memory(stepper.recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
-    flops = sum(recipe_step_flops(stepper.recipe, False).values())
+    flops = sum(model_flops(stepper.recipe).values())
+    executed = mean_costs(stepper.recipe, config, cuda).sum("flops") / config.micro_batch
     tflops = flops * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
     spent, whole = stepper.parts.read(), sum(timing.all_seconds)
@@ -141,6 +142,8 @@ def _summary(name: str, timing: Timing, stepper: _Stepper, memory: dict[str, flo
         "tflops": tflops,
         "matmul_tflops": peak,
         "mfu": tflops / peak,
+        "executed_gflop_per_image": executed / 1e9,
+        "executed_mfu": tflops / peak * executed / flops,
         "parts": {**shares, "other": 1 - sum(shares.values())},
         "augmentation_share": spent.get(AUGMENTATION, 0.0) / whole,
         "peak_memory_mib": memory_gib() * 1024,
@@ -158,6 +161,7 @@ def _page(result: dict[str, Any]) -> str:
         ("TFLOP/s", lambda s: short(s["tflops"])),
         ("matmul peak, TFLOP/s", lambda s: short(s["matmul_tflops"])),
         ("MFU", lambda s: f"{100 * s['mfu']:.1f} %"),
+        ("MFU of executed FLOPs", lambda s: f"{100 * s['executed_mfu']:.1f} %"),
         ("peak memory, MiB", lambda s: f"{s['peak_memory_mib']:.0f}"),
         ("predicted, MiB", lambda s: f"{s['predicted_memory_mib']:.0f}"),
     ]

@@ -14,7 +14,7 @@ from dino_ds.basics.ranges import named_range
 from dino_ds.config.ds_config import DsConfig, resolve_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import count_parameters
+from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.masks import synthetic_masks

@@ -16,7 +16,7 @@ import torch
 
 from dino_ds.basics.ranges import PARTS
 from dino_ds.config.ds_config import CHECKOUT
-from dino_ds.costs.flops import recipe_step_flops
+from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.bench import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
@@ -73,10 +73,11 @@ def test_step(capsys, no_children):
     assert sum(setting["parts"].values()) == pytest.approx(1)
     assert setting["parts"]["data"] == 0 < min(setting["parts"][p] for p in ("teacher", "student", "backward", "ema"))
     recipe = tiny_recipe()
-    flops = sum(recipe_step_flops(recipe, cls_only_last_block=False).values())
+    flops = sum(model_flops(recipe).values())
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
+    assert 0.8 * setting["mfu"] < setting["executed_mfu"] < setting["mfu"]
     assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
     assert result["host"]["versions"]["torch"] and "ratio" not in result
 

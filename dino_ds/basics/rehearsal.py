@@ -1,0 +1,45 @@
+"""A rehearsal of the training step: real code on tensors without memory, on one rank, as if on another device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_devices: list[str] = []
+_observers: list[Callable[[str, int], None]] = []
+
+
+def rehearsing() -> bool:
+    """Whether this process rehearses a step: it is then a rank alone, and reads no weights."""
+    return bool(_devices)
+
+
+def device_kind(of: str) -> str:
+    """The type of device whose sizes of tiles count for tensors on `of`: the rehearsed one, or theirs."""
+    return _devices[-1] if _devices else of
+
+
+@contextmanager
+def rehearsal(device: str) -> Iterator[None]:
+    """What runs inside is a rehearsal for this type of device, "cpu" or "cuda"."""
+    _devices.append(device)
+    try:
+        yield
+    finally:
+        _devices.pop()
+
+
+@contextmanager
+def tell_of_collectives(observer: Callable[[str, int], None]) -> Iterator[None]:
+    """Call `observer(operation, bytes of this rank)` for each collective that the rehearsed step would call."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def note_collective(operation: str, size: int) -> None:
+    """A collective would be called here, with so many bytes."""
+    for observer in _observers:
+        observer(operation, size)

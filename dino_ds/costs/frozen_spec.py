@@ -1,0 +1,31 @@
+"""The architecture of a frozen teacher, as far as it can be known without reading its weights."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+from dino_ds.basics.text_file import read_object
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import home_of
+from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec, ViTSpec
+
+
+def frozen_spec(recipe: Recipe) -> ViTSpec | None:
+    """The backbone of teacher.source, as far as its name or the JSON beside it says; None: another kind, or unknown."""
+    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
+
+
+@functools.cache
+def _stated(source: str) -> ViTSpec | None:
+    base, path = source.partition(".")[0], Path(source)
+    spec: BackboneSpec | None = BACKBONES.get(base) if not path.exists() else None
+    if isinstance(spec, ViTSpec):
+        return spec
+    beside = home_of(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    try:
+        about = read_object(beside)
+        return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,67 @@
+"""Keeps what a rehearsal found in a folder of the user's cache: by what was rehearsed, and by which code."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dino_ds.basics.durable import replacing
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ROOMS = ("basics", "costs", "engine", "method", "models")
+_MOST_FILES = 1000
+_found: dict[str, Any] = {}
+
+
+def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
+    """What `make` gives, plain JSON, or gave before for the same `about`, plain JSON too. modules: other code that it
+    runs, by name. A folder that can't be read or written changes nothing but the time that it takes."""
+    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if name not in _found:
+        path = _folder() / f"{name}.json"
+        try:
+            _found[name] = json.loads(path.read_text(encoding="utf-8"))["found"]
+        except (OSError, ValueError, TypeError, KeyError):
+            _found[name] = make()
+            with suppress(OSError):
+                _write(path, {"about": about, "found": _found[name]})
+    return _found[name]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds" / "steps"
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content), encoding="utf-8")
+    files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    for old in files[:-_MOST_FILES]:
+        old.unlink(missing_ok=True)
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Of the code that a rehearsal runs: torch, timm, and a digest of this package's own files."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in _ROOMS for path in (_PACKAGE / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())
+    return [version("torch"), version("timm"), digest.hexdigest()]
+
+
+def _digest(module: str) -> str:
+    try:
+        found = find_spec(module)
+        return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest() if found and found.origin else module
+    except (ImportError, OSError, ValueError):
+        return module

@@ -1,0 +1,283 @@
+"""Rehearses a micro-batch: `TrainingStep` itself, with its networks, terms and teachers, on fake tensors.
+
+They have shapes and no memory. Whatever a term, a teacher or a backbone does is seen, and none of them is named here.
+DeepSpeed's part is not seen: its engine is played by the network alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dino_ds.basics.ranges import listen
+from dino_ds.basics.rehearsal import rehearsal, tell_of_collectives
+from dino_ds.config.crops import EMA, CropGroup
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import SNAPSHOT
+from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.recorder import Recorder, fused_attention
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine.device import DTYPES
+from dino_ds.engine.engine import Engine, Progress
+from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.optim import parameter_groups
+from dino_ds.engine.recipe_optimizer import optimizer_options
+from dino_ds.method.build import build_objective, build_schedules, build_teachers
+from dino_ds.method.networks import build_head, build_meta
+from dino_ds.method.specs.distill import FROZEN
+from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.teacher import Teacher
+from dino_ds.models.base import is_cast
+from dino_ds.models.network import Network
+from dino_ds.models.specs.base import BackboneSpec
+from dino_ds.weights.frozen import FrozenSource
+
+if TYPE_CHECKING:
+    from dino_ds.costs.step_costs import How
+
+_EPOCH_STEPS = 1000
+_CPU = torch.device("cpu")
+
+
+def describe_student(recipe: Recipe) -> dict[str, Any]:
+    """The student's weights and the objective's statistics, as `StudentFacts` in plain JSON."""
+    with rehearsal("cpu"), FakeTensorMode():
+        objective = build_objective(recipe, _CPU, _frozen(recipe))
+    network = build_meta(recipe, PerformanceOptions(), objective.queries, objective.student_features())
+    groups = parameter_groups(network, optimizer_options(recipe.optimizer))
+    modules = dict(network.named_modules())
+    sizes = {name: p.numel() for name, p in network.named_parameters()}
+    return {
+        "sizes": sizes,
+        "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
+        "groups": [sum(p.numel() for p in group["params"]) for group in groups],
+        "statistics": [one.value.numel() for one in objective.statistics.values()],
+        "whole_step": objective.whole_step,
+    }
+
+
+def rehearse(recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int, on_gpu: bool) -> dict[str, Any]:
+    """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON."""
+    for _ in range(2):  # what a dropped engine computes in its end is not this step's; it holds another's
+        gc.collect()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
+        played = _Rehearsal(recipe, how, groups, images, fake)
+        with fake:
+            found = played.run()
+    if recipe.teacher.source is not None and frozen_spec(recipe) is None:  # not known: its place was held
+        found["parts"].pop(f"teacher {FROZEN}", None)
+        found["teachers"].pop(FROZEN, None)
+    return found
+
+
+@contextmanager
+def _as_on_a_device(fake: FakeTensorMode) -> Iterator[None]:
+    """Attention by the kernel that devices take; modules that get fake tensors where they would get memory; and torch's
+    linear function, where an engine of ZeRO 3 has left DeepSpeed's behind."""
+    before = nn.functional.linear, nn.Module.to_empty
+    nn.functional.linear = torch._C._nn.linear
+    nn.Module.to_empty = functools.partialmethod(_to_empty, fake)  # type: ignore[assignment]
+    try:
+        with fused_attention():
+            yield
+    finally:
+        nn.functional.linear, nn.Module.to_empty = before  # type: ignore[method-assign]
+
+
+def _to_empty(
+    network: nn.Module, fake: FakeTensorMode, *, device: Any, recurse: bool = True, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """`nn.Module.to_empty`, by new parameters, which are fake; of `dtype`, None: as they are."""
+    with fake:
+        for module in network.modules() if recurse else [network]:
+            for name, own in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(own.shape, dtype=dtype or own.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=own.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+    return network
+
+
+class _Rehearsal:
+    """Everything that a step is made of. Networks are built on the meta device, not on fake tensors: some look at
+    numbers while they are built."""
+
+    def __init__(
+        self, recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int, fake: FakeTensorMode
+    ) -> None:
+        recipe = _alone(recipe)
+        frozen, window = _frozen(recipe), how.window
+        with fake:
+            objective = build_objective(recipe, _CPU, frozen)
+            self._window = [_inputs(recipe, groups, images) for _ in range(window)]
+        network = build_meta(recipe, how.performance, objective.queries, objective.student_features())
+        with fake:
+            masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
+        _to_empty(network, fake, device=_CPU, dtype=DTYPES[how.precision])
+        segments = None if how.checkpoint_blocks == "all" else int(how.checkpoint_blocks)
+        network.backbone.checkpoint_segments(segments, how.checkpoint_on_cpu)
+        config = DsConfig(
+            {}, images, window, 0, how.precision, False, 0.0, how.checkpoint_blocks, False, how.performance
+        )
+        self._engine = _PlayedEngine(network.train(), config, masters)
+        engine = cast(Engine, self._engine)
+        teachers = build_teachers(recipe, config, engine, objective, frozen)
+        self._step = TrainingStep(
+            engine, teachers, objective, build_schedules(recipe, _EPOCH_STEPS), groups, recipe.seed
+        )
+        last = self._step.schedules.at(self._step.schedules.steps)
+        weights = {name: weight or 1.0 for name, weight in last.weights.items()}
+        self._step.schedule = dataclasses.replace(last, weights=weights)
+        self._network, self._teachers, self._images = network, dict(teachers.items()), images
+
+    def run(self) -> dict[str, Any]:
+        """Prepare the window's targets, and take its first micro-batch."""
+        step, teachers, window = self._step, self._teachers, self._window
+        modules = [self._network, *(module for one in teachers.values() for module in (one.network, one._running))]
+        known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
+        for name, teacher in teachers.items():
+            recorder.watch(f"teacher {name}", teacher._running)
+        recorder.free_gradients(self._network.parameters())
+        self._engine.recorder = recorder
+        with recorder, listen(recorder), tell_of_collectives(recorder.note_sent), _on_host(recorder):
+            step.prepare(window)
+            held = recorder.live
+            step.micro_batch(window[0])
+        parts = recorder.parts
+        for name, part in parts.items():
+            if name.startswith("teacher") or name == "targets":
+                part.scale(1 / len(window))
+        wanted = [name for name, part in parts.items() if part.operators]
+        return {
+            "parts": {name: parts[name].plain() for name in wanted},
+            "saved": self._engine.saved - held,
+            "held": held / len(window),
+            "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
+            "on_host": recorder.on_host,
+            "window": len(window),
+            "teachers": {name: _teacher_costs(one) for name, one in teachers.items()},
+            "collectives": recorder.sent,
+        }
+
+
+class _PlayedEngine:
+    """What `TrainingStep` and teachers ask of an engine, without DeepSpeed. saved: bytes alive before the backward
+    pass."""
+
+    unsynced_statistics = list
+    recorder: Recorder
+
+    def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor]]) -> None:
+        self.config, self.device, self._network, self._masters, self.saved = config, _CPU, network, masters, 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._network(*inputs)
+
+    def masters(self) -> list[WholeMasters]:
+        return [WholeMasters(self._masters)]
+
+    def buffers(self, saved: bool = False) -> dict[str, Tensor]:
+        return dict(self._network.named_buffers())
+
+    def backward(self, loss: Tensor) -> None:
+        self.saved = self.recorder.live
+        loss.backward()
+
+    def step(self) -> Progress:
+        return Progress.ACCUMULATING
+
+    def freeze_prototypes(self, frozen: bool) -> None:
+        """Nothing is frozen in most steps."""
+
+    freeze_backbone = set_groups = reset_optimizer_state = freeze_prototypes
+
+
+def _alone(recipe: Recipe) -> Recipe:
+    """The recipe of one rank, whose Gram teacher is as large as the student wherever its weights are from."""
+    changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"sync_batch_norm": False})}
+    if recipe.gram.weight and recipe.gram.teacher != EMA:
+        changes["gram"] = recipe.gram.model_copy(update={"teacher": SNAPSHOT})
+    return recipe.model_copy(update=changes)
+
+
+def _frozen(recipe: Recipe) -> FrozenSource | None:
+    """The teacher of teacher.source without its weights; of an unknown architecture one as the student."""
+    if recipe.teacher.source is None:
+        return None
+    spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
+    with torch.device("meta"):
+        sections = heads_of(recipe)
+        heads = {name: build_head(spec.width, section).state_dict() for name, section in sections.items()}
+    free = tuple(name for name, section in sections.items() if section.free_prototypes)
+    side, normalisation = recipe.crops.global_size, Normalisation.of(recipe)
+    return FrozenSource(recipe.teacher.source, spec, side, "dino", {}, heads, normalisation, free_prototypes=free)
+
+
+def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:
+    """Crops, keys and masks that hide as many patches as is expected: those of the law dinov2 fall about 1 % short."""
+    crops, masks = {}, {}
+    for group in groups:
+        shape = images, recipe.model.in_chans, group.size, group.size
+        crops[group.name] = [torch.empty(shape) for _ in range(group.count)]
+        if group.masked:
+            patches = (group.size // recipe.model.spec().stride) ** 2
+            hidden = round(images * group.count * patches * expected_hidden(recipe))
+            masks[group.name] = {
+                "mask": torch.zeros(images * group.count, patches, dtype=torch.bool),
+                "rows": torch.zeros(hidden, dtype=torch.int64),
+                "weights": torch.ones(hidden),
+            }
+    return Inputs(crops, torch.zeros(images, dtype=torch.int64), masks)
+
+
+def expected_hidden(recipe: Recipe) -> float:
+    """Expected share of the patches of masked groups that are hidden."""
+    return recipe.crops.mask_share * sum(recipe.crops.mask_ratio) / 2
+
+
+def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
+    network = teacher.network
+    own = [p for name, p in network.named_parameters() if name.startswith("backbone.")]
+    heads = [p for name, p in network.named_parameters() if not name.startswith("backbone.")]
+    return {
+        "elements": [p.numel() for p in own],
+        "backbone": sum(p.nbytes for p in own),
+        "heads": sum(p.nbytes for p in heads),
+        "segments": len(network.backbone.segments()),
+    }
+
+
+@contextmanager
+def _on_host(recorder: Recorder) -> Iterator[None]:
+    """What autograd saves on the host leaves the device, and comes back when it is asked for."""
+
+    class Hooks(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool = False) -> None:
+            super().__init__(self._pack, self._unpack)
+
+        def _pack(self, tensor: Tensor) -> Any:
+            recorder.on_host += tensor.nbytes
+            return tensor.shape, tensor.dtype
+
+        def _unpack(self, packed: Any) -> Tensor:
+            return torch.empty(packed[0], dtype=packed[1])
+
+    plain = torch.autograd.graph.save_on_cpu
+    torch.autograd.graph.save_on_cpu = Hooks  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.graph.save_on_cpu = plain  # type: ignore[misc]
