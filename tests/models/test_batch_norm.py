@@ -136,7 +136,7 @@ def test_two_ranks_equal_one_process_on_the_joint_batch(kind, by_gpu_kernels):
 
 
 def test_two_ranks_of_bf16_keep_fp32_statistics():
-    """Of the rounded joint batch: 1e-5 as in FP32."""
+    """They are those of the rounded joint batch: 1e-5 as in FP32."""
     _, whole = _one_rank("images", dtype=torch.bfloat16)
     for _, state in run_on_ranks(_one_rank, "images", dtype=torch.bfloat16):
         for name, tensor in whole.items():
@@ -236,7 +236,7 @@ def _evaluates_alone():
 
 
 def test_evaluation_asks_no_other_rank():
-    """Also without running averages: ranks evaluate batches of other sizes, or none."""
+    """Ranks evaluate batches of other sizes, or none, with or without running averages."""
     theirs, _ = _pair("no averages")
     expected = theirs.eval()(_inputs(KINDS["no averages"][1])[0])
     assert torch.equal(run_on_ranks(_evaluates_alone)[0], expected)

@@ -43,7 +43,7 @@ def _recipe(name: str, arguments: str = "{}", **changes: str):
 
 
 def _two_steps(stage: int, families: list[str]) -> dict[str, tuple[list[float], list[str]]]:
-    """By family the losses, and the parameters that are what they were."""
+    """Losses, and the parameters that are what they were, by family."""
     found = {}
     for name in families:
         recipe = _recipe(name, FAMILIES[name])
@@ -68,8 +68,10 @@ def test_every_parameter_moves(name, trained):
 
 
 def test_stages_agree(trained):
-    """Of networks whose segments take and give other things than one map. Losses to 1e-3: Adam, with an epsilon as
-    small as in real runs, follows the rounding of gradients that are 0."""
+    """Networks whose segments take and give other things than one map have the same losses at stages 0 and 2.
+
+    1e-3: Adam, with an epsilon as small as in real runs, follows the rounding of gradients that are 0.
+    """
     families = ["densenet121", "swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224"]
     for name, (losses, _) in run_on_ranks(_two_steps, 0, families)[0].items():
         assert trained[name][0] == pytest.approx(losses, rel=1e-3)
@@ -101,7 +103,7 @@ def test_families_that_can_t_are_refused(name, message):
 
 
 class Plain(nn.Module):
-    """What the other classes go wrong from."""
+    """A good class, from which the others go wrong."""
 
     def __init__(self, in_chans: int, width: int = 12, dropout: float = 0.0, unused: bool = False) -> None:
         super().__init__()

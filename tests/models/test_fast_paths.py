@@ -1,4 +1,4 @@
-"""What makes our ViT faster changes nothing in its results, with learned and rotary positions and hidden patches."""
+"""Options that make our ViT faster change no results, with learned and rotary positions and hidden patches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _DROP = {"drop_path": 0.6, "rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale"
 
 
 def _model(arch, **options):
-    """In double precision, with weights so large that attention is far from uniform."""
+    """A model in double precision, with weights so large that attention is far from uniform."""
     torch.manual_seed(1)
     vit = VisionTransformer(ARCHS[arch], 32, BackboneOptions(mask_token=True, **_DROP, **options))
     for parameter in vit.parameters():
@@ -66,7 +66,7 @@ def _usual(arch, depth, patches):
 
 
 def _assert_equal(ours, theirs, close=1e-10):
-    """In double precision, sums in another order; of the largest entry (positions are resized alike, in FP32)."""
+    """Equality relative to the largest entry: double precision, sums in another order, positions resized in FP32."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         largest = max(float(expected.abs().max()), 1.0)
@@ -74,7 +74,7 @@ def _assert_equal(ours, theirs, close=1e-10):
 
 
 def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
-    """What the CUDA kernel of varlen does, sequence by sequence."""
+    """The arithmetic of varlen's CUDA kernel, sequence by sequence."""
     out = []
     for s in range(len(bounds_k) - 1):
         rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
@@ -165,7 +165,7 @@ def test_the_kernel_that_runs_has_a_name():
 
 @pytest.fixture
 def without_cudnn():
-    """As `build_step` leaves torch."""
+    """The state in which `build_step` leaves torch."""
     attention.leave_out_cudnn_attention()
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
@@ -194,7 +194,7 @@ def test_one_query_has_gradients_on_a_gpu(dtype, without_cudnn):
 @pytest.mark.parametrize("cls_only, patches", [(True, ()), (True, ("global",)), (False, ())])
 @pytest.mark.parametrize("implementation", ["varlen", "sdpa"])
 def test_varlen_equals_sdpa_on_a_gpu(implementation, cls_only, patches):
-    """And its gradients, with one query of some or all sequences in the last block, where torch may choose cuDNN.
+    """Values and gradients are equal, with one query of some or all sequences in the last block (torch may take cuDNN).
 
     bf16 has 8 bits: 2 % of the largest feature, 5 % of a gradient's norm.
     """

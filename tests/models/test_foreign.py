@@ -53,7 +53,7 @@ def test_attention_biases_of_a_teacher_are_those_of_its_weights():
 
 @torch.no_grad()
 def test_a_low_precision_copy_has_what_autocast_casts():
-    """To the bit; the weights of a convolution that standardises them stay FP32, also where it is a segment."""
+    """Equal to the bit; weights of a convolution that standardises them stay FP32, where it is a segment too."""
     network = Network(_built(f"{__name__}:Standardised"), {}, {}, ["cls"]).eval()
     running, (copies, _) = _low_precision_copy(network, torch.bfloat16)
     assert [tuple(tensor.shape) for tensor in copies] == [(8, 16), (8,)]

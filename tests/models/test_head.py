@@ -21,7 +21,7 @@ def _head(learned_lengths=False):
 
 
 def _comparison():
-    """With targets of their own: one for each of six rows."""
+    """A comparison with a target for each of six rows."""
     return Comparison(as_logits(torch.randn(6, 15)), torch.randn(15), temperature=0.5, student_temp=0.1)
 
 

@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def _recorded(kind: str) -> tuple[dict[str, Tensor], DinoHead]:
-    """What was recorded of the head of `kind`, and ours with its weights, after backward of sum(logits^2)."""
+    """Recorded numbers of the head of `kind`, and our head with its weights, after backward of sum(logits^2)."""
     numbers = {name.removeprefix(f"{kind}."): t for name, t in golden_v2("heads").items() if name.startswith(kind)}
     weights = {name.removeprefix("weights."): t for name, t in numbers.items() if name.startswith("weights.")}
     sizes = golden_v2_meta()["head"]

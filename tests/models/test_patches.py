@@ -47,7 +47,7 @@ def _outputs_and_gradients(model, crops=None, patches=("global",), masks=None):
 @pytest.mark.numerical
 @pytest.mark.parametrize("patches", [("global",), ("large",), ("global", "local", "large")])
 def test_features_by_name_are_those_of_each_group_alone(patches):
-    """Also where two groups of one size lie side by side, of which one is masked or asked for."""
+    """This holds where two groups of one size lie side by side, of which one is masked or asked for."""
     crops = _crops(local=(3, 16), large=(1, 32), **{"global": (2, 32)})
     model = _model(_OTHER)
     together = model(crops, None, patches, _masks())

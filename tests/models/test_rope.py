@@ -50,7 +50,7 @@ class TestRecorded:
 
 
 def _changes(draws=4000, **options):
-    """Of 4,000 blocks the shifts and the factors, (blocks, 2) each."""
+    """Shifts and factors of 4,000 blocks, (blocks, 2) each."""
     values = rope._draws(step_key(0, 7), 1, draws, CPU)[0]
     return rope.changes(
         values, *(options.get(name, none) for name, none in (("shift", 0), ("jitter", 1), ("rescale", 1)))
@@ -72,7 +72,7 @@ class TestLaws:
 
     @pytest.mark.parametrize(("name", "key"), [("jitter", "jitter_coords=1.5"), ("rescale", "rescale_coords=2")])
     def test_factors(self, name, key):
-        """Of each axis its own, or one for both; uniform in the logarithm."""
+        """Each axis has its own, or both have one; they are uniform in the logarithm."""
         most = float(key.split("=")[1])
         recorded = golden_v2_meta()["rope"][key]["log_quantiles"]
         shifts, factors = _changes(**{name: most})
@@ -142,7 +142,7 @@ class TestRotation:
 
     @pytest.mark.parametrize("parts", [(2, 3), (1, 1), (1, 2)])
     def test_gradient(self, parts):
-        """Of the rotation in place, against autograd's of plain operators, which compiled blocks run; FP32: 1e-6."""
+        """The rotation in place has the gradient of plain operators, which compiled blocks run; FP32: 1e-6."""
         projected, _, tables = self._case(parts[1], torch.float32)
         found = []
         for run in (rope.rotate, rope._rotated):
@@ -153,7 +153,7 @@ class TestRotation:
         torch.testing.assert_close(found[:2], found[2:], rtol=0, atol=1e-6)
 
     def test_fp32_inside(self):
-        """In bf16 the result is that in FP32, rounded once."""
+        """The result in bf16 is that in FP32, rounded once."""
         projected, _, tables = self._case(3, torch.bfloat16)
         exact = rope.rotate(projected.float(), self.groups, tables, (2, 3), self.heads).bfloat16()
         assert torch.equal(rope.rotate(projected.clone(), self.groups, tables, (2, 3), self.heads), exact)

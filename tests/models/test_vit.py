@@ -152,7 +152,7 @@ def test_position_interpolation_is_a_choice():
 @pytest.mark.parametrize("side, height, width", [(14, 6, 6), (37, 16, 24), (4, 7, 2)])
 @pytest.mark.parametrize("interpolation", ["dino", "antialias"])
 def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height, width):
-    """And their gradients. Standard normal entries in FP32, sums in another order: 2e-6 of the largest."""
+    """Values and gradients are equal. Standard normal entries in FP32, sums in another order: 2e-6 of the largest."""
     patches = torch.randn(1, side**2, 8, requires_grad=True)
     grid = patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)
     if interpolation == "dino":
@@ -170,7 +170,7 @@ def test_resized_positions_are_torch_s_bicubic_ones(interpolation, side, height,
 
 @pytest.mark.parametrize("channels, side, size", [(3, 16, (96, 80)), (5, 14, (70, 60))])
 def test_patches_are_embedded_as_by_a_convolution(channels, side, size):
-    """In double precision, gradients too; 60 pixels are 4 patches of 14, and the rest is left out."""
+    """Values and gradients are equal in double precision; 60 pixels are 4 patches of 14, and the rest is left out."""
     torch.manual_seed(0)
     embed, images = PatchEmbed(channels, side, 32).double(), torch.randn(2, channels, *size, dtype=torch.float64)
     conv = embed.proj

@@ -46,7 +46,7 @@ class _KeyBias(QueryKeyValue):
 
 
 def _recorded(project, kind):
-    """What was recorded of `kind`, what is known of it, and our network with its weights."""
+    """Recorded numbers of `kind`, facts about it, and our network with its weights."""
     meta, prefix = golden_v2_meta()["vit"][project][kind], f"{kind}."
     whole = golden_v2(f"vit_{project}")
     numbers = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
@@ -93,7 +93,7 @@ def test_features_are_the_reference_s(project, kind, masked):
 
 
 def test_local_crops_have_a_norm_of_their_own_in_training():
-    """With a gradient, that is; and only their CLS tokens: those of global crops and all patches have the others."""
+    """Only their CLS tokens, where a gradient is wanted: those of global crops and all patches have the others."""
     numbers, _, vit = _recorded("dinov3", "storage")
     crops = {size: [numbers[f"{size}.input"]] for size in ("global", "local")}
     found = vit(crops, patches=["local"])

@@ -180,7 +180,7 @@ def randomised(network: nn.Module) -> nn.Module:
 
 
 def assert_same(ours: Tensor, theirs: Tensor, close: float = 1e-5) -> None:
-    """Of features that are not all alike, relative to the largest: other programs run other kernels, in FP32 too."""
+    """Features are equal relative to the largest, and not all alike: other programs run other kernels, in FP32."""
     ours, theirs = ours.detach(), theirs.detach()
     assert theirs.std() > 0.05
     torch.testing.assert_close(ours, theirs, rtol=0, atol=close * max(1.0, float(theirs.abs().max())))

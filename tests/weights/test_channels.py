@@ -198,7 +198,7 @@ def test_a_patch_embedding_without_channels_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("channels", "asks"), [(1, False), (2, True), (4, True), (3, False)])
 def test_mean_and_deviation_are_asked_for(tmp_path, channels, asks):
-    """Of channels that are neither gray nor RGB nothing is known: in one line, with what prints them."""
+    """Nothing is known of channels that are neither gray nor RGB: one line says what prints their statistics."""
     start = STARTS["a ViT of ours"]
     _, place = start.write(tmp_path, 6)
     recipe = _recipe(start, place, channels, **{"data.mean": "none", "data.std": "none"})
@@ -215,7 +215,7 @@ def test_mean_and_deviation_are_asked_for(tmp_path, channels, asks):
 @pytest.mark.parametrize("kind", ["a ViT of ours", "a ResNet"])
 @pytest.mark.parametrize(("before", "given", "wanted"), [(3, "4", 4), (6, None, 6), (6, "3", 3)])
 def test_from_source_keeps_channels_that_are_given(tmp_path, kind, before, given, wanted):
-    """Of the weights are all other numbers, and the channels where the recipe does not name them."""
+    """All other numbers are those of the weights, and the channels where the recipe does not name them."""
     _, place = STARTS[kind].write(tmp_path, before)
     words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}", "--model.backbone=from_source"]
     words += [f"--model.init_from={place}", "--ds_config=ds_configs/zero0_fp32.json", "--crops.local_size=96"]

@@ -48,7 +48,7 @@ def _recorded() -> dict[str, Tensor]:
 
 
 def _in_chunks(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As with student.block_chunks 2: blocks.CHUNK.BLOCK, of two blocks one in each."""
+    """Names under student.block_chunks 2, blocks.CHUNK.BLOCK: one of two blocks in each."""
     return {re.sub(r"blocks\.(\d+)\.", r"blocks.\1.\1.", name): t for name, t in theirs.items()}
 
 

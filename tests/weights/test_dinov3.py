@@ -73,7 +73,7 @@ CELLS += [pytest.param(name, True, marks=pytest.mark.slow if "tiny" in name else
 
 @pytest.mark.parametrize(("name", "whole"), CELLS)
 def test_timm_s_file_gives_timm_s_features(name, whole, tmp_path):
-    """Without naming the architecture, of the released sizes; images that are no squares, and no native ones."""
+    """The architecture need not be named; images may be of any size, and no squares."""
     spec = _spec(name, whole)
     arguments = {"depth": spec.depth, "embed_dim": spec.width, "num_heads": spec.heads}
     theirs = _random(timm.create_model(name, num_classes=0, global_pool="token", **arguments))
@@ -96,7 +96,7 @@ def test_timm_s_file_gives_timm_s_features(name, whole, tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_our_file_is_timm_s_by_the_line_in_its_json(name, tmp_path):
-    """As teacher.json's `load` says it: by its name and arguments, strictly."""
+    """The name and arguments that teacher.json's `load` says build it, strictly."""
     model = _backbone(name)
     FORMATS["safetensors"][0](model, tmp_path / "a.safetensors")
     about = json.loads((tmp_path / "a.json").read_text())

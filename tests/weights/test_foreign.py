@@ -155,7 +155,7 @@ class TestIn:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
     def test_a_classifier_is_left_out(self, tmp_path, name):
-        """As dino_resnet50_linearweights or torchvision's own; of four channels too."""
+        """Files such as dino_resnet50_linearweights or torchvision's own, for four channels too."""
         theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
         torch.save({"state_dict": theirs.state_dict()}, tmp_path / "a.pth")
         ours = load(tmp_path / "a.pth")
@@ -325,7 +325,7 @@ class TestModel:
     @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["resnet", "own"])
     def test_benchmarks(self, tmp_path, kind):
-        """From the map in the place of patch tokens, photos of any sides; all numbers are there."""
+        """All numbers are there, from the map in the place of patch tokens and photos of any sides."""
         model = _model(SPECS[kind] if kind != "own" else ForeignSpec(OWN.name, 3, OWN.arguments))
         benchmarks = {copydays: copies, davis: clips, oxford: landmarks}
         for evaluation, make in benchmarks.items():

@@ -139,7 +139,7 @@ TIMM = {
 @pytest.mark.parametrize("size", [32, 48])
 @pytest.mark.parametrize("name", TIMM)
 def test_timm(tmp_path, name, size):
-    """With its classifier, whose place the file has; DeiT III has no position for the class token."""
+    """A file with a classifier is read; DeiT III has no position for the class token."""
     pool = {"global_pool": "token", "num_classes": 7, "img_size": size, "patch_size": 8, "depth": 2}
     theirs = randomised(timm.create_model(name, **(TIMM[name] | pool)))
     safetensors.torch.save_file(theirs.state_dict(), tmp_path / "model.safetensors")

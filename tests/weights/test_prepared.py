@@ -110,7 +110,7 @@ def test_small_images_as_the_card_says(tmp_path, shape):
     ids=str,
 )
 def test_a_processor_of_any_range_is_applied(tmp_path, change):
-    """What transformers makes of an image is what `preprocess` makes of it: 1e-5 of the largest value."""
+    """`preprocess` makes of an image what transformers makes of it: 1e-5 of the largest value."""
     transformers = pytest.importorskip("transformers")
     export_hf(_backbone(), tmp_path / "hf")
     path, image = tmp_path / "hf/preprocessor_config.json", _image(60, 60)

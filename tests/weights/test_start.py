@@ -35,7 +35,7 @@ def _recipe(source, **changes: str) -> Recipe:
 
 
 def _from_source(source, **changes: str) -> Recipe:
-    """As the command line makes it of a recipe that says nothing of the network."""
+    """The recipe that the command line makes of one that says nothing of the network."""
     given = {key: value for key, value in TINY.items() if not key.startswith("model.")}
     changes = {"model.backbone": "from_source", **changes}
     return as_source(load_recipe(None, {**given, "model.init_from": str(source), **changes}), None)
@@ -127,7 +127,7 @@ def test_what_no_recipe_builds_is_named(tmp_path, kind, changes, said):
     ],
 )
 def test_rotary_positions(tmp_path, changes, flags):
-    """As another architecture; also into one without biases, where those of the file are zero, and the other way."""
+    """Rotary positions are another architecture; zero biases of a file go into a network without any and back."""
     theirs = _huggingface(tmp_path, "DINOv3ViT", **changes)
     with pytest.raises(CheckpointError) as caught:
         _start(tmp_path)
@@ -173,7 +173,7 @@ def test_what_training_alone_needs_of_rotary_vits(tmp_path):
 
 
 def test_learned_positions_do_not_start_rotary_ones(tmp_path):
-    """In one line, either way."""
+    """Either way is refused in one line."""
     _rotary(tmp_path, "vit_small_patch16_dinov3_qkvb")
     with pytest.raises(
         CheckpointError, match="it has rotary positions and LayerScale and 4 registers, not blocks of a"
@@ -224,7 +224,7 @@ def test_the_log_names_another_range_of_values(tmp_path):
 
 
 def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
-    """From `args` of DINO's training, and from the run itself when it is resumed: the file is gone by then."""
+    """It is that of `args` of DINO's training, and of the run itself when it is resumed without the file."""
     content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
     torch.save(content, source := tmp_path / "a.pth")
     seen: list[Recipe] = []

@@ -95,7 +95,7 @@ def test_where_the_hub_does_not_answer(cache, monkeypatch):
 
 @pytest.mark.slow
 def test_other_networks_of_timm(monkeypatch):
-    """What is no plain ViT is built by timm; names that are near one of ours are told."""
+    """Networks that are no plain ViTs are built by timm; names that are near one of ours are told."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained, **how: create(name, **how))
     for name in ("resnet18.a1_in1k", "vit_tiny_r_s16_p8_224"):

@@ -71,7 +71,7 @@ READ = {
     "": ("teacher.safetensors", "teacher.json", f"{NEW}/manifest.json", f"{NEW}/whole_00000.safetensors"),
     NEW: (f"{NEW}/manifest.json", f"{NEW}/whole_00000.safetensors"),
 }
-"""What is given, below the run -> the files that are read then."""
+"""Place that is given, below the run -> the files that are read then."""
 
 
 def _flip(content: bytes, name: str) -> bytes:
@@ -91,7 +91,7 @@ DAMAGE = {
     "of another run": lambda path, other: shutil.copy(other, path),
 }
 _NOT_READ = {("teacher.safetensors", damage) for damage in DAMAGE} | {("teacher.json", "of another run")}
-"""Of a run that is a frozen teacher: all but the step is taken from its checkpoint."""
+"""Damage that a frozen teacher never reads: all but the step is taken from a run's checkpoint."""
 CELLS = [
     (command, given, file, damage)
     for command, (given, files), damage in itertools.product(COMMANDS, READ.items(), DAMAGE)
@@ -248,7 +248,7 @@ def test_a_run_in_the_home_folder_may_be_given_by_its_sign(run, monkeypatch):
 
 
 def test_a_half_checkpoint_is_refused(run):
-    """Of two ranks' files one is missing: nothing of it is read, though the teacher's file is whole."""
+    """One of two ranks' files is missing: nothing of it is read, though the teacher's file is whole."""
     (run / OLD / "rank_00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint step 2 is incomplete \(1 of 2 files\)"):
         dino_ds.load(run / OLD)

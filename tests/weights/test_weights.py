@@ -142,7 +142,7 @@ def test_transformers_resizes_positions_in_a_third_way(tmp_path, interpolation):
 
 @pytest.mark.parametrize("size", [32, 96, 224])
 def test_twenty_aspect_ratios_are_cut_as_by_transformers(tmp_path, size):
-    """By both of its backends, to the pixel, though a margin be odd: one pixel further is 0.2 off on average."""
+    """Both of its backends agree with us to the pixel, though a margin be odd: one pixel further is 0.2 off."""
     transformers = pytest.importorskip("transformers")
     export_hf(_backbone(size=size), tmp_path / "out")
     model = load(tmp_path / "out")
@@ -164,7 +164,7 @@ def test_twenty_aspect_ratios_are_cut_as_by_transformers(tmp_path, size):
 
 
 def test_channels_other_than_rgb_have_their_own_statistics(tmp_path):
-    """In the description of either kind, and by their processor and ours the same features, 1e-5."""
+    """The description of either kind has them; their processor and ours give the same features: 1e-5."""
     transformers = pytest.importorskip("transformers")
     arch = dataclasses.replace(_backbone().vit.arch, in_chans=1)
     model = Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {})
@@ -194,7 +194,7 @@ def test_onnx_runs_at_any_batch_and_size(tmp_path, interpolation):
 
 
 def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
-    """Also after ZeRO 3, which leaves a linear function of its own in torch."""
+    """It does after ZeRO 3 too, which leaves a linear function of its own in torch."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     model = _backbone()
@@ -208,7 +208,7 @@ def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
 
 
 def _reference_load(path: Path, key: str) -> dict[str, torch.Tensor]:
-    """As facebookresearch/dino `utils.load_pretrained_weights`."""
+    """The tensors that facebookresearch/dino `utils.load_pretrained_weights` reads."""
     state = torch.load(path, map_location="cpu", weights_only=True)[key]
     state = {k.replace("module.", ""): v for k, v in state.items()}
     return {k.replace("backbone.", ""): v for k, v in state.items()}
@@ -249,7 +249,7 @@ def _with_dino_positions(model: Backbone) -> Backbone:
 
 
 def test_the_ratio_of_an_mlp_gives_its_width_again():
-    """Though a quotient may be rounded down."""
+    """The width is exact though a quotient may be rounded down."""
     for width in (192, 384, 768, 1408):
         for packed in range(width, 6 * width, 7):
             sizes = {"cls_token": (1, 1, width), "pos_embed": (1, 17, width)}
