@@ -18,7 +18,6 @@ import pytest
 
 import dino_ds.cli.main as cli
 from dino_ds import __version__
-from dino_ds.config.ds_schema import key_names
 from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import load_recipe, recipe_options
 from dino_ds.errors import CheckpointError, ConfigError
