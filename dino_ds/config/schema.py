@@ -114,12 +114,18 @@ class Option:
         return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
 
 
+def fields_of(schema: object) -> dict[str, FieldInfo]:
+    """The fields that a pydantic model or dataclass declares; none of another type."""
+    fields: dict[str, FieldInfo] = getattr(schema, "model_fields", None) or getattr(schema, "__pydantic_fields__", {})
+    return fields
+
+
 @functools.cache
 def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections, by name in their order."""
     found: dict[str, Option] = {}
-    for name, info in schema.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        if hasattr(info.annotation, "__pydantic_fields__"):
+    for name, info in fields_of(schema).items():
+        if fields_of(info.annotation):
             names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(info.annotation).items()}
         else:
             names = {name.removesuffix("_"): info}  # from_: a word of Python's
