@@ -125,8 +125,9 @@ def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections, by name in their order."""
     found: dict[str, Option] = {}
     for name, info in fields_of(schema).items():
-        if fields_of(info.annotation):
-            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(info.annotation).items()}
+        section: Any = info.annotation
+        if fields_of(section):
+            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(section).items()}
         else:
             names = {name.removesuffix("_"): info}  # from_: a word of Python's
         found |= {name: Option(name, info) for name, info in names.items()}
