@@ -1,4 +1,4 @@
-"""Which crops a recipe can't have, or to no effect; in one line each. No torch here."""
+"""Checks the crops of a recipe: a line for each that can't be, or that has no effect. No torch here."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: in
 
 
 def _colour_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    """Where operations on colours are asked for and images have none."""
+    """Problems of operations on colors where images have none."""
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []
     why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"

@@ -19,7 +19,7 @@ EMA = "ema"
 GLOBAL, LOCAL = "global", "local"
 """The names of DINO's crop groups."""
 Masks = Mapping[str, Mapping[str, "Tensor"]]
-"""Which patches of a micro-batch the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
+"""The patches of a micro-batch that the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
 (the first crop of all images, then the second), patches row by row. "rows" (m,) int64: places of the m hidden patches
 in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that crop. m varies, and may be 0."""
 
@@ -84,7 +84,7 @@ class Resolution:
 
     @staticmethod
     def parse(word: str) -> Resolution:
-        """From "512/112:0.3" or "512/112/768:0.3". Raises ValueError."""
+        """Read "512/112:0.3" or "512/112/768:0.3". Raises ValueError."""
         found = re.fullmatch(r"([1-9][0-9]{0,4})/([1-9][0-9]{0,4})(?:/([1-9][0-9]{0,4}))?:([0-9.]+)", word)
         try:
             share = float(found[4]) if found else math.nan

@@ -24,7 +24,7 @@ def _whole(value: object) -> object:
 _SHARDED, _12, _3 = (1, 2, 3), (1, 2), (3,)
 _Auto = Literal["auto"]
 _Text = Annotated[str, Strict()]
-_Texts = Annotated[list[str], Strict()]
+_Texts = list[_Text]
 _From0 = Annotated[int, Strict(), Field(ge=0), BeforeValidator(_whole)]
 _From1 = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_whole)]
 _Number0 = Annotated[float, Strict(), Field(ge=0)]

@@ -27,7 +27,7 @@ _FAR, _SURE = 0.75, 0.85
 
 @dataclass
 class _Given:
-    """What files and the command line set, before it is checked.
+    """The settings of files and of the command line, before they are checked.
 
     values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each name
     that is not known, whose sections are `unsure`: what their other keys mean can't be judged. notes: a line for what

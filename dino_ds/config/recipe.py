@@ -45,13 +45,13 @@ from dino_ds.method.specs.of_recipe import groups_of, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 UNSURE = "unsure"
-"""In a validation's context: sections that are wrong already, so that nothing is said of what follows from them."""
+"""The key of a validation's context with sections that are wrong already: nothing is said of what follows from them."""
 _LEAST_STD = 1e-4
 """A fortieth of a level of 8 bits: the channel is empty."""
 
 
 class Recipe(Section):
-    """What is learned. How fast and on what hardware is the ds JSON's."""
+    """A recipe says what is learned; the ds JSON says how fast and on what hardware."""
 
     seed: Seed = option(0, "seed of weights, data order and augmentation")
     stage_start: Literal["continue", "restart"] | None = option(
@@ -131,8 +131,8 @@ class Recipe(Section):
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """What is cut from every image, in order, and who sees it; of several resolutions the one of most pixels,
-        which memory must hold."""
+        """The crops of every image, in order, and who sees them; the largest of several resolutions, which memory must
+        hold."""
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
@@ -145,14 +145,14 @@ class Recipe(Section):
         return images * pixels * (4 if self.data.augment == "worker" or self.data.is_deep else 1)
 
     def check_learning_rates(self) -> None:
-        """For a run that is to be trained: tools also look at parts of its batch. Raises ConfigError."""
+        """Check a recipe that is to be trained; tools also look at parts of its batch. Raises ConfigError."""
         peak = self.peak_lr
         if self.optimizer.min_lr > peak * (1 + 1e-9):
             low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
     def check_batch(self) -> None:
-        """For a run that is to be trained, as above. Raises ConfigError where terms compare images and there is one."""
+        """Check a recipe that is to be trained. Raises ConfigError where terms compare images and there is one."""
         if self.data.global_batch > 1:
             return
         if self.objective.centering == "sinkhorn":
@@ -163,7 +163,7 @@ class Recipe(Section):
             raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
 
     def check_teacher(self) -> None:
-        """For a run that is to be trained, as above. Raises ConfigError where a distillation has no teacher."""
+        """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""
         if self.teacher.distill is not None and self.teacher.source is None:
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")

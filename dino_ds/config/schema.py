@@ -114,13 +114,20 @@ class Option:
         return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
 
 
+def fields_of(schema: object) -> dict[str, FieldInfo]:
+    """The fields that a pydantic model or dataclass declares; none of another type."""
+    fields: dict[str, FieldInfo] = getattr(schema, "model_fields", None) or getattr(schema, "__pydantic_fields__", {})
+    return fields
+
+
 @functools.cache
 def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections, by name in their order."""
     found: dict[str, Option] = {}
-    for name, info in schema.__pydantic_fields__.items():  # type: ignore[attr-defined]
-        if hasattr(info.annotation, "__pydantic_fields__"):
-            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(info.annotation).items()}
+    for name, info in fields_of(schema).items():
+        section: Any = info.annotation
+        if fields_of(section):
+            names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(section).items()}
         else:
             names = {name.removesuffix("_"): info}  # from_: a word of Python's
         found |= {name: Option(name, info) for name, info in names.items()}

@@ -22,7 +22,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.specs.own import TERMS, counted_from
 
 _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
-"""What a stage does not take over from the run's recipe: it says how that run began."""
+"""Settings that a stage does not take over from the run's recipe: they say how that run began."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Given:
         return recipe
 
     def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
-        """What is given, over the recipe of the run that a stage begins with."""
+        """The recipe of the run that a stage begins with, changed by what is given."""
         return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
 
     def begun(self, recipe: Recipe, step: int) -> Recipe:

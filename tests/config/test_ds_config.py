@@ -11,7 +11,7 @@ import pytest
 
 from dino_ds.config.ds_config import DsConfig, find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import REFUSED, DsJson, key_names
-from dino_ds.config.schema import Option
+from dino_ds.config.schema import Option, fields_of
 from dino_ds.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
@@ -85,11 +85,11 @@ def test_every_allowed_key_is_known_to_deepspeed():
 def _everything(schema: Any, stage: int) -> dict[str, Any]:
     samples = {"integer": 1, "number": 1.0, "true": True, "text": "file", "list": ["Block"]}
     content: dict[str, Any] = {}
-    for key, info in schema.__pydantic_fields__.items():
+    for key, info in fields_of(schema).items():
         option = Option(key, info)
         if stage not in option.fact("stages", (stage,)) or key.startswith(("train_batch", "train_micro")):
             continue
-        if hasattr(info.annotation, "__pydantic_fields__"):
+        if fields_of(info.annotation):
             content[key] = _everything(info.annotation, stage)
         else:
             kind = option.type.partition(" ")[0].rstrip(",")
