@@ -94,7 +94,7 @@ class _Case:
         self._grad = torch.randn(tokens, arch.width, device=device(), dtype=dtype)
 
     def why_not(self) -> str | None:
-        """What the kernel answers where it does not run; None where it does."""
+        """The kernel's error where it does not run, or None if it does."""
         if self._attention.implementation == "varlen" and not torch.cuda.is_available():
             return "a CUDA kernel, and there is no GPU"
         try:

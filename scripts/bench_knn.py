@@ -52,7 +52,7 @@ def main(
 
 
 def _faiss() -> Any:
-    """None where it is not installed."""
+    """The faiss module, or None if it is not installed."""
     try:
         import faiss
     except ImportError:

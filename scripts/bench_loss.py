@@ -1,4 +1,4 @@
-"""What loss and EMA take, alone: `python -m scripts.bench_loss [--config vits16] [--batch 64]`.
+"""Time of loss and EMA alone: `python -m scripts.bench_loss [--config vits16] [--batch 64]`.
 
 The loss from bottleneck features to their gradient and that of the prototypes, with the products of both, which is
 what the step does of it; the teacher's update beside a copy of as many bytes, which is the least that it can take.

@@ -91,7 +91,7 @@ def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int, ranks: int) -> 
 
 
 def take_steps(recipe: dict[str, Any], ds: dict[str, Any], batch: int) -> dict[str, float]:
-    """What each rank of `measure_cell` does."""
+    """Measure on one rank of `measure_cell`."""
     full = Recipe.model_validate(recipe)
     small = build_trial(*resolve(change_recipe(full, _SMALL), ds, _NAME, 2))
     for _ in range(MEMORY_STEPS):

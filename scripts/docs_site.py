@@ -38,7 +38,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """With the pages outside docs/, and every file that a page links to, as it is, in source/."""
+    """The site's files with the pages outside docs/, and with every file that a page links to in source/."""
     pages = {file.src_uri: Path(file.abs_src_path or "") for file in files if file.is_documentation_page()}
     texts = {uri: (path.read_text(), path.parent) for uri, path in pages.items()}
     texts |= {uri: (_text(ROOT / name), (ROOT / name).parent) for name, uri in PAGES.items()}
@@ -56,7 +56,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _text(page: Path) -> str:
-    """Of a page; of a notebook its cells, and what they printed and drew."""
+    """Text of a page; of a notebook its cells, and what they printed and drew."""
     if page.suffix != ".ipynb":
         return page.read_text()
     parts = []
@@ -86,7 +86,7 @@ def _on_site(text: str, folder: Path) -> str:
 
 
 def _target(link: str, folder: Path) -> str | None:
-    """Where a link leads on the site, None for a folder. Raises ValueError for what is not in the repository."""
+    """The target of a link on the site, or None for a folder. Raises ValueError for what is not in the repository."""
     if not link:
         return None
     path = os.path.relpath((folder / link).resolve(), ROOT)

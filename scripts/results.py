@@ -1,4 +1,4 @@
-"""Where a script leaves what it found."""
+"""Writing of what a script has measured."""
 
 from __future__ import annotations
 

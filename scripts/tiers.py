@@ -167,7 +167,7 @@ def _name(case: Case, shape: Shape) -> str:
 
 
 def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
-    """As the planner's, at stage 3 for large blocks, and for several nodes."""
+    """The planner's ds JSON, with more at stage 3 for large blocks, and on several nodes."""
     ds = {"train_micro_batch_size_per_gpu": "auto", **ds_of(shape, case.card.bf16)}
     zero, ds["gradient_clipping"] = ds["zero_optimization"], case.clipping
     if shape.stage == 3:

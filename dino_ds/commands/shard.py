@@ -28,7 +28,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions
 
 CHECKSUMS = "checksums.sha256"
-"""As sha256sum writes and checks them."""
+"""The file of checksums, in the form of sha256sum."""
 _ABOUT = "shards.json"
 _BEGUN_WITH = "begun_with"
 """Its key for `facts_of_images`."""

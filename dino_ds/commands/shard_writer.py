@@ -93,7 +93,7 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
 
 
 def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
-    """A JPEG whose shorter side is `side`, upright; None: the file stays as it is. Raises UnreadableImage."""
+    """A JPEG whose shorter side is `side`, upright, or None if the file stays as it is. Raises UnreadableImage."""
     image = EncodedImage(data, name, None, channels=None)
     shorter = min(image.width, image.height)
     if shorter <= side or image.deep or open_raster(data, channels=None) is not None:  # a JPEG has 8 bits
@@ -118,7 +118,7 @@ def _ending(data: bytes, name: str) -> str:
 
 @dataclass
 class ShardRecord:
-    """What a finished shard holds; `bad` are the texts of its unreadable images."""
+    """Content of a finished shard; `bad` are the texts of its unreadable images."""
 
     name: str
     images: int = 0

@@ -65,7 +65,7 @@ class LoaderOptions:
 
     @staticmethod
     def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
-        """Those of a recipe, with these changed: ranks and micro-batch are not in it."""
+        """The options of a recipe, with these changed: ranks and micro-batch are not in it."""
         data = recipe.data
         options = LoaderOptions(
             seed=recipe.seed,

@@ -95,7 +95,7 @@ def open_image(
 
 
 def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:
-    """Raises UnreadableImage for another number."""
+    """Raises UnreadableImage where the image has another number of channels."""
     if image.channels != wanted:
         raise UnreadableImage(name, f"{image.channels} channels, {wanted} are wanted")
 
@@ -121,7 +121,7 @@ class DecodedImage:
 class EncodedImage:
     """A file of which only the header has been looked at; `width` and `height` (pixels) are the upright image's.
 
-    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted (None: however many there
+    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted (or None for all there
     are), and the attribute says what there are: a grey file has one where one is wanted, else three, as everything else
     that Pillow reads. `format` and `mode` are Pillow's words. Raises UnreadableImage, before memory is taken, if it is
     no image or has more than `max_pixels` pixels (None = any number); every three channels count as one image.

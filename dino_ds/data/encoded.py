@@ -1,4 +1,4 @@
-"""What sources of encoded image files have in common."""
+"""Sources of encoded image files: their contract, and what those with a listing share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 30
 
 
 def note_left_out(files: list[bytes]) -> list[str]:
-    """What to say of files of `OTHER_KINDS`."""
+    """A note on files of `OTHER_KINDS`, or none if there are none."""
     if not files:
         return []
     such = printable(os.fsdecode(min(files)))
@@ -43,7 +43,7 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where the image lies, as one printable line."""
+        """The place of the image, as one printable line."""
 
     @abstractmethod
     def member(self, index: int) -> str:
@@ -65,7 +65,7 @@ class ListedImages(EncodedImages):
     labels: Labels | None
     classes: list[str] | None
     _opened: tuple[str, ...] = ("_names", "labels", "classes")
-    """What `_open` makes of the listing."""
+    """Attributes that `_open` makes of the listing."""
 
     def __init__(self, listing: Listing) -> None:
         self._open(listing)

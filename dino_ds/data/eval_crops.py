@@ -1,4 +1,4 @@
-"""What evaluations cut from an image: one crop, as DINO's k-NN and linear probe do."""
+"""Crops of evaluations: one of an image, as DINO's k-NN and linear probe cut it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class EvalCrop:
 
 
 class RandomCrop:
-    """What DINO's linear probe trains on: a crop of 8 to 100 % of the area, bilinear, flipped every second time."""
+    """Training crop of DINO's linear probe: of 8 to 100 % of the area, bilinear, flipped every second time."""
 
     def __init__(self, size: int, normalisation: Normalisation) -> None:
         self.size, self.channels, self._normalisation = size, len(normalisation.mean), normalisation
@@ -71,7 +71,7 @@ class RandomCrop:
 def _normalised(
     image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalisation: Normalisation
 ) -> Tensor:
-    """What `cut` makes of an RGB image, or of each channel of (h, w, c), as (c, height, width) float32."""
+    """`cut` applied to an RGB image, or to each channel of (h, w, c): (c, height, width) float32."""
     if isinstance(image, Image.Image):
         return to_tensor(cut(image), normalisation)
     planes = torch.from_numpy(

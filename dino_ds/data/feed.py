@@ -1,4 +1,4 @@
-"""What training sees of the data: micro-batches on its device, and how far they have come."""
+"""The interface of training to its data: micro-batches on its device, and how far they have come."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dino_ds.config.crops import Masks
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is in the global stream: `samples` of `epoch` are consumed, over all ranks."""
+    """Place in the global stream of images: `samples` of `epoch` are consumed, over all ranks."""
 
     epoch: int = 0
     samples: int = 0
@@ -59,7 +59,7 @@ class Feed(Protocol):
         ...
 
     def take_notes(self) -> list[str]:
-        """What there is to tell people since the last call."""
+        """Human-readable lines that came up since the last call."""
         ...
 
     def close(self) -> None: ...

@@ -20,10 +20,10 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
 _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
-"""Of unsigned integers of 8, 10, 12, 14 and 16 bits."""
+"""Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
 _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
 _LEAST_USED = 0.01
-"""Of a range, by an image of the kind that it was made for: floats within 0 to 1 use nothing of 16 bits."""
+"""Least part of a range that an image of the right kind uses: floats within 0 to 1 use nothing of 16 bits."""
 STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
@@ -41,7 +41,7 @@ class DeepImage(NamedTuple):
 
 
 def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
-    """What to say of images beyond the range, and of those that use next to nothing of it; none of all others.
+    """Notes on images beyond the range, and on images that use next to nothing of it.
 
     An image of one value uses nothing of any range, and is left out.
     """
@@ -61,7 +61,7 @@ def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, rem
 
 @dataclass
 class Sample:
-    """Of the images that could be read. `problem`: the first that could not, and why."""
+    """Values of the images that could be read; `problem` is the first that could not, and why."""
 
     images: int = 0
     channels: Counter[int] = field(default_factory=Counter)

@@ -33,7 +33,7 @@ from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _LOOKED_AT = 20
-"""Lines of a list."""
+"""Number of lines of a list that are looked at."""
 _THREADS = 16
 _CHUNK = 256
 _BESIDE = 1000
@@ -248,7 +248,7 @@ def _natural(name: bytes) -> tuple[bool, int, bytes]:
 
 
 def describe_missing(root: Path) -> str:
-    """What to say about a folder of images that is not there: the nearest beside it."""
+    """Error text for a folder of images that is not there: names the nearest folder next to it."""
     if os.path.exists(root):
         return f"{root} is neither a folder nor a file; wanted is a folder of images"
     parent = root.parent
@@ -268,7 +268,7 @@ def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
 
 
 def advise_beside(root: Path) -> str:
-    """What to do about a folder without images: take the one beside it that has some, train or of a name like it."""
+    """Advice for a folder without images: a folder next to it that has some, called train or similarly."""
     own = root.resolve()
     with contextlib.suppress(OSError), os.scandir(own.parent) as entries:
         names = [entry.name for entry in entries if entry.is_dir() and entry.name not in (own.name, "train")]

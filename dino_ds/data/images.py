@@ -132,7 +132,7 @@ def in_channels(values: np.ndarray, channels: int) -> np.ndarray:
 
 
 def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
-    """What a deep image stores: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white.
+    """Stored values of a deep image: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white.
 
     `data` is its file, which is needed for RGB. Raises ValueError for what can't be read without loss.
     """
@@ -221,7 +221,7 @@ def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
 
 
 def _raw_modes(image: ImageFile.ImageFile) -> list[str]:
-    """How Pillow will read each part of a file, such as RGB;16B; none are left once it was decoded."""
+    """Modes in which Pillow will read each part of a file, such as RGB;16B; none are left once it was decoded."""
     return [str(tile.args[0] if isinstance(tile.args, tuple) else tile.args) for tile in image.tile]
 
 
@@ -230,6 +230,6 @@ def _with_raw_mode(tile: ImageFile._Tile, mode: str) -> ImageFile._Tile:
 
 
 def _jpeg2000_bits(data: bytes) -> int:
-    """Of the first channel, from the codestream's header."""
+    """Bits of the first channel, from the codestream's header."""
     start = data.find(b"\xff\x4f\xff\x51")
     return (data[start + 42] & 0x7F) + 1 if 0 <= start < len(data) - 42 else 8

@@ -32,7 +32,7 @@ _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
-"""Of one list the newest three stay, and what was opened within a week: jobs may still start workers on it."""
+"""The newest three files of a list stay, and those opened within a week: jobs may still start workers on them."""
 
 
 class Texts(Sequence[str]):
@@ -109,7 +109,7 @@ class FolderLabels:
             self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a Listing reads labels and classes from; empty if the folders are not classes."""
+        """Arrays from which a Listing reads labels and classes; empty if the folders are not classes."""
         names = sorted(self._numbers)
         if not self._everywhere or len(names) < 2 or {name.lower() for name in names} <= _SPLIT_NAMES:
             return {}
@@ -128,7 +128,7 @@ def label_arrays(order: list[int], numbers: np.ndarray, names: list[bytes]) -> d
 
 @dataclass
 class Contents:
-    """What is to be listed: arrays by name (uint8, int32 or int64) and plain values that JSON can hold."""
+    """Content of a list file: arrays by name (uint8, int32 or int64) and plain values that JSON can hold."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         assert options.global_batch % self._chunk == 0
         self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
         self._begun = (0, 0)
-        """Of the step of the next batch: its batches before that one, and its resolution if there are any."""
+        """Batches of the current step before the next one, and the step's resolution if there are several."""
 
     def advance(self) -> None:
         """One batch has been used: an iterator that begins later continues behind it."""
@@ -69,7 +69,7 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     @property
     def where(self) -> str:
-        """The place of the next batch, for people."""
+        """Human-readable place of the next batch."""
         position = self._first()
         return f"epoch {position.epoch}, image {position.samples}"
 
@@ -78,7 +78,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
     def _resolution(self, before: int, resolution: int, position: Position) -> int:
-        """Of the batch at `position`, after `before` batches of its step: the first one draws it."""
+        """Resolution of the batch at `position`, after `before` batches of its step: the first one draws it."""
         options = self._options
         if before:
             return resolution
@@ -134,7 +134,7 @@ class Loader:
         return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
-        """As `Feed.next_unless`; what loads them is restarted once before it counts as gone."""
+        """Implements `Feed.next_unless`; the processes are restarted once before they count as gone."""
         self._waits_since = time.monotonic()
         while (batch := self._poll(_LOOK_SECONDS)) is None:
             waited = time.monotonic() - self._waits_since

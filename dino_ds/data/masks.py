@@ -48,7 +48,7 @@ class MaskOptions:
 
     @staticmethod
     def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> dict[str, MaskOptions]:
-        """By name those of a recipe's masked groups; `groups`: of one of its resolutions, else the largest.
+        """Maskers of a recipe's masked groups by name; `groups` are those of one of its resolutions, else the largest.
 
         Raises ConfigError for a backbone that is not known yet.
         """

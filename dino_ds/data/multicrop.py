@@ -47,7 +47,7 @@ _TURNS, _TRANSFORM = -2, -3
 
 @dataclass(frozen=True)
 class CropParameters:
-    """What is done to one crop, in this order; between `turns` and `flip` comes a transform of the user's, if any."""
+    """Random changes of one crop, in this order; between `turns` and `flip` comes a transform of the user's, if any."""
 
     box: Box
     flip: bool
@@ -57,7 +57,7 @@ class CropParameters:
     blur_radius: float | None = None
     solarize: bool = False
     turns: int = 0
-    """By 90 degrees, counter-clockwise: right after the box was cut and resized. Two and a flip: top to bottom."""
+    """Turns by 90 degrees, counter-clockwise, right after the box was cut and resized. Two and a flip: top to bottom."""
 
 
 class MultiCrop:
@@ -84,7 +84,7 @@ class MultiCrop:
         self.transform = transform
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
-        """Of every crop its group, and its place in the triples of an Augmentation; None: it is not augmented."""
+        """Group of every crop, and its index in the triples of an Augmentation (or None if it is not augmented)."""
         self.masks, self.normalisation = dict(masks), normalisation
         self.resolutions = tuple(resolutions) or (self,)
 
@@ -111,7 +111,7 @@ class MultiCrop:
         return [to_tensor(crop, self.normalisation) for crop in crops]
 
     def transforms(self, seed: int) -> list[CropTransform | None]:
-        """What the user's transform does to each crop, each with random numbers of its own."""
+        """Apply the user's transform to each crop, each with random numbers of its own."""
         own = self.transform
         if own is None:
             return [None] * len(self.crops)
@@ -197,7 +197,7 @@ def to_tensor(image: Image.Image, normalisation: Normalisation) -> Tensor:
 
 
 def _kind(group: CropGroup, number: int) -> int | None:
-    """Where an Augmentation's triples have the probabilities of this crop of a group; None: it is not augmented."""
+    """Index of this crop's probabilities in an Augmentation, or None if it is not augmented."""
     if not group.augmented:
         return None
     kinds = _KINDS[group.name]

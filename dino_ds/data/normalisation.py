@@ -23,7 +23,7 @@ STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Of every channel, in images whose black is 0 and whose white is 1."""
+    """Mean and deviation of every channel, in images whose black is 0 and whose white is 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]

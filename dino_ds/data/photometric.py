@@ -38,7 +38,7 @@ Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
 
 
 def crops_per_params(size: int, device: torch.device) -> int | None:
-    """How many crops of `size` pixels are augmented at once: all (None), but on a CPU as many as its cache holds."""
+    """Most crops of `size` pixels that are augmented at once: what a CPU's cache holds, or None for all on a GPU."""
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
@@ -102,7 +102,7 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
 
 
 def _scale(crops: Tensor) -> float:
-    """What takes crops to [0, 1]."""
+    """The factor that takes crops to [0, 1]."""
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 

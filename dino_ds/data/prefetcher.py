@@ -37,7 +37,7 @@ class DevicePrefetcher:
         return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> Batch:
-        """As `Feed.next_unless`."""
+        """Implements `Feed.next_unless`."""
         if self._stream is None:
             return self._to_device(self._loader.next_unless(give_up))
         ready, self._next = self._next, None
@@ -63,7 +63,7 @@ class DevicePrefetcher:
             self._next = error
 
     def take_notes(self) -> list[str]:
-        """What the loader and the augmentation have to say since the last call."""
+        """Lines of the loader and of the augmentation since the last call."""
         notes, self._loader.notes, self._notes = self._loader.notes + self._notes, [], []
         return notes
 

@@ -143,7 +143,7 @@ def _open_all(paths: list[str], root: str) -> EncodedImages:
 
 
 def _wrong_file(path: str, root: str) -> str:
-    """What to say about a file that images can't be read from."""
+    """Error text for a file from which images can't be read."""
     name, ending = printable(path), Path(path).suffix.lower()
     if ending == ".npy" and (shape := _shape_of_many(path)):
         return f"{name} is an array {shape}, not (h, w), (h, w, c) or (c, h, w): {_SPLIT}, and give their folder"

@@ -1,4 +1,4 @@
-"""Where the images lie in tar files: members are found and their names noted, nothing is ever extracted.
+"""An index of the images in tar files: members are found and their names noted, nothing is ever extracted.
 
 The layout is WebDataset's: a member with an image's ending is one image; KEY.cls holds the class of KEY.jpg.
 """

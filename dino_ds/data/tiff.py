@@ -39,8 +39,8 @@ _NAMED, _UNNAMED = "SC", "QI"
 
 
 def _open(data: bytes, wanted: int | None) -> Raster | None:
-    """The bands of a file as they are stored, of which `wanted` are used (None: however many there are). None: Pillow
-    reads all of it, as RGB or grey.
+    """The bands of a file as they are stored, of which `wanted` are used (or None for all there are); None if Pillow
+    reads all of it, as RGB or gray.
 
     Pages of one shape are bands where so many are wanted; thumbnails and overviews don't count. Raises ValueError for
     volumes and films, for pages of several shapes, for compressions that are not known, and any Exception for broken
@@ -135,7 +135,7 @@ def _only_series(tif: Any) -> Any:
 
 
 def _axis(names: str, sides: tuple[int, ...], wanted: int | None) -> int | None:
-    """The axis of the bands; None: there is one band. Raises ValueError where others lie behind each other, or may."""
+    """The axis of the bands, or None if there is one. Raises ValueError where others lie behind each other, or may."""
     rest = names.replace("Y", "").replace("X", "")
     if len(names) - len(rest) != 2 or len(rest) > 1 or rest not in _NAMED + _UNNAMED:
         text = " x ".join(map(str, sides))

@@ -1,4 +1,4 @@
-"""How images of any number of channels, and the crops of a batch, are shown to people."""
+"""Display of images of any number of channels, and of the crops of a batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
     """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1].
 
     RGB as it is. Of more channels the first three as red, green and blue, of fewer the first in grey, each stretched so
-    that 2 and 98 % of the values in `like` (None: of its own) become 0 and 1.
+    that 2 and 98 % of the values in `like` (or in the image itself) become 0 and 1.
     """
     count = 3 if len(pixels) >= 3 else 1
     shown, reference = _fractions(pixels[:count]), _fractions((pixels if like is None else like)[:count])
@@ -33,7 +33,7 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def how_visible(channels: int) -> str:
-    """What `visible` does, in words; nothing for RGB."""
+    """A description of what `visible` does; empty for RGB."""
     if channels == 3:
         return ""
     if channels < 3:

@@ -182,7 +182,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         try:
             target[key] = fixed.read(value)
         except ValueError as error:
-            hint = CHOICES_ELSEWHERE.get(value.lower()) if fixed.choices else None
+            words = re.split(r"[,\s]+", value.lower()) if fixed.choices else []
+            hint = next((CHOICES_ELSEWHERE[word] for word in words if word in CHOICES_ELSEWHERE), None)
             said = f"{str(error).partition(' Did you mean')[0]} {hint}" if hint else str(error)
             problems.append(f"--{name}: {said}")
 

@@ -51,7 +51,7 @@ def png_chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, bits: int, colour: int, rows: bytes) -> bytes:
-    """Of compressed rows, whatever the header says."""
+    """A file of compressed rows, whatever the header says."""
     header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
 
@@ -66,7 +66,7 @@ def png16(values: np.ndarray) -> bytes:
 
 
 def tiff(values: np.ndarray, order: str = "<", deflate: bool = False, photometric: int | None = None) -> bytes:
-    """Of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'. One strip."""
+    """A TIFF of the array's own type, (h, w) or (h, w, c); order < or >, the bytes'. One strip."""
     height, width, channels = values.reshape(*values.shape[:2], -1).shape
     data = values.astype(values.dtype.newbyteorder(order)).tobytes()
     data = zlib.compress(data) if deflate else data

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of its images: small, the same wherever they lie, and enough to count what has changed."""
+"""A checkpoint's description of its images: small, the same wherever they lie, and enough to count what has changed."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Noise:
 
 
 class Exhausting(Noise):
-    """Where the memory for image 5 is not there."""
+    """A source without the memory for image 5."""
 
     def load(self, index: int) -> Image.Image:
         if index == 5:
@@ -83,7 +83,7 @@ def batches(count, micro=GLOBAL, rank=0, world=1, *, source=None, crops=CROPS, s
 
 
 def by_sample(some: list[LoaderBatch]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    """What the loader sends of an image, then what the network gets to see."""
+    """The bytes that the loader sends of an image, then the crop that the network sees."""
     return {
         (batch.epoch, int(index)): [crop[row] for crop in (*all_crops(batch.crops), *all_crops(augmented_crops(batch)))]
         for batch in some

@@ -31,9 +31,9 @@ from tests.reference_v2 import golden_v2, golden_v2_meta
 RECORDED = golden_v2_meta()["masks"]
 DRAWS = 3000
 SIGMAS = 4
-"""Of the sampling error of our DRAWS crops and of those recorded: what a deviation may be."""
+"""Allowed deviation in units of the sampling error of our DRAWS crops and of those recorded."""
 LEVELS = np.array([0.05, 0.25, 0.5, 0.75, 0.95])
-"""Of the recorded quantiles those between the smallest and the largest."""
+"""The recorded quantiles between the smallest and the largest."""
 
 
 def options_of(name: str, share: float = 1.0) -> MaskOptions:
@@ -151,7 +151,7 @@ def test_counts_of_the_exact_law_are_those_wanted_and_of_the_blocks_no_more(grid
 
 
 def test_rows_and_weights_are_the_reference_s():
-    """Of its recorded masks, to the last bit."""
+    """Equal to its recorded masks, to the last bit."""
     recorded = golden_v2("masks")
     names = [name.removesuffix(".indices") for name in recorded if name.endswith(".indices")]
     assert len(names) == 4

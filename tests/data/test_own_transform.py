@@ -83,7 +83,7 @@ def test_it_comes_after_turns_and_before_flips_and_colours(write_module, mode):
 
 @BOTH
 def test_crops_without_colours_are_not_given_to_it(write_module, mode):
-    """Those of Gram anchoring: of the others each has random numbers of its own."""
+    """The views of Gram anchoring; each of the others has random numbers of its own."""
     write_module("noise", NOISE)
     groups = (*CROPS.groups, gram_crops(CROPS.groups[0], 8))
     own = crops_with("noise:change", groups=groups)

@@ -87,7 +87,7 @@ class Recorder:
         return SimpleNamespace(crops={"global": [tensor]}, indices=tensor, masks=masks, number=number)
 
     def step(self):
-        """What the host does in one step; the batch it got."""
+        """One step of the host; the batch it got."""
         self.did.clear()
         got = next(self.prefetcher).number
         self.did.append("backward")
