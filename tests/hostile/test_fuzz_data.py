@@ -93,11 +93,11 @@ def test_broken_rasters(form):
     check()
 
 
-def png(width: int, height: int, bits: int = 1, colour: int = 0, rows: bytes | None = None) -> bytes:
+def png(width: int, height: int, bits: int = 1, color: int = 0, rows: bytes | None = None) -> bytes:
     """A PNG of zeros, or one that only says that it is so large."""
     if rows is None:
         rows = zlib.compress(bytes((width * bits + 7) // 8 + 1) * height, 9)
-    return png_of(width, height, bits, colour, rows)
+    return png_of(width, height, bits, color, rows)
 
 
 def _text_bomb() -> bytes:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 DS = "ds_configs/zero2_fp32.json"
 STEPS = 3
-_SECONDS = 300
+_SECONDS = 600
 SCRIPT = "dino_ds/train.py"
 
 
