@@ -69,12 +69,7 @@ def recipe_traffic(
     averages = [one for one in of_engine if one.name == "teacher"]
     return [
         *of_engine,
-        *(
-            dataclasses.replace(t, name=f"teacher {one.name}")
-            for one in others
-            for t in of_engine
-            if t.name == "teacher"
-        ),
+        *(dataclasses.replace(one, name=f"teacher {name}") for name in others for one in averages),
         *_of_terms(costs, facts.whole_step, config, world_size),
         *_frozen_traffic(costs, config, world_size),
     ]

@@ -11,7 +11,7 @@ import functools
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.how import How
 from dino_ds.costs.recorder import Recorder, fused_attention
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES
@@ -42,9 +43,6 @@ from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.frozen import FrozenSource
-
-if TYPE_CHECKING:
-    from dino_ds.costs.step_costs import How
 
 _EPOCH_STEPS = 1000
 _CPU = torch.device("cpu")

@@ -17,8 +17,10 @@ from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_config import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.how import How, how_of
 from dino_ds.costs.kept import kept
 from dino_ds.errors import NotEstimated, UserError, one_line
+from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 
 _ELSEWHERE = {
@@ -143,7 +145,7 @@ def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
 def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
     images, sizes = config.micro_batch, _LINES[on_gpu]
     if exact or images in sizes:
-        return _rehearsed(recipe, _how(config, count_parameters(recipe), on_gpu), groups, images, on_gpu)
+        return _rehearsed(recipe, how_of(config, on_gpu), groups, images, on_gpu)
     pair = next((pair for pair in itertools.pairwise(sizes) if images <= pair[1]), sizes[-2:])
     few, many = (
         _of_groups(recipe, dataclasses.replace(config, micro_batch=size), groups, on_gpu, True) for size in pair
@@ -154,30 +156,6 @@ def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], 
 def count_parameters(recipe: Recipe) -> int:
     """Elements of the student's parameters."""
     return sum(student_facts(recipe).sizes.values())
-
-
-@dataclass(frozen=True)
-class How:
-    """What of a ds config changes a micro-batch."""
-
-    precision: str
-    checkpoint_blocks: int | str
-    checkpoint_on_cpu: bool
-    performance: PerformanceOptions
-    window: int
-
-
-def _how(config: DsConfig, weights: int, on_gpu: bool) -> How:
-    performance = dataclasses.replace(
-        config.performance,
-        compile="off",
-        frozen_teacher="whole",
-        deterministic=False,
-        attention_backend="auto",
-        teacher_copy=config.keeps_teacher_copy(on_gpu, weights),
-    )
-    on_host = config.checkpoint_on_cpu and on_gpu and bool(config.checkpoint_blocks)
-    return How(config.precision, config.checkpoint_blocks, on_host, performance, config.accumulation)
 
 
 @functools.cache
@@ -245,7 +223,7 @@ def _learned(recipe: Recipe) -> dict[str, Any]:
 
 def _own_code(recipe: Recipe) -> tuple[str, ...]:
     """Modules outside the package that a rehearsal runs."""
-    specs = [*terms_of(recipe), *teachers_of(recipe)]
+    specs: list[TermSpec | TeacherSpec] = [*terms_of(recipe), *teachers_of(recipe)]
     names = [type(spec).__module__ for spec in specs] + [spec.builder.partition(":")[0] for spec in specs]
     if ":" in recipe.model.backbone:
         names.append(recipe.model.backbone.partition(":")[0])
