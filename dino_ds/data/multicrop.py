@@ -57,7 +57,7 @@ class CropParameters:
     blur_radius: float | None = None
     solarize: bool = False
     turns: int = 0
-    """Turns by 90 degrees, counter-clockwise, right after the box was cut and resized. Two and a flip: top to bottom."""
+    """Turns by 90 degrees, counter-clockwise, after the box was cut and resized. Two and a flip: top to bottom."""
 
 
 class MultiCrop:
