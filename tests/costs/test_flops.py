@@ -23,6 +23,7 @@ from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
 from tests.costs.cnn import NETWORKS, cnn_recipe
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+from tests.run.own_parts import OWN
 from tests.sample import sampled
 
 # As many patches are hidden as is expected.
@@ -71,6 +72,7 @@ STEPS = [
     IBOT | GRAM | {"gram__crop_size": "64", "gram__whole_batch": "true"},
     GRAM | {"gram__teacher": "ema"},
     {"model__stochastic_depth": "batched", "model__drop_path": "0.5", "model__drop_path_growth": "uniform"},
+    OWN,
 ]
 LEVERS = [
     {},

@@ -25,6 +25,7 @@ from tests.costs.cnn import CONVNEXT, NETWORKS, RESNET, SWIN, cnn_recipe
 from tests.engine import harness
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
+from tests.run.own_parts import OWN
 from tests.sample import sampled
 
 SOME_BACKBONES = ("vit_base_patch14_reg4_dinov2", "vit_giant_patch14_dinov2")
@@ -90,6 +91,7 @@ SAVING = [
     (tiny_recipe(**ROTARY), BF16 | {"zero_optimization": {"stage": 2}, "activation_checkpointing": {}}),
     (cnn_recipe(RESNET), BF16 | {"zero_optimization": {"stage": 1}}),
     (cnn_recipe(CONVNEXT), {"activation_checkpointing": {}}),
+    (tiny_recipe(**SMALL | OWN), {}),
     (cnn_recipe(SWIN, crops__global_size="224", crops__local_size="224", crops__num_local="1"), {}),
 ]
 
@@ -178,6 +180,7 @@ PEAKS = [
     ({"zero_optimization": {"stage": 1}, **BF16}, 16384, IBOT | {"optimizer.clip_by": "part"}),
     ({}, 64, ROTARY | IBOT),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | PLAIN_ROPE | {"gram.crop_size": "128"}),
+    ({"zero_optimization": {"stage": 2}, **BF16}, 64, OWN),
 ]
 MORE_PEAKS = [
     ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
@@ -226,6 +229,16 @@ def test_so_is_that_of_a_network_that_is_not_ours(network, sections, prototypes)
     recipe, config = resolve(cnn_recipe(network, head__prototypes=prototypes), tiny_ds(0, **sections), "test.json", 16)
     predicted = estimate_memory(recipe, config, 1, on_gpu=False)
     assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06, abs=3.2e6), predicted
+
+
+def test_a_users_own_term_and_teacher_move_the_prediction():
+    """A teacher's weights and pass, and the patches that the term reads to the last block."""
+    recipes = tiny_recipe(**SMALL), tiny_recipe(**SMALL | OWN)
+    config = resolve(recipes[0], tiny_ds(0), "test.json", 8)[1]
+    without, both = (estimate_memory(recipe, config, 1, on_gpu=False) for recipe in recipes)
+    assert both.gib > without.gib
+    costs = [step_costs(recipe, config, on_gpu=False) for recipe in recipes]
+    assert costs[1].sum("flops") > 1.1 * costs[0].sum("flops") and "teacher slow" in costs[1].parts
 
 
 def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,6 +17,10 @@ from dino_ds.method.specs.ema import EmaSpec
 from dino_ds.models.base import Masks, patches_of
 
 PATCHES = patches_of("global")
+_TERM = {"spec": "tests.run.own_parts:VarianceSpec", "weight": "0..0.5 over 4 steps", "floor": 0.2}
+_SLOW = {"spec": "tests.run.own_parts:LinearEmaSpec", "momentum": 0.9, "momentum_end": 0.8}
+OWN = {"objective.terms": json.dumps({"variance": _TERM}), "teacher.others": json.dumps({"slow": _SLOW})}
+"""Keys of a recipe that has both."""
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,11 @@ from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
+from tests.run.own_parts import OWN
 
-TERM = {"spec": "tests.run.own_parts:VarianceSpec", "weight": "0..0.5 over 4 steps", "floor": 0.2}
-SLOW = {"spec": "tests.run.own_parts:LinearEmaSpec", "momentum": 0.9, "momentum_end": 0.8}
-OWN = {"objective.terms": json.dumps({"variance": TERM}), "teacher.others": json.dumps({"slow": SLOW})}
+TERM = json.loads(OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
 ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
-ALONE |= {f"head.{key}": "none" for key in ()}
 
 
 def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str], max_steps: int | None = None):
