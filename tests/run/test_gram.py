@@ -118,7 +118,7 @@ def test_a_teacher_from_a_file_is_bit_unchanged(trained):
         ({"gram.teacher": "GREY"}, "gram.teacher GREY is for images of 1 channels, and this run's have 3"),
         (
             {"model.backbone": "tests.run.test_gram:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
-            "gram.weight compares patches: tests.run.test_gram:NoPatches gives features of whole images only",
+            "gram.weight is for patches: tests.run.test_gram:NoPatches gives features of whole images only",
         ),
     ],
 )
