@@ -122,11 +122,11 @@ def _fit(
         return distributed.sum_across_ranks(sums) / len(labels)
 
     with torch.no_grad():
-        found = _minimise(loss_and_gradient, parameters, strength, give_up)
+        found = minimise(loss_and_gradient, parameters, strength, give_up)
     return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)
 
 
-def _minimise(
+def minimise(
     loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float, give_up: Callable[[], bool]
 ) -> Tensor:
     """L-BFGS to the optimum; all ranks must call it and get the same result.
