@@ -1,1 +1,1 @@
-"""What a step costs, by arithmetic. No torch: help and plans must be quick."""
+"""What a step costs: a micro-batch is rehearsed on fake tensors, and what DeepSpeed adds is arithmetic."""

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it would be, before there is a GPU: arithmetic only, no torch."""
+"""What a run needs and how fast it would be, before there is a GPU."""

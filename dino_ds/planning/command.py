@@ -1,4 +1,4 @@
-"""`dino-ds plan`: does it fit, how fast would it be, which ds config to take. Needs no GPU and no torch."""
+"""`dino-ds plan`: does it fit, how fast would it be, which ds config to take. Needs no GPU."""
 
 from __future__ import annotations
 

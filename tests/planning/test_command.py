@@ -19,8 +19,10 @@ def _plan(capsys, *words: str):
 
 
 @pytest.mark.slow
-def test_planning_and_reports_load_no_torch():
+def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
+    """What was rehearsed is kept."""
     words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--backbone", "vit_giant_patch14_dinov2"]
+    main(words)
     code = f"import sys, dino_ds.report.command; from dino_ds.cli.main import main; main({words!r})"
     code += "; assert 'torch' not in sys.modules"
     page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
