@@ -39,6 +39,7 @@ def test_one_json_object_with_all_that_was_asked(capsys):
     assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "center and votes"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", ["a10-24g", "a100-80g"])
 @pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
 def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
