@@ -67,8 +67,9 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
 
 def rehearse(recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int, on_gpu: bool) -> dict[str, Any]:
     """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON."""
-    for _ in range(2):  # what a dropped engine computes in its end is not this step's; it holds another's
-        gc.collect()
+    if torch.distributed.is_initialized():  # what a dropped engine computes in its end is not this step's
+        for _ in range(2):  # it holds another's
+            gc.collect()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
         played = _Rehearsal(recipe, how, groups, images, fake)
@@ -84,14 +85,15 @@ def rehearse(recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int,
 def _as_on_a_device(fake: FakeTensorMode) -> Iterator[None]:
     """Attention by the kernel that devices take; modules that get fake tensors where they would get memory; and torch's
     linear function, where an engine of ZeRO 3 has left DeepSpeed's behind."""
-    before = nn.functional.linear, nn.Module.to_empty
+    before, available = (nn.functional.linear, nn.Module.to_empty, torch.cuda.is_available), torch.cuda.is_available()
     nn.functional.linear = torch._C._nn.linear
+    torch.cuda.is_available = lambda: available  # fake tensors ask at each operator, and each time a library is opened
     nn.Module.to_empty = functools.partialmethod(_to_empty, fake)  # type: ignore[assignment]
     try:
         with fused_attention():
             yield
     finally:
-        nn.functional.linear, nn.Module.to_empty = before  # type: ignore[method-assign]
+        nn.functional.linear, nn.Module.to_empty, torch.cuda.is_available = before  # type: ignore[method-assign]
 
 
 def _to_empty(
