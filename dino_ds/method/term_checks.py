@@ -9,7 +9,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.objective import Objective, Term
 
 OF_EVERY_RUN = frozenset(
-    [
+    (
         "bad_images",
         "checkpoint_gib",
         "collapsed",
@@ -43,7 +43,7 @@ OF_EVERY_RUN = frozenset(
         "throughput_of_best",
         "time",
         "weight_decay",
-    ]
+    )
 )
 """Keys of metrics.jsonl that no scalar of a term may have."""
 

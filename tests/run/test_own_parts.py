@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
@@ -24,6 +24,7 @@ from tests.run.own_parts import OWN
 
 TERM = json.loads(OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
+GONE = {"teacher.others": '{"a": {"spec": "gone:A"}}'}
 ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
 
 
@@ -65,6 +66,17 @@ def _check_teachers(whole: dict[str, torch.Tensor]) -> None:
     """Each follows the student by its own momentum: they began as one and lie apart."""
     pairs = [(t, whole[f"teachers.slow.{name[8:]}"]) for name, t in whole.items() if name.startswith("teacher.")]
     assert pairs and any(not torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("own", [{"objective.terms": '{"a": {"spec": "gone:A", "weight": 1}}'}, GONE], ids=str)
+def test_a_run_is_reported_where_its_own_parts_are_not(tmp_path, own):
+    """The page says what is missing: the run may have been trained on another machine."""
+    recipe = load_recipe("quickstart", own)
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "images": 64, "loss": 2.5}\n')
+    with redirect_stdout(io.StringIO()) as shown:
+        report(ReportOptions(run=str(tmp_path)))
+    assert "there is no gone on Python" in shown.getvalue() + next(tmp_path.glob("*.html")).read_text()
 
 
 WRONG = {
