@@ -18,6 +18,8 @@ from dino_ds.basics.durable import replacing
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ROOMS = ("basics", "costs", "engine", "method", "models")
 _MOST_FILES = 1000
+_UNUSABLE = OSError, RuntimeError
+"""Errors of a folder that can't be used; RuntimeError: a container's user may have no home."""
 _found: dict[str, Any] = {}
 
 
@@ -27,13 +29,12 @@ def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, 
     text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
-        path = _folder() / f"{name}.json"
         try:
-            _found[name] = json.loads(path.read_text(encoding="utf-8"))["found"]
-        except (OSError, ValueError, TypeError, KeyError):
+            _found[name] = json.loads((_folder() / f"{name}.json").read_text(encoding="utf-8"))["found"]
+        except (*_UNUSABLE, ValueError, TypeError, KeyError):
             _found[name] = make()
-            with suppress(OSError):
-                _write(path, {"about": about, "found": _found[name]})
+            with suppress(*_UNUSABLE):
+                _write(_folder() / f"{name}.json", {"about": about, "found": _found[name]})
     return _found[name]
 
 

@@ -34,6 +34,7 @@ from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
+from dino_ds.method.term_checks import check_names, check_needs
 from dino_ds.models.attention import leave_out_cudnn_attention
 from dino_ds.models.network import Network
 from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
@@ -106,7 +107,10 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
     is None."""
     source = frozen or find_teacher(recipe)
     parts = TermParts(recipe, device, source)
-    objective = Objective({spec.name: spec.build(parts) for spec in terms_of(recipe)})
+    terms = {spec.name: spec.build(parts) for spec in terms_of(recipe)}
+    check_names(terms)
+    objective = Objective(terms)
+    check_needs(objective, recipe.groups, [teacher.name for teacher in teachers_of(recipe)])
     if source:
         begin_centers(objective, source)
     return objective

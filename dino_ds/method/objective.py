@@ -102,9 +102,7 @@ class Objective:
     def __init__(self, terms: Mapping[str, Term]) -> None:
         self.terms = dict(terms)
         self.statistics = {name: s for term in self.terms.values() for name, s in term.statistics.items()}
-        assert len(self.statistics) == sum(len(term.statistics) for term in self.terms.values()), "names must differ"
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
-        assert len(set(self.scalars)) == len(self.scalars), "names must differ"
 
     def _own(self, name: str) -> tuple[str, ...]:
         """The scalar of a term's own loss: none where it is the objective."""

@@ -15,7 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
-from dino_ds.method.specs.of_recipe import known_terms
+from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
 from dino_ds.report.log import RunLog, read_log
 from dino_ds.report.pictures.series import Metrics, read_metrics
 
@@ -133,6 +133,11 @@ def _read_recipe(run: RunFiles) -> None:
             run.metrics = with_titles(run.metrics, run.recipe)
         except ConfigError as error:
             run.notes.append(f"config.yaml is not a recipe of this version: {str(error).splitlines()[0]}")
+            return
+        try:
+            terms_of(run.recipe), teachers_of(run.recipe)
+        except ConfigError as error:
+            run.notes.append(f"titles and weights are not known: {str(error).splitlines()[0]}")
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from dino_ds.basics.digits import short
 from dino_ds.costs.step_costs import count_parameters
+from dino_ds.errors import ConfigError
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics
@@ -45,8 +46,12 @@ def describe_network(run: RunFiles) -> str:
     """The network as "vit_tiny_patch16_224, patch 8, width 96, depth 2, 3 heads; 0.45 M weights with its head"."""
     if run.recipe is None:
         return "a network whose recipe can't be read"
-    model, weights = run.recipe.model, count_parameters(run.recipe) / 1e6
-    return f"{model.backbone}, {model.spec().sizes}; {short(weights)} M weights with its head"
+    model = run.recipe.model
+    try:
+        weights = f"{short(count_parameters(run.recipe) / 1e6)} M weights with its head"
+    except ConfigError:  # the notes say which of the user's code is not here
+        weights = "how many weights is not known here"
+    return f"{model.backbone}, {model.spec().sizes}; {weights}"
 
 
 def training_seconds(metrics: Metrics) -> float | None:

@@ -68,3 +68,16 @@ class LinearEmaSpec(EmaSpec):
 
     def momentum_at(self, step: int, steps: int) -> float:
         return self.momentum + (self.momentum_end - self.momentum) * step / steps
+
+
+@dataclass(frozen=True)
+class AnySpec(VarianceSpec):
+    """A term that reads any feature and measures any scalar."""
+
+    feature: str = PATCHES
+    scalar: str = "variance"
+
+    def build(self, parts: Any) -> Term:
+        term = VarianceTerm(self.floor, self.teacher)
+        term.scalars, term.needs = (self.scalar,), Needs((self.feature,), {self.teacher: (PATCHES,)})
+        return term

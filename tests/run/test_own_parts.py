@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
+from dino_ds.method.build import build_objective
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
+from dino_ds.method.term_checks import OF_EVERY_RUN
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
@@ -22,6 +24,7 @@ from tests.run.own_parts import OWN
 
 TERM = json.loads(OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
+GONE = {"teacher.others": '{"a": {"spec": "gone:A"}}'}
 ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
 
 
@@ -46,6 +49,8 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])
     assert [line["variance_weight"] for line in lines] == pytest.approx([0, 0.125, 0.375, 0.5])
     assert all(line["variance"] > 0 for line in lines)
+    ours = r"variance(_loss|_weight)?|slow_momentum|dino_loss|teacher_entropy"
+    assert not [key for line in lines for key in line if key not in OF_EVERY_RUN and not re.fullmatch(ours, key)]
     for line in lines:
         other = line["loss"] if changes else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
         assert line["loss"] == pytest.approx(other, rel=1e-4)
@@ -63,12 +68,26 @@ def _check_teachers(whole: dict[str, torch.Tensor]) -> None:
     assert pairs and any(not torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.parametrize("own", [{"objective.terms": '{"a": {"spec": "gone:A", "weight": 1}}'}, GONE], ids=str)
+def test_a_run_is_reported_where_its_own_parts_are_not(tmp_path, own):
+    """The page says what is missing: the run may have been trained on another machine."""
+    recipe = load_recipe("quickstart", own)
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "images": 64, "loss": 2.5}\n')
+    with redirect_stdout(io.StringIO()) as shown:
+        report(ReportOptions(run=str(tmp_path)))
+    assert "there is no gone on Python" in shown.getvalue() + next(tmp_path.glob("*.html")).read_text()
+
+
 WRONG = {
     '{"variance": {"weight": 1}}': "variance has no spec: add its class as module:Class",
     '{"variance": {"spec": "tests.run.own_parts:VarianceSpec"}}': "variance has no weight",
     '{"dino": {"spec": "a:B", "weight": 1}}': "the name is one of ours",
     '{"My Term": {"spec": "a:B", "weight": 1}}': "small letters",
     '{"variance": 3}': "3 are not its values",
+    '{"variance": {"name": "dino", "spec": "a:B", "weight": 1}}': "name 'dino' is a second one",
+    '{"variance": {"spec": null, "weight": 1}}': "spec None names no class: write module:Class",
+    '{"variance": {"spec": ".a:B", "weight": 1}}': "names no class",
 }
 
 
@@ -98,6 +117,48 @@ def test_a_further_ema_teacher_needs_no_code():
     recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
     assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]
     assert [group.teachers for group in recipe.groups] == [("ema", "slow"), ()]
+
+
+WRONG_TEACHERS = {
+    '{"teacher": {"momentum": 0.9}}': "teacher_momentum of metrics is",
+    '{"slow": {"name": "ema"}}': "name 'ema' is a second one",
+    '{"slow": {"momentum": 1.5}}': "momentum 1.5 is not between 0 and 1",
+    '{"slow": {"momentum_end": -1}}': "momentum_end -1 is not between 0 and 1",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_TEACHERS)
+def test_teachers_that_would_hide_another_or_leave_the_student_are_refused(text):
+    with pytest.raises(ConfigError, match=WRONG_TEACHERS[text]):
+        teachers_of(load_recipe("quickstart", {"teacher.others": text}))
+
+
+CLASHES = {
+    ("scalar", "loss"): "its scalar loss is every run's metrics too",
+    ("scalar", "lr"): "its scalar lr is every run's metrics too",
+    ("scalar", "teacher_entropy"): "its scalar teacher_entropy is term dino's too",
+    ("scalar", "dino_loss"): "its scalar dino_loss is term dino's too",
+    ("feature", "patches/nope"): "which sees global, local crops and none of nope",
+    ("feature", "blah"): "a feature is cls, ",
+    ("feature", "masked/global"): "no patches of global crops are hidden: set crops.mask",
+    ("teacher", "fast"): "reads teacher fast: teachers here are ema, slow",
+}
+
+
+@pytest.mark.parametrize(("key", "value"), CLASHES)
+def test_terms_whose_numbers_would_be_lost_or_that_read_nothing_are_refused(key, value):
+    """Otherwise the run's own `loss` or `lr` would be overwritten, or a traceback ends a run that has begun."""
+    terms = json.dumps({"variance": {**TERM, "spec": "tests.run.own_parts:AnySpec", key: value}})
+    recipe = load_recipe("quickstart", {**OWN, "objective.terms": terms})
+    with pytest.raises(ConfigError, match=f"loss term variance.*{CLASHES[key, value]}"):
+        build_objective(recipe, torch.device("cpu"))
+
+
+def test_terms_of_weight_0_alone_are_refused():
+    terms = json.dumps({"variance": {**TERM, "weight": 0}})
+    recipe = load_recipe("quickstart", {"objective.dino_weight": "0", "objective.terms": terms})
+    with pytest.raises(ConfigError, match="all weights are 0"):
+        build_objective(recipe, torch.device("cpu"))
 
 
 FLOW = Path(__file__).parents[2] / "docs/flow.md"

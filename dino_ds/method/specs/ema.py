@@ -21,6 +21,12 @@ class EmaSpec(TeacherSpec):
 
     builder: ClassVar[str] = "dino_ds.method.build_ema"
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for momenta with which the average would leave what it averages."""
+        for name in ("momentum", "momentum_end"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ValueError(f"{name} {value:g} is not between 0 and 1")
+
     @property
     def follows(self) -> bool:
         return True

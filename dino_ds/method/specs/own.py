@@ -42,11 +42,23 @@ def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
             problems.append(f"{given}: the name is one of ours ({', '.join(sorted(taken))}): take another")
         elif not isinstance(values, dict):
             problems.append(f'{given}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
+        elif "name" in values:
+            problems.append(f"{given}: name {values['name']!r} is a second one: its key names it already")
+        elif key == TEACHERS and name == "teacher":
+            problems.append(
+                f"{given}: teacher_momentum of metrics is the teacher's that is exported: take another name"
+            )
         elif key == TERMS and "spec" not in values:
             problems.append(f"{given} has no spec: add its class as module:Class")
+        elif "spec" in values and not _names_class(values["spec"]):
+            problems.append(f"{given}: spec {values['spec']!r} names no class: write module:Class")
         elif key == TERMS and "weight" not in values:
             problems.append(f"{given} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
     return problems
+
+
+def _names_class(spec: object) -> bool:
+    return isinstance(spec, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec) is not None
 
 
 def own_terms(text: str) -> list[TermSpec]:
