@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.fields import Ramp
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.specs.base import TermSpec
@@ -60,6 +61,17 @@ def _variance(patches: Any) -> Tensor:
     """Patches (images, n, d) -> their variance, (d,)."""
     found: Tensor = patches.float().flatten(0, 1).var(dim=0)
     return found
+
+
+@dataclass(frozen=True)
+class GreedySpec(VarianceSpec):
+    """A term whose scheduled number has the name of another term."""
+
+    takes: str = "dino"
+
+    @property
+    def scheduled(self) -> Mapping[str, Ramp]:
+        return {self.takes: Ramp(3.0)}
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,15 @@ def test_values_that_a_spec_does_not_take_are_refused(key):
         terms_of(recipe)
 
 
+@pytest.mark.parametrize("taken", ["dino", "dino_local", "other"])
+def test_a_scheduled_number_takes_no_other_term_s_name(taken):
+    """Else it would be that term's weight."""
+    greedy = {"spec": "tests.run.own_parts:GreedySpec", "weight": 1, "takes": taken}
+    text = json.dumps({"other": TERM, "greedy": greedy})
+    with pytest.raises(ConfigError, match=f"another has the name {taken} already"):
+        terms_of(load_recipe("quickstart", {"objective.terms": text}))
+
+
 def test_a_further_ema_teacher_needs_no_code():
     recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
     assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]

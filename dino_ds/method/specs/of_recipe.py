@@ -33,7 +33,11 @@ def terms_of(recipe: Recipe) -> list[TermSpec]:
     """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a term of a user's that can't
     be found."""
     ours = [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
-    return [*ours, *_own_terms(recipe.objective.terms)]
+    own = _own_terms(recipe.objective.terms)
+    taken = {name for spec in ours for name in (spec.name, *spec.scheduled)}
+    for spec in own:
+        _take_names(TERMS, spec.name, spec.scheduled, taken)
+    return [*ours, *own]
 
 
 def known_terms(recipe: Recipe) -> list[TermSpec]:
@@ -47,7 +51,10 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
 def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
     """The teachers of a recipe, the EMA teacher first. Raises ConfigError for one of a user's that can't be found."""
     ours = [spec for kind in _TEACHERS for spec in kind.in_recipe(recipe)]
-    return [*ours, *_own_teachers(recipe.teacher.others)]
+    own, taken = _own_teachers(recipe.teacher.others), {spec.name for spec in ours}
+    for spec in own:
+        _take_names(TEACHERS, spec.name, (), taken)
+    return [*ours, *own]
 
 
 def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
@@ -77,8 +84,12 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
         for problem in kind.problems(recipe)
     ]
     how = recipe.objective
-    if not unsure and not (how.dino_weight or how.ibot_weight or how.koleo_weight or how.terms != "{}"):
-        problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
+    weights = [
+        key for key in type(how).model_fields if key.endswith("_weight") and key != f"{dino.LOCAL_WEIGHT}_weight"
+    ]
+    if not unsure and how.terms == "{}" and not any(getattr(how, key) for key in weights):
+        several = f"{', '.join(weights[:-1])} or {weights[-1]}"
+        problems.append(f"objective: all weights are 0: give {several} one above 0")
     problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, "koleo", gram.GRAM})
     return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM})
 
@@ -97,6 +108,14 @@ def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, rank
         )
     warnings += [text for _, warned in found for text in warned]
     return list(dict.fromkeys(text for noted, _ in found for text in noted)), warnings
+
+
+def _take_names(key: str, name: str, scheduled: Collection[str], taken: set[str]) -> None:
+    """Add the names of a term or a teacher of a user's to `taken`. Raises ConfigError where one is there already: a
+    weight or a teacher would take another's place."""
+    if double := {name, *scheduled} & taken:
+        raise ConfigError(f"{key} {name}: another has the name {', '.join(sorted(double))} already: take another one")
+    taken |= {name, *scheduled}
 
 
 @functools.cache

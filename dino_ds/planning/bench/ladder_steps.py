@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import shutil
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from dino_ds.engine.device import device
 from dino_ds.method.backbone_checks import fitting_levers
 from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
+from dino_ds.method.specs.dino import DINO
+from dino_ds.method.specs.of_recipe import terms_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teachers
 from dino_ds.planning.bench.naive import LoopTeacher, PlainEngine, normalise_prototypes, plain_objective
@@ -120,7 +123,7 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
         return "there is no C compiler"
     if step.batched_stochastic_depth and recipe.model.drop_path == 0:
         return "model.drop_path is 0"
-    if step.dino_alone and not (recipe.objective.ibot_weight or recipe.objective.koleo_weight):
+    if step.dino_alone and len(terms_of(recipe)) == 1:
         return "the recipe has no other term than DINO"
     return None
 
@@ -141,8 +144,12 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
 
 def _dino_alone(recipe: Recipe) -> Recipe:
     """The recipe without the terms beside DINO, and without what is theirs."""
-    kept = {name: section for name, section in recipe.model_dump(mode="json").items() if name != "ibot_head"}
-    kept["objective"] |= {"ibot_weight": 0, "koleo_weight": 0, "koleo_ranks": "own"}
+    own = json.loads(recipe.objective.terms)
+    others = [term.name for term in terms_of(recipe) if term.name != DINO and term.name not in own]
+    kept = {name: v for name, v in recipe.model_dump(mode="json").items() if name not in ("ibot_head", *others)}
+    theirs = ("terms", *(f"{name}_" for name in others))  # options of a term begin with its name
+    kept["objective"] = {key: v for key, v in kept["objective"].items() if not key.startswith(theirs)}
+    kept["teacher"] |= {"others": "{}"}
     kept["crops"] |= {"mask": "none"}
     return Recipe.model_validate(kept)
 

@@ -27,6 +27,7 @@ from dino_ds.planning.measure.trial import synthetic_inputs
 from tests.costs.cnn import RESNET, cnn_recipe
 from tests.planning.measure.tiny import tiny_recipe
 from tests.reference import copied, product
+from tests.run.own_parts import OWN
 
 pytestmark = pytest.mark.numerical
 
@@ -150,8 +151,12 @@ def test_ladder_steps_grow_from_the_plain_step():
     assert not last_without_engine().engine and last_without_engine().performance == whole
 
 
-def test_the_last_step_of_dinov2_is_dino_alone():
-    trial = build_ladder_step(all_steps()[-1], tiny_recipe(**DINOV2), 4)
+MORE = {key.replace(".", "__"): value for key, value in OWN.items()} | {"gram__weight": "1", "gram__teacher": "ema"}
+
+
+@pytest.mark.parametrize("more", [{}, MORE], ids=["DINOv2", "with Gram anchoring and a user's own"])
+def test_the_last_step_is_dino_alone(more):
+    trial = build_ladder_step(all_steps()[-1], tiny_recipe(**DINOV2 | more), 4)
     assert list(trial.step.objective.terms) == ["dino"] and not trial.inputs.masks
     assert trial.run().isfinite()
 
