@@ -81,11 +81,6 @@ class TestCenter:
         center.commit(center.pending())
         assert center.value.item() == 2.0
 
-    def test_calling_the_objective_does_not_move_it(self):
-        term = centered(5, 0.1, 0.9)
-        dino_loss(term, torch.randn(6, 5), torch.randn(4, 5), 0.04)
-        assert torch.equal(term.centering.center.value, torch.zeros(5))
-
     def test_the_objective_takes_it_off_and_gathers_for_the_next(self):
         term, (students, teachers) = centered(33, 0.1, 0.9), _logits(3)
         center = term.centering.center
