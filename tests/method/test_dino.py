@@ -18,23 +18,6 @@ def _logits(views, images=3, k=33):
     return torch.randn(views, images, k), torch.randn(2 * images, k)
 
 
-@pytest.mark.parametrize("views", [2, 3, 10])
-def test_loss_and_gradient_equal_the_double_loop(views):
-    """FP32 against a double-precision loop over all pairs. Logits over the temperature reach 35, which FP32 rounds by
-    2e-6: so much of a probability is lost, and twice as much of the largest gradient."""
-    student, teacher = _logits(views)
-    ours = student.flatten(0, 1).requires_grad_()
-    loss, _ = dino_loss(centered(33, 0.1, 0.9), ours, teacher, 0.07)
-    (3 * loss).backward()
-    theirs = student.double().requires_grad_()
-    targets = (teacher.double() / 0.07).softmax(dim=-1).view(2, 3, 33)
-    expected = dino_loss_by_pairs(theirs, targets, 0.1)
-    (3 * expected).backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    atol = 4e-6 * float(theirs.grad.abs().max())
-    torch.testing.assert_close(ours.grad.double().view(theirs.shape), theirs.grad, rtol=0, atol=atol)
-
-
 def test_entropy_and_kl():
     """Uniform teacher: ln k. One-hot teacher: 0. Student equal to the teacher: KL = 0."""
     k = 16
