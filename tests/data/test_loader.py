@@ -201,6 +201,12 @@ def test_resuming_on_other_ranks_with_another_micro_batch_gives_the_same_global_
     assert_same_crops(straight, by_sample(ranks[0]) | by_sample(ranks[1]))
 
 
+def test_position_moves_to_the_next_epoch():
+    assert Position(0, 0).advance(8, 16) == Position(0, 8)
+    assert Position(0, 8).advance(8, 16) == Position(1, 0)
+    assert Position(3, 12).advance(4, 16) == Position(4, 0)
+
+
 def test_position_of_another_global_batch_still_fits():
     """A run resumed with another batch size goes on where it stopped; sampler and position agree on the epoch's end."""
     start = Position(0, 10)
