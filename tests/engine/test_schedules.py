@@ -20,6 +20,11 @@ def test_a_schedule_stays_at_its_end():
     assert [cosine_schedule(i, 1.0, 0.1, 20, warmup_steps=6) for i in (20, 25)] == pytest.approx([0.1, 0.1])
 
 
+def test_staircase_with_one_stair_an_epoch():
+    values = [warmup_schedule(i, 0.04, 0.07, warmup=3, stair=2) for i in range(8)]
+    assert values == pytest.approx([0.04, 0.04, 0.055, 0.055, 0.07, 0.07, 0.07, 0.07])
+
+
 def test_no_warmup():
     assert warmup_schedule(0, 0.04, 0.07, warmup=0) == 0.07
     assert cosine_schedule(0, 1.0, 0.0, 10) == 1.0
