@@ -91,3 +91,10 @@ def test_what_is_decayed():
     assert groups == {"norm.weight": NO_DECAY, "fc.bias": NO_DECAY, "fc.weight": DECAY, "pos_embed": DECAY}
     for name in ("head.prototypes.weight", "ibot_head.prototypes.lengths"):
         assert _group_of(name, nn.Parameter(torch.zeros(4, 1))) == PROTOTYPES
+
+
+def test_group_settings_freeze_by_zero_lr_and_decay():
+    frozen, free = (group_settings(tiny_schedules(freeze_steps=3).at(i)) for i in (2, 4))
+    assert frozen["prototypes"] == {"lr": 0.0, "weight_decay": 0.0}
+    assert free["prototypes"] == free["decay"] != frozen["decay"]
+    assert free["no_decay"] == {"lr": free["decay"]["lr"], "weight_decay": 0.0}

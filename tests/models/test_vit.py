@@ -134,6 +134,13 @@ def _views():
     return [torch.randn(5, 3, s, s, generator=generator) for s in (24, 24, 12, 12, 12)]
 
 
+def test_views_come_out_in_order():
+    """Row v * b + i is view v of image i, as if each view went alone."""
+    model, views = _model().eval(), _views()
+    alone = torch.cat([model.features(view) for view in views])
+    torch.testing.assert_close(model(by_group(views))[CLS], alone, rtol=1e-5, atol=1e-5)
+
+
 def test_position_interpolation_is_a_choice():
     """The reference's + 0.1 samples other places than an antialiased resize; both keep the native grid as it is."""
     views = _views()

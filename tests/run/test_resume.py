@@ -71,6 +71,15 @@ def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
     assert all(loss < 50 for _, loss in records)
 
 
+def test_rotation_keeps_the_newest(tmp_path):
+    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
+    changes = {"save_every": "1 steps", "keep_checkpoints": "2"}
+    run_on_ranks(train_tiny, root, run, max_steps=5, changes=changes, world=1)
+    names = sorted(p.name for p in (run / "checkpoints").iterdir() if p.is_dir())
+    assert names == ["step_00000004", "step_00000005"]
+    assert (run / "checkpoints/latest").read_text() == "step_00000005\n"
+
+
 def test_a_half_written_checkpoint_does_not_exist(tmp_path):
     """Nor does an empty one; a missing `latest` is no start from nothing. What is left over goes."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
