@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import by_group, copied
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta
+from tests.sample import sampled
 
 pytestmark = pytest.mark.numerical
 
@@ -37,6 +39,9 @@ RECIPE = {
     "teacher.momentum": "0.9",
 }  # fmt: skip
 """The toy configuration of the recorded runs, meta.json `toy_config`, as a recipe."""
+
+
+RUNS = ("sinkhorn_untied", "centering_tied", "sinkhorn_tied", "centering_untied")
 
 
 def _recipe(name: str) -> Any:
@@ -100,8 +105,7 @@ def _compare_final(run: Any, recorded: dict[str, Tensor], name: str, ours: dict[
                 assert float(state[key].double().abs().sum()) == pytest.approx(float(value[0]), rel=1e-4, abs=1e-3), key
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", ["sinkhorn_untied", "centering_tied", "sinkhorn_tied", "centering_untied"])
+@pytest.mark.parametrize(("name", "stage"), sampled(itertools.product(RUNS, (0, 2))))
 def test_trajectory(name, stage):
     """The recordings are in FP32: losses to 1e-4, norms to 1e-3, final tensors to ten times their sensitivity."""
     run_on_ranks(_trajectory, name, stage, world=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -39,6 +40,7 @@ from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 from tests.reference_v2 import from_reference_v2, golden_v2, golden_v2_meta, our_name
+from tests.sample import sampled
 
 pytestmark = pytest.mark.numerical
 
@@ -209,8 +211,7 @@ def _sum(*tensors: Tensor) -> float:
     return sum(float(tensor.double().abs().sum()) for tensor in tensors)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "stage"), sampled(itertools.product(RUNS, (0, 2))))
 def test_trajectory(name, stage):
     """The recordings are of FP32 on one process."""
     run_on_ranks(_trajectory, name, stage, world=1)

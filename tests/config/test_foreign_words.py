@@ -32,43 +32,15 @@ def _refusal(words: list[str]) -> str:
     ("typed", "do"),
     [
         # DINO and DINOv2.
-        ("train --batch_size_per_gpu 8", "--ds.train_micro_batch_size_per_gpu"),
         ("train --saveckp_freq 20", '--save_every "20 epochs"'),
         ("train --momentum_teacher 0.99", "--teacher.momentum 0.99"),
-        ("train --freeze_last_layer 1", '--objective.freeze_prototypes "1 epochs"'),
-        ("train --warmup_teacher_temp_epochs 30", '--objective.teacher_temp_warmup "30 epochs"'),
         ("train --config-file a.yaml", "write --config a.yaml"),
-        ("train --eval-only", "dino-ds eval MODEL"),
         ("train train.dataset_path=/x", "write --data.root /x"),
         # Hugging Face.
         ("train --per_device_train_batch_size 8", "--ds.train_micro_batch_size_per_gpu"),
-        (
-            "train --resume_from_checkpoint x",
-            "--model.init_from FILE, or timm's name; a stopped run continues with --r",
-        ),
-        ("train --report_to wandb", "--ds.wandb.enabled true sends them on, as do comet, mlflow and trackio"),
-        ("train --cache_images ram", "--data.cache_gib N"),
         ("train --out x", "write --run_dir x"),
-        ("train --num_train_epochs 3", 'write --length "3 epochs"'),
-        ("train --gradient_accumulation_steps 2", "--ds.gradient_accumulation_steps"),
-        ("train --save_strategy epoch", 'write --save_every "N steps", or epochs'),
-        ("train --save_total_limit 2", "--keep_checkpoints 2"),
-        ("train --keep_best 3", "no best checkpoint is chosen; --keep_every"),
         ("train --fp16 true", "--ds.fp16.enabled"),
-        ("train --push_to_hub", "dino-ds export RUN --format hf --push"),
-        # Lightning and lightly.
-        ("train --devices 2", "dino-ds launch"),
-        ("train --early_stopping true", "there is no early stopping"),
-        ("train --limit_train_batches 4", "write --max_steps 4"),
-        ("train --strategy fsdp", "--ds_config zero1_bf16"),
-        ("train --num_workers 4", "write --data.workers 4"),
-        # timm and others.
-        ("train --lora 8", "there is no LoRA; --model.freeze_backbone"),
         ("train --data.sampler balanced", "a list of files: --data.root list.txt"),
-        ("train --data.val_split 0.1", "no images are held back"),
-        ("train --val_dir /x", "--eval.root /x"),
-        ("train --opt adamw", "--optimizer.kind"),
-        ("train --sched cosine", "--optimizer.schedule"),
         ("train --experiment-name a", "--run_dir runs/a"),
         # Without dashes; a key of the recipe keeps its own answer.
         ("train data=/x", "unexpected word 'data=/x': write --data.root /x"),
@@ -83,20 +55,28 @@ def _refusal(words: list[str]) -> str:
         ("train -data_dir x", "-data_dir: options begin with two dashes; write --data.root"),
         ("train --help-all", "write --help all"),
         ("train --objective.koleo 0.1", "write --objective.koleo_weight 0.1"),
-        ("train --num_local_crops 6", "write --crops.num_local 6"),
         ("export m --format pth", "for PyTorch: --format safetensors, or dino"),
         # Other commands name what they have.
         ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
-        ("embed m --output a.npy", "write --out a.npy"),
-        ("eval m --data-dir /x", "write --root /x"),
-        ("eval m --batch_size 8", "write --batch 8"),
-        ("embed m --fp16", "write --half"),
         ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),
     ],
 )
 def test_an_option_of_another_program_is_answered_by_what_to_type(typed: str, do: str):
     refused = _refusal(shlex.split(typed))
     assert do in refused and "\n" not in refused
+
+
+def test_every_word_of_another_program_gets_its_answer():
+    own = {name: {option.name for option in command.all_options} for name, command in COMMANDS.items()}
+    own["train"] |= {option.name for option in recipe_options()}
+    for word, answer in OPTIONS.items():
+        assert answer.partition("{")[0] in _refusal(["train", f"--{word}", "3"]), word
+    for word, answer in MEANT.items():
+        for command in ("train", "embed", "eval", "launch"):
+            meant = next((name for name in answer.split() if name in own[command]), None)
+            if meant and word not in own[command]:
+                said = _refusal([command, f"--{word}", "3"])
+                assert f"--{meant}" in said or f"dino-ds {command} 3" in said, (command, word)
 
 
 def test_answers_name_options_and_commands_that_there_are():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
@@ -96,16 +96,6 @@ def test_what_would_be_squeezed_is_refused():
     for data in (png16(GREY), png16(RGB), tiff(FLOAT)):
         with pytest.raises(UnreadableImage, match=r"deeper than 8 bits, and no data.value_range"):
             decode_rgb(data, "file", None)
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_deep_images_stand_upright(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(Image.fromarray(GREY), "PNG", exif=exif)
-    small = Image.fromarray((GREY >> 8).astype(np.uint8))
-    small.getexif()[0x0112] = orientation
-    np.testing.assert_array_equal(EncodedImage(data, "f", None).values() >> 8, ImageOps.exif_transpose(small))
 
 
 # scaling

@@ -122,9 +122,3 @@ def test_class_retrieval_is_that_of_a_database_without_the_query():
         values.append(average_precision(ranking, [n for n, j in enumerate(others) if labels[j] == labels[i]]))
     assert found == pytest.approx(100 * sum(values) / 12, abs=1e-9)
     assert [result[2] for result in run_on_ranks(_retrieval)] == pytest.approx([found, found], abs=1e-9)
-
-
-def test_class_retrieval_leaves_the_query_out():
-    """Two tight classes: perfect. One image alone in its class asks for nothing."""
-    features = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0], [-1.0, 0.0]])
-    assert class_retrieval(features, torch.tensor([0, 0, 1, 1, 2])) == pytest.approx(100)

@@ -18,23 +18,6 @@ def _logits(views, images=3, k=33):
     return torch.randn(views, images, k), torch.randn(2 * images, k)
 
 
-@pytest.mark.parametrize("views", [2, 3, 10])
-def test_loss_and_gradient_equal_the_double_loop(views):
-    """FP32 against a double-precision loop over all pairs. Logits over the temperature reach 35, which FP32 rounds by
-    2e-6: so much of a probability is lost, and twice as much of the largest gradient."""
-    student, teacher = _logits(views)
-    ours = student.flatten(0, 1).requires_grad_()
-    loss, _ = dino_loss(centered(33, 0.1, 0.9), ours, teacher, 0.07)
-    (3 * loss).backward()
-    theirs = student.double().requires_grad_()
-    targets = (teacher.double() / 0.07).softmax(dim=-1).view(2, 3, 33)
-    expected = dino_loss_by_pairs(theirs, targets, 0.1)
-    (3 * expected).backward()
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
-    atol = 4e-6 * float(theirs.grad.abs().max())
-    torch.testing.assert_close(ours.grad.double().view(theirs.shape), theirs.grad, rtol=0, atol=atol)
-
-
 def test_entropy_and_kl():
     """Uniform teacher: ln k. One-hot teacher: 0. Student equal to the teacher: KL = 0."""
     k = 16
@@ -80,11 +63,6 @@ class TestCenter:
             center.gather(torch.full((60000, 1), 2.0, dtype=torch.float16))
         center.commit(center.pending())
         assert center.value.item() == 2.0
-
-    def test_calling_the_objective_does_not_move_it(self):
-        term = centered(5, 0.1, 0.9)
-        dino_loss(term, torch.randn(6, 5), torch.randn(4, 5), 0.04)
-        assert torch.equal(term.centering.center.value, torch.zeros(5))
 
     def test_the_objective_takes_it_off_and_gathers_for_the_next(self):
         term, (students, teachers) = centered(33, 0.1, 0.9), _logits(3)

@@ -25,12 +25,6 @@ def _comparison():
     return Comparison(as_logits(torch.randn(6, 15)), torch.randn(15), temperature=0.5, student_temp=0.1)
 
 
-def test_logits_are_cosines():
-    head, features = _head(), torch.randn(6, 12)
-    expected = F.cosine_similarity(head.mlp(features)[:, None], head.prototypes.weight[None], dim=-1)
-    torch.testing.assert_close(product(head(features)), expected)
-
-
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("block", [4, 15, 16384])
 def test_equals_torch_s_weight_norm(block, learned, monkeypatch):

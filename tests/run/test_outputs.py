@@ -45,12 +45,6 @@ def test_one_line_of_metrics_per_step_with_every_field(run):
     assert lines[0]["lr"] == 0 and lines[1]["lr"] > 0
 
 
-def test_evaluations_are_in_the_same_file(run):
-    evaluations = [r for r in read_metrics(run) if "knn_top1" in r]
-    assert [r["step"] for r in evaluations] == [0, 2, 4]
-    assert all(r["knn_chance"] == pytest.approx(100 / 3) for r in evaluations)
-
-
 def test_tensorboard_has_scalars_and_crops_at_the_start_and_at_each_evaluation(run):
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()

@@ -95,17 +95,6 @@ class TestFacebook:
         assert_same(product(head(features)), wrapped["head"](features))
         assert read.notes == []
 
-    def test_a_checkpoint_of_dinov2_s_training(self, tmp_path):
-        """teacher. and student. in one dict, blocks in chunks, iBOT's head beside DINO's."""
-        teacher, student = (Original(**SMALL, v2=True, chunks=2) for _ in range(2))
-        parts = {"backbone": teacher, "dino_head": OriginalHead(64, 40), "ibot_head": OriginalHead(64, 40)}
-        whole = nn.ModuleDict({"teacher": nn.ModuleDict(parts), "student": nn.ModuleDict({"backbone": student})})
-        torch.save({"model": whole.state_dict(), "iteration": 3}, tmp_path / "model_0000003.rank_0.pth")
-        ours = load(tmp_path / "model_0000003.rank_0.pth", heads=1)
-        assert_same(ours.features(images()), teacher(images()))
-        for name, theirs in (("head", "dino_head"), ("ibot_head", "ibot_head")):
-            assert ours.heads[name]["prototypes.weight"].equal(parts[theirs].last_layer.weight_v)
-
     @pytest.mark.parametrize(
         "wrap",
         [

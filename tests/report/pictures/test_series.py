@@ -50,12 +50,6 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
 
 
-def test_a_key_may_be_in_lines_of_several_kinds(tmp_path):
-    metrics = _read(tmp_path, '{"step": 1, "a": 1}\n{"step": 2, "a": 2, "b": 5}\n{"step": 3, "a": 3}\n')
-    assert metrics["a"].y.tolist() == [1, 2, 3]
-    assert metrics["b"].x.tolist() == [2]
-
-
 def test_thinning_keeps_each_part_s_ends_and_extremes():
     """Against the definition, bucket by bucket; unequal distances of steps too."""
     generator = np.random.default_rng(0)
