@@ -9,8 +9,7 @@ from typing import Any
 
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean
 from dino_ds.config.ds_schema import KEYS, REFUSED, SECTIONS, STRICT_SECTIONS, Zero, key_names
-from dino_ds.config.ds_values import offloads_optimizer as offloads_optimizer
-from dino_ds.config.ds_values import offloads_weights as offloads_weights
+from dino_ds.config.ds_values import offloads_optimizer
 from dino_ds.config.homes import recipe_home
 from dino_ds.config.schema import Option
 

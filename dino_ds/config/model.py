@@ -25,7 +25,8 @@ from dino_ds.config.fields import (
     option,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, backbone_spec
+from dino_ds.models.specs.backbones import FROM_SOURCE, backbone_spec
+from dino_ds.models.specs.base import BackboneSpec
 
 
 class ModelSection(Section):

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import element_bytes, persistent_below
 from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts

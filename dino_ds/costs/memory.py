@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import StepCosts, TeacherCosts, count_parameters, step_costs, student_facts
 from dino_ds.method.specs.distill import FROZEN

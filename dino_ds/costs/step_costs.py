@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dino_ds.config.crops import CropGroup
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.frozen_spec import frozen_spec
 from dino_ds.costs.how import How, how_of

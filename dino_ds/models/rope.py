@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.hashing import mix, shift_right
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 
 _DRAWS = 5  # per block and size: shifts and stretches of both axes, and the stretch that they share
 

@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
+from dino_ds.config.ds_values import offloads_optimizer, offloads_weights
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters

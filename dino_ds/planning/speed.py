@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, recipe_traffic
 from dino_ds.costs.memory import element_bytes

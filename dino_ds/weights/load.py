@@ -27,7 +27,8 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone, tensor_shapes
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import NetworkName, find_weights

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device

@@ -9,7 +9,8 @@ import torch
 
 from dino_ds.basics.digits import short
 from dino_ds.basics.ranges import AUGMENTATION, PARTS
-from dino_ds.config.ds_config import DsConfig, change_ds_config
+from dino_ds.config.ds_config import change_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
