@@ -105,7 +105,8 @@ def train(
 
 
 def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
-    """Run `train`, with its other arguments in `files`, in a program that outlives it; its SystemExit is of Stopped."""
+    """Run `train` for a program that outlives it; `files` has its other arguments. A requested stop raises SystemExit,
+    whose cause is Stopped."""
     request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], caller=caller)
     _train_stages(request, files["recipe"], files["given"])
 
@@ -130,7 +131,7 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
-    """One run, from where it stands to its end."""
+    """Train one run from where it stands to its end."""
     with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:

@@ -77,7 +77,7 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
             yield name, f"{json.dumps(value)} is not a section: write {{...}}"
     for name, option in KEYS.items():
         if option.info.is_required() and name.rpartition(".")[0] == section and name.rpartition(".")[2] not in content:
-            yield section, _missing(section, name.rpartition(".")[2])
+            yield section, _missing(name.rpartition(".")[2])
 
 
 def _not_decided(name: str) -> str:
@@ -85,7 +85,7 @@ def _not_decided(name: str) -> str:
     return f'"auto" is not decided here{dropped}: write its value ({KEYS[name].type})'
 
 
-def _missing(section: str, key: str) -> str:
+def _missing(key: str) -> str:
     if key == "gradient_clipping":
         return (
             'has no gradient_clipping, and DeepSpeed would clip at 1.0: write "gradient_clipping": 3.0, or 0 for none'

@@ -89,6 +89,11 @@ class ModelSection(Section):
             raise ValueError(problem)
         return self
 
+    @property
+    def side_multiple(self) -> int:
+        """The number of pixels of which sides of crops are multiples; 1 where the backbone is not known yet."""
+        return 1 if self.backbone == FROM_SOURCE else self.spec().side_multiple
+
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""
         if self.backbone == FROM_SOURCE:

@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """How targets are measured: the number of their prototypes, the scalar that is their cross-entropy (None for the
+    """The measure of targets: the number of their prototypes, the scalar that is their cross-entropy (None for the
     term's own loss), and what has a target, as messages name it."""
 
     prototypes: int

@@ -114,7 +114,7 @@ def rotate(
 
 
 class _Rotate(torch.autograd.Function):
-    """In place, forward and backward: the output of a linear layer and the gradient of it have no other reader."""
+    """A rotation in place, forward and backward: a linear layer's output and its gradient have no other reader."""
 
     @staticmethod
     def forward(

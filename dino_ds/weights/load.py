@@ -125,7 +125,7 @@ class Backbone(nn.Module):
         return torch.cat((tokens[:, :, :1], tokens[:, :, -rows * columns :]), dim=2)
 
     def attention(self, images: Tensor) -> Tensor:
-        """How much the CLS token of the last block looks at each patch, (b, heads, height, width of the grid).
+        """The attention of the last block's CLS token to each patch, (b, heads, height, width of the grid).
 
         Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
         """

@@ -79,7 +79,7 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
     how = recipe.objective
     if not unsure and not (how.dino_weight or how.ibot_weight or how.koleo_weight or how.terms != "{}"):
         problems.append("objective: all weights are 0: give dino_weight, ibot_weight or koleo_weight one above 0")
-    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, "koleo", gram.GRAM})
+    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, koleo.KOLEO, gram.GRAM})
     return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM})
 
 
