@@ -1,4 +1,4 @@
-"""What a node's host memory and disk must hold."""
+"""Computes what a node's host memory and disk must hold."""
 
 from __future__ import annotations
 

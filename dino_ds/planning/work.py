@@ -1,4 +1,4 @@
-"""What a micro-batch makes a GPU do, as it was rehearsed: products, bytes moved beside them, operators."""
+"""The work of a GPU in a rehearsed micro-batch: products, bytes moved beside them, operators."""
 
 from __future__ import annotations
 

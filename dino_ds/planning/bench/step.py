@@ -27,7 +27,7 @@ from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.planning.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
 
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
-"""Those that are compared: recipe and ds JSON by name."""
+"""The settings that are compared: recipe and ds JSON by name."""
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
