@@ -47,7 +47,16 @@ from dino_ds.method.specs.of_recipe import teachers_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.options.run import TrainOptions
 from dino_ds.planning.measure.trial import free_memory
-from dino_ds.planning.start import Machine, Start, check_fits, chosen, find_machine, given, kept, predict
+from dino_ds.planning.start import (
+    Machine,
+    Start,
+    check_fits,
+    find_machine,
+    named_start,
+    planned_start,
+    predict,
+    resumed_start,
+)
 from dino_ds.report.during_run import PeriodicPictures
 from dino_ds.run.announcement import announce
 from dino_ds.run.beginning import Beginning, choose_beginning
@@ -105,7 +114,8 @@ def train(
 
 
 def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
-    """Run `train`, with its other arguments in `files`, in a program that outlives it; its SystemExit is of Stopped."""
+    """Run `train` for a program that outlives it; `files` has its other arguments. A requested stop raises SystemExit,
+    whose cause is Stopped."""
     request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], caller=caller)
     _train_stages(request, files["recipe"], files["given"])
 
@@ -130,7 +140,7 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
-    """One run, from where it stands to its end."""
+    """Train one run from where it stands to its end."""
     with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:
@@ -144,7 +154,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 run, saver, more_notes = _build(folder, source, request, predicted_gib)
             with closing(run.log):
                 announce(run, folder, memory, [*notes, *more_notes, *lock.notes])
-                if start.path != start.why:
+                if not start.is_named:
                     run.log.info(f"chosen   {start}")
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, start.config.micro_batch, run.step.engine.device
@@ -168,11 +178,11 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine
         if distributed.rank() == 0 and resumes and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
-    start = given(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
+    start = named_start(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
     if overrides is not None and before is not None:
-        start = kept(recipe, before, str(saved), overrides, machine)
+        start = resumed_start(recipe, before, str(saved), overrides, machine)
     elif overrides is not None and machine.card_gib is not None:
-        start = chosen(recipe, overrides, machine)
+        start = planned_start(recipe, overrides, machine)
     return start, machine
 
 

@@ -120,8 +120,8 @@ def draw_sweep(result: dict[str, Any]) -> Any:
             kind = "plain" if cell["largest"] else "checked"
             size = cell["largest"] or cell["largest_with_checkpointing"]
             ramp = LinearSegmentedColormap.from_list(kind, maps[kind])
-            colour = ramp(float(norm(min(size, 2048))))[:3] if size else (0.85, 0.85, 0.85)
-            image[row, column] = colour
+            color = ramp(float(norm(min(size, 2048))))[:3] if size else (0.85, 0.85, 0.85)
+            image[row, column] = color
             dark = size > 300
             text = cell_text(cell).removeprefix("c")
             axes.text(column, row, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")

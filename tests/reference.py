@@ -24,7 +24,8 @@ from dino_ds.models.head import DinoHead
 from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network, Query
 from dino_ds.models.prototypes import _TiledCrossEntropy
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.data.normalisation import Normalisation
@@ -33,7 +33,8 @@ from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.frozen import FrozenSource
 from tests.engine.harness import ds_config, fp32_student

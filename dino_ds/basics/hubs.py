@@ -20,7 +20,7 @@ def hub_id(text: str) -> str | None:
 
 
 def weights_elsewhere(text: str) -> str | None:
-    """How to get weights by another hub's name, or None if `text` is no such name or a path that exists."""
+    """Say how to get weights by another hub's name; None if `text` is no such name, or a path that exists."""
     if os.path.lexists(os.path.expanduser(text)):
         return None
     found = hub_id(text)

@@ -21,7 +21,7 @@ def device_kind(of: str) -> str:
 
 @contextmanager
 def rehearsal(device: str) -> Iterator[None]:
-    """What runs inside is a rehearsal for this type of device, "cpu" or "cuda"."""
+    """A context whose code is a rehearsal for this type of device, "cpu" or "cuda"."""
     _devices.append(device)
     try:
         yield

@@ -129,7 +129,7 @@ def _ds_config(recipe: Recipe) -> tuple[int, str, bool]:
     whether it is for a CPU."""
     import torch
 
-    from dino_ds.planning.start import chosen, find_machine, fitting, given
+    from dino_ds.planning.start import find_machine, fitting_start, named_start, planned_start
 
     ranks = max(1, torch.cuda.device_count())
     if not torch.cuda.is_available():
@@ -137,9 +137,9 @@ def _ds_config(recipe: Recipe) -> tuple[int, str, bool]:
     machine = dataclasses.replace(find_machine(), ranks=ranks, ranks_per_node=ranks)
     if machine.card_gib is None:
         path = find_ds_config("zero0_fp32")
-        start = given(recipe, load_ds_config(path, {}), path, machine)
+        start = named_start(recipe, load_ds_config(path, {}), path, machine)
         about = f"no GPU, one process, {machine.host_gib:.1f} GiB to take"
     else:
-        start, about = chosen(recipe, {}, machine), f"{ranks} x {machine.card_gib:.1f} GiB"
-    fit = fitting(recipe, start, machine)
+        start, about = planned_start(recipe, {}, machine), f"{ranks} x {machine.card_gib:.1f} GiB"
+    fit = fitting_start(recipe, start, machine)
     return ranks, _DS.format(machine=about) + json.dumps(fit.ds, indent=2) + "\n", machine.card_gib is None

@@ -62,7 +62,7 @@ def run(options: ShardOptions) -> None:
     try:
         per_shard = _prepare(folder, plan, images, recoding)
         records = _write_all(folder, images, recoding, per_shard, options.workers or len(usable_cores()))
-        _finish(folder, images, plan, per_shard, records)
+        _finish(folder, images, records)
     except OSError as error:
         raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; fix --out") from error
     _report(folder, records, time.monotonic() - begin, options.json)
@@ -170,8 +170,8 @@ def _read_progress(folder: Path) -> Iterator[ShardRecord]:
             continue  # the line that was being written, or a shard that was removed
 
 
-def _finish(folder: Path, images: Source, plan: dict[str, Any], per_shard: int, records: list[ShardRecord]) -> None:
-    """Checksums, class names, unreadable images and last the index."""
+def _finish(folder: Path, images: Source, records: list[ShardRecord]) -> None:
+    """Write checksums, class names, unreadable images and last the index."""
     if images.classes is not None:
         _write_whole(folder / CLASSES, "".join(f"{' '.join(name.split())}\n" for name in images.classes))
     bad = [text for record in records for text in record.bad]

@@ -11,11 +11,11 @@ from dino_ds.config.sections import CropsSection
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 
-def crop_problems(crops: CropsSection, model: ModelSection, patch: int) -> list[str]:
-    """Sizes, colors and masks that crops can't have, a line each; their sides must be multiples of `patch`."""
-    several = parse_resolutions(crops.resolutions)
+def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
+    """Sizes, colors and masks that crops can't have, a line each."""
+    several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
-    problems = _colour_problems(crops, model)
+    problems = _color_problems(crops, model)
     problems += _mask_problems(crops, several, patch)
     if crops.num_local:
         sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
@@ -48,7 +48,7 @@ def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: in
     ]
 
 
-def _colour_problems(crops: CropsSection, model: ModelSection) -> list[str]:
+def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     """Problems of operations on colors where images have none."""
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []

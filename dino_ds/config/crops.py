@@ -29,7 +29,7 @@ class CropGroup:
     """Crops of one kind: `count` of each image, `size` pixels wide and high. `teachers` names those that see them;
     `student` and `masked`: whether the student does, and whether it sees them masked.
 
-    scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colours, blur and
+    scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colors, blur and
     solarization; every crop is flipped at random. like: the name of an earlier group of as many crops, whose
     boxes and flips these have. hides: False: the student sees masked patches all the same, and still predicts them.
     """

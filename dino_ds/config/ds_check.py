@@ -9,8 +9,7 @@ from typing import Any
 
 from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean
 from dino_ds.config.ds_schema import KEYS, REFUSED, SECTIONS, STRICT_SECTIONS, Zero, key_names
-from dino_ds.config.ds_values import offloads_optimizer as offloads_optimizer
-from dino_ds.config.ds_values import offloads_weights as offloads_weights
+from dino_ds.config.ds_values import offloads_optimizer
 from dino_ds.config.homes import recipe_home
 from dino_ds.config.schema import Option
 
@@ -78,7 +77,7 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
             yield name, f"{json.dumps(value)} is not a section: write {{...}}"
     for name, option in KEYS.items():
         if option.info.is_required() and name.rpartition(".")[0] == section and name.rpartition(".")[2] not in content:
-            yield section, _missing(section, name.rpartition(".")[2])
+            yield section, _missing(name.rpartition(".")[2])
 
 
 def _not_decided(name: str) -> str:
@@ -86,7 +85,7 @@ def _not_decided(name: str) -> str:
     return f'"auto" is not decided here{dropped}: write its value ({KEYS[name].type})'
 
 
-def _missing(section: str, key: str) -> str:
+def _missing(key: str) -> str:
     if key == "gradient_clipping":
         return (
             'has no gradient_clipping, and DeepSpeed would clip at 1.0: write "gradient_clipping": 3.0, or 0 for none'

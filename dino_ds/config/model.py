@@ -25,7 +25,8 @@ from dino_ds.config.fields import (
     option,
 )
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, backbone_spec
+from dino_ds.models.specs.backbones import FROM_SOURCE, backbone_spec
+from dino_ds.models.specs.base import BackboneSpec
 
 
 class ModelSection(Section):
@@ -87,6 +88,11 @@ class ModelSection(Section):
         if problem := self.spec().problem:
             raise ValueError(problem)
         return self
+
+    @property
+    def side_multiple(self) -> int:
+        """The number of pixels of which sides of crops are multiples; 1 where the backbone is not known yet."""
+        return 1 if self.backbone == FROM_SOURCE else self.spec().side_multiple
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""

@@ -168,13 +168,8 @@ class Recipe(Section):
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")
 
-    @property
-    def _patch(self) -> int:
-        """Sides of crops are multiples of it, as far as is known."""
-        return 1 if self.model.backbone == FROM_SOURCE else self.model.spec().side_multiple
-
     def _crop_problems(self) -> list[str]:
-        return crop_problems(self.crops, self.model, self._patch)
+        return crop_problems(self.crops, self.model)
 
     def _eval_problems(self) -> list[str]:
         k, images = self.eval.k, self.eval.bank_images

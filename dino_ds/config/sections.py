@@ -61,10 +61,10 @@ class DataSection(Section):
         learned=False,
     )
     augment: Literal["device", "worker"] = option(
-        "device", "where colours and blur are done: batched on the device, or by the workers"
+        "device", "where colors and blur are done: batched on the device, or by the workers"
     )
     transform: FunctionName | None = option(
-        None, "module:function that changes crops before colours: f(crop, rng) -> crop"
+        None, "module:function that changes crops before colors: f(crop, rng) -> crop"
     )
     max_pixels: Count = option(50_000_000, "pixels beyond which an image is skipped as a bomb")
     value_range: ValueRangeField = option(
@@ -114,7 +114,7 @@ class CropsSection(Section):
     blur: Numbers | None = option(
         None, "chance of a crop to be blurred, or three: of the first global crop, the second and the local ones"
     )
-    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colours")
+    grayscale: Fraction01 | None = option(None, "chance of a crop to lose its colors")
     flip: Fraction01 | None = option(None, "chance of a crop to be mirrored left to right")
     solarize: Numbers | None = option(None, "as crops.blur, the chance that bright pixels are inverted")
     vertical_flip: Fraction01 = option(0.0, "chance of a crop to be mirrored top to bottom")

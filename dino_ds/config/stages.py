@@ -48,7 +48,7 @@ class Given:
             if origin is not None:
                 there.check_is(origin, step)
             return self.begun(recipe, there.first_step)
-        recipe = self.over(recipe_of(origin)) if origin else load_recipe(self.config, self.overrides, self.notes)
+        recipe = self.over(_recipe_of_run(origin)) if origin else load_recipe(self.config, self.overrides, self.notes)
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
         if origin and origin.resolve() == run_dir.resolve():
@@ -178,7 +178,7 @@ def holds_run(run_dir: Path) -> bool:
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
 
 
-def recipe_of(run_dir: Path) -> Recipe:
+def _recipe_of_run(run_dir: Path) -> Recipe:
     """The recipe of the run in this folder. Raises CheckpointError where there is none."""
     path = run_dir / "config.yaml"
     if not path.is_file():

@@ -1,1 +1,1 @@
-"""What a step costs: a micro-batch is rehearsed on fake tensors, and what DeepSpeed adds is arithmetic."""
+"""The costs of a step: a micro-batch is rehearsed on fake tensors, and what DeepSpeed adds is arithmetic."""

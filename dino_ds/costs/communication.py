@@ -1,4 +1,4 @@
-"""What the ranks send each other in one optimizer step, by arithmetic, as DeepSpeed 0.19 and our teacher do it.
+"""The bytes that ranks send each other in one optimizer step, by arithmetic, as DeepSpeed 0.19 and our teacher do it.
 
 Tested against every collective that two real ranks call. What surprises: at stages 1 and 2 DeepSpeed all-reduces the
 gradients (`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch.
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.config.ds_check import offloads_optimizer
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import element_bytes, persistent_below
 from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
@@ -58,7 +57,7 @@ class Traffic:
 def recipe_traffic(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool = True, exact: bool = True
 ) -> list[Traffic]:
-    """Of each rank in one optimizer step of a recipe. [] on one rank. Raises NotEstimated."""
+    """The collectives of each rank in one optimizer step of a recipe; none on one rank. Raises NotEstimated."""
     if world_size == 1:
         return []
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
@@ -86,7 +85,7 @@ def _frozen_traffic(costs: StepCosts, config: DsConfig, world_size: int) -> list
 
 
 def _of_terms(costs: StepCosts, whole_step: bool, config: DsConfig, world_size: int) -> list[Traffic]:
-    """What the terms send in one optimizer step: with targets of a whole step once, else with each micro-batch."""
+    """The collectives of the terms in one optimizer step: once with targets of a whole step, else by micro-batch."""
     found: dict[tuple[str, str], Traffic] = {}
     for part, operation, size in costs.collectives:
         times = 1 if part == "targets" and whole_step else config.accumulation
@@ -115,8 +114,11 @@ def step_traffic(
     groups: int = _GROUPS,
     parts: int = 1,
 ) -> list[Traffic]:
-    """Of each rank in one optimizer step, but for what terms send; `sizes`: elements of every parameter; centers: of
-    each running mean; groups: the optimizer's; parts: that are clipped each by its norm. [] on one rank."""
+    """The collectives of each rank in one optimizer step, without those of the terms; none on one rank.
+
+    sizes: elements of every parameter; centers: of each running mean; groups: their number in the optimizer; parts: the
+    number of those that are clipped each by its norm.
+    """
     if world_size == 1:
         return []
     zero = config.raw["zero_optimization"]

@@ -9,7 +9,8 @@ from pathlib import Path
 from dino_ds.basics.text_file import read_object
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import home_of
-from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec, ViTSpec
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 
 def frozen_spec(recipe: Recipe) -> ViTSpec | None:

@@ -24,8 +24,8 @@ _found: dict[str, Any] = {}
 
 
 def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
-    """What `make` gives, plain JSON, or gave before for the same `about`, plain JSON too. modules: other code that it
-    runs, by name. A folder that can't be read or written changes nothing but the time that it takes."""
+    """The plain JSON that `make` gives, or gave before for the same `about`, plain JSON too. modules: other code that
+    it runs, by name. A folder that can't be read or written changes nothing but the time that it takes."""
     text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
@@ -53,7 +53,7 @@ def _write(path: Path, content: Any) -> None:
 
 @functools.cache
 def _versions() -> list[str]:
-    """Of the code that a rehearsal runs: torch, timm, and a digest of this package's own files."""
+    """The versions of the code that a rehearsal runs: torch, timm, and a digest of this package's own files."""
     digest = hashlib.sha256()
     for path in sorted(path for room in _ROOMS for path in (_PACKAGE / room).rglob("*.py")):
         digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""How much memory a step needs on one device: what a rehearsed micro-batch holds, and what the engine holds beside it.
+"""The memory that a step needs on one device: what a rehearsed micro-batch holds, and what the engine holds beside it.
 
 All of these are tensors, as the allocator of a GPU counts them; libraries, the context of a GPU and fragmentation come
 on top. The engine's part is arithmetic. Tested against the tensors that a DeepSpeed engine holds and those of a step.
@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import StepCosts, TeacherCosts, count_parameters, step_costs, student_facts
 from dino_ds.method.specs.distill import FROZEN
@@ -20,7 +19,7 @@ from dino_ds.method.specs.gram import GRAM
 GIB = 2**30
 _FP32 = 4
 MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4}
-"""What each kind of optimizer keeps of a weight."""
+"""Bytes that each kind of optimizer keeps of a weight."""
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
@@ -94,11 +93,11 @@ _MOMENTS = {
     "loss": "the loss",
     "backward": "the backward pass",
 }
-"""Where a step is, by part; heads compute their losses in the student's part."""
+"""The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
 def _alive(name: str, size: float, costs: StepCosts) -> dict[str, int]:
-    """What a micro-batch holds at a moment, by what it is for."""
+    """The bytes that a micro-batch holds in the part `name`, by purpose."""
     if name not in ("student", "loss", "backward"):
         return {"making targets" if name == "targets" else "teacher's activations": round(size)}
     targets = min(size, costs.held * costs.window)
@@ -134,7 +133,7 @@ def state_bytes(
     optimizer: str = "adamw",
     copied: Collection[str] = (),
 ) -> dict[str, int]:
-    """What stays on a device from step to step: weights, FP32 masters and the optimizer's moments, and the teacher.
+    """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
 
     copied: names of the weights of which a teacher keeps a low-precision copy.
 

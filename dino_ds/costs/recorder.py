@@ -1,4 +1,4 @@
-"""What operators on fake tensors hold, compute and move: bytes alive after each of them, FLOPs, traffic, launches.
+"""Records what operators on fake tensors hold, compute and move: bytes alive after each, FLOPs, traffic, launches.
 
 A multiply-add is 2 FLOPs; matrix products, convolutions and attention count. Formulas are those of torch's counter,
 but for the two that it has wrong and the products in place that it overlooks.
@@ -66,7 +66,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """What runs inside counts for the part `name`, as a listener to `dino_ds.basics.ranges`."""
+        """A context whose operators count for the part `name`, as a listener to `dino_ds.basics.ranges`."""
         before, self._part = self._part, self.parts.setdefault(name, Part())
         self._note()
         try:
@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
             self._part = before
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """What the forward pass of `module` does counts for the part `name`."""
+        """Count the forward pass of `module` for the part `name`."""
         entered: list[Any] = []
 
         def begin(*_: Any) -> None:

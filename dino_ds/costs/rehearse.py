@@ -25,8 +25,8 @@ from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.frozen_spec import frozen_spec
-from dino_ds.costs.how import How
 from dino_ds.costs.recorder import Recorder, fused_attention
+from dino_ds.costs.settings import RehearsalSettings
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
@@ -65,14 +65,16 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def rehearse(recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int, on_gpu: bool) -> dict[str, Any]:
+def rehearse(
+    recipe: Recipe, settings: RehearsalSettings, groups: Sequence[CropGroup], images: int, on_gpu: bool
+) -> dict[str, Any]:
     """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON."""
     if torch.distributed.is_initialized():  # what a dropped engine computes in its end is not this step's
         for _ in range(2):  # it holds another's
             gc.collect()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
-        played = _Rehearsal(recipe, how, groups, images, fake)
+        played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
             found = played.run()
     if recipe.teacher.source is not None and frozen_spec(recipe) is None:  # not known: its place was held
@@ -115,21 +117,35 @@ class _Rehearsal:
     numbers while they are built."""
 
     def __init__(
-        self, recipe: Recipe, how: How, groups: Sequence[CropGroup], images: int, fake: FakeTensorMode
+        self,
+        recipe: Recipe,
+        settings: RehearsalSettings,
+        groups: Sequence[CropGroup],
+        images: int,
+        fake: FakeTensorMode,
     ) -> None:
         recipe = _alone(recipe)
-        frozen, window = _frozen(recipe), how.window
+        frozen, window = _frozen(recipe), settings.window
         with fake:
             objective = build_objective(recipe, _CPU, frozen)
             self._window = [_inputs(recipe, groups, images) for _ in range(window)]
-        network = build_meta(recipe, how.performance, objective.queries, objective.student_features())
+        network = build_meta(recipe, settings.performance, objective.queries, objective.student_features())
         with fake:
             masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
-        _to_empty(network, fake, device=_CPU, dtype=DTYPES[how.precision])
-        segments = None if how.checkpoint_blocks == "all" else int(how.checkpoint_blocks)
-        network.backbone.checkpoint_segments(segments, how.checkpoint_on_cpu)
+        _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
+        segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
+        network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
         config = DsConfig(
-            {}, images, window, 0, how.precision, False, 0.0, how.checkpoint_blocks, False, how.performance
+            {},
+            images,
+            window,
+            0,
+            settings.precision,
+            False,
+            0.0,
+            settings.checkpoint_blocks,
+            False,
+            settings.performance,
         )
         self._engine = _PlayedEngine(network.train(), config, masters)
         engine = cast(Engine, self._engine)
@@ -174,7 +190,7 @@ class _Rehearsal:
 
 
 class _PlayedEngine:
-    """What `TrainingStep` and teachers ask of an engine, without DeepSpeed. saved: bytes alive before the backward
+    """An engine as far as `TrainingStep` and teachers ask, without DeepSpeed. saved: bytes alive before the backward
     pass."""
 
     unsynced_statistics = list
@@ -262,7 +278,7 @@ def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
 
 @contextmanager
 def _on_host(recorder: Recorder) -> Iterator[None]:
-    """What autograd saves on the host leaves the device, and comes back when it is asked for."""
+    """A context in which tensors that autograd saves on the host leave the device until they are asked for."""
 
     class Hooks(torch.autograd.graph.saved_tensors_hooks):
         def __init__(self, pin_memory: bool = False) -> None:

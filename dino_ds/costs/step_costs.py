@@ -1,4 +1,4 @@
-"""What a micro-batch of a recipe costs, as it was rehearsed: exactly for its size, or on a line between two sizes.
+"""The costs of a micro-batch of a recipe, as it was rehearsed: exactly for its size, or on a line between two sizes.
 
 No torch is loaded for what is in the cache.
 """
@@ -14,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from dino_ds.config.crops import CropGroup
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.frozen_spec import frozen_spec
-from dino_ds.costs.how import How, how_of
 from dino_ds.costs.kept import kept
+from dino_ds.costs.settings import RehearsalSettings, settings_of
 from dino_ds.errors import NotEstimated, UserError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
@@ -35,7 +35,7 @@ last line is at most too high beyond them."""
 
 @dataclass(frozen=True)
 class Part:
-    """What a part of a micro-batch does. flops: of all products; flops_fp32: of those of FP32 numbers; moved: bytes
+    """The work of a part of a micro-batch. flops: of all products; flops_fp32: of those of FP32 numbers; moved: bytes
     that operators other than products read and write; operators: that launch something. moments: bytes alive by the
     elements of gradients that are finished."""
 
@@ -59,7 +59,7 @@ class TeacherCosts:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What one micro-batch of `images` costs.
+    """The costs of one micro-batch of `images`.
 
     parts: teachers by "teacher NAME", "targets", "student", "loss", "backward". saved: bytes that autograd keeps for
     the backward pass; held: what of teachers' outputs and targets lives until then; crops: the images; both of one
@@ -145,7 +145,7 @@ def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
 def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
     images, sizes = config.micro_batch, _LINES[on_gpu]
     if exact or images in sizes:
-        return _rehearsed(recipe, how_of(config, on_gpu), groups, images, on_gpu)
+        return _rehearsed(recipe, settings_of(config, on_gpu), groups, images, on_gpu)
     pair = next((pair for pair in itertools.pairwise(sizes) if images <= pair[1]), sizes[-2:])
     few, many = (
         _of_groups(recipe, dataclasses.replace(config, micro_batch=size), groups, on_gpu, True) for size in pair
@@ -159,15 +159,18 @@ def count_parameters(recipe: Recipe) -> int:
 
 
 @functools.cache
-def _rehearsed(recipe: Recipe, how: How, groups: tuple[CropGroup, ...], images: int, on_gpu: bool) -> StepCosts:
-    window = min(how.window, 2) if student_facts(recipe).whole_step else 1  # a third one costs as much as the second
-    how = dataclasses.replace(how, window=window)
+def _rehearsed(
+    recipe: Recipe, settings: RehearsalSettings, groups: tuple[CropGroup, ...], images: int, on_gpu: bool
+) -> StepCosts:
+    # A third micro-batch costs as much as the second.
+    window = min(settings.window, 2) if student_facts(recipe).whole_step else 1
+    settings = dataclasses.replace(settings, window=window)
 
     def make() -> Any:
         from dino_ds.costs.rehearse import rehearse
 
         try:
-            return rehearse(recipe, how, groups, images, on_gpu)
+            return rehearse(recipe, settings, groups, images, on_gpu)
         except UserError:
             raise
         except Exception as error:  # whatever a foreign network raises
@@ -175,7 +178,7 @@ def _rehearsed(recipe: Recipe, how: How, groups: tuple[CropGroup, ...], images: 
 
     about = {
         "recipe": _learned(recipe),
-        "how": dataclasses.asdict(how),
+        "how": dataclasses.asdict(settings),
         "groups": [dataclasses.asdict(group) for group in groups],
         "images": images,
         "on_gpu": on_gpu,
@@ -214,7 +217,7 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
-    """What of a recipe a micro-batch or the weights may depend on."""
+    """The part of a recipe that a micro-batch or the weights may depend on."""
     return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | {
         "backbone": repr(recipe.model.spec()),
         "frozen": repr(frozen_spec(recipe)),

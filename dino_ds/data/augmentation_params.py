@@ -1,4 +1,4 @@
-"""What is done to each crop on the device, as a table of numbers: its columns are those that the kernels read."""
+"""The augmentation of each crop on the device, as a table of numbers: its columns are those that the kernels read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 @dataclass(frozen=True)
 class AugmentationParams:
-    """What is done to n crops of one size: a row (COLUMNS float32) for each.
+    """The augmentation of n crops of one size: a row (COLUMNS float32) for each.
 
     Of each jitter slot four numbers: clamp(pixel, own grey, the crop's mean grey, weighted by the first three), then
-    the hue shift in turns of the colour circle. Then whether it is flipped, made grey, the blur's standard deviation in
+    the hue shift in turns of the color circle. Then whether it is flipped, made grey, the blur's standard deviation in
     pixels (0: none), and whether it is solarized. `table` stays on the host, `there` is its copy beside the crops.
     """
 

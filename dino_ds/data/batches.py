@@ -38,12 +38,12 @@ _MAX_TRIES = 100
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How a loader makes batches of a source's images.
+    """The settings by which a loader makes batches of a source's images.
 
     global_batch is a multiple of micro_batch * world_size. workers: loader processes, 0 = in this process, None = by
     the cores; patience: seconds without a batch after which they are restarted, None = never. augment "worker": all is
     done in the loader, by Pillow; "device": it only cuts the crops, and `device` does the rest. channels: of every
-    image; the colour operations that need RGB are left out where it is not 3. value_range: of images deeper than 8
+    image; the color operations that need RGB are left out where it is not 3. value_range: of images deeper than 8
     bits; with one all crops are float32, and the device's code augments them in the worker too. cache: keeps
     decoded files; only for a source that has files.
     """
@@ -129,7 +129,7 @@ def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs, of the resolution whose number they have, if any. Boxes, colours and masks
+    """Batches by (epoch, index) pairs, of the resolution whose number they have, if any. Boxes, colors and masks
     depend on (seed, epoch, index), and on the resolution, and on nothing else."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:

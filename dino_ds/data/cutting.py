@@ -55,7 +55,7 @@ def resize_crop(image: np.ndarray, box: Box, size: int) -> Tensor:
 
 
 def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
-    """How many times smaller the image may be decoded so that still no crop is enlarged: 1, 2, 4 or 8."""
+    """The largest factor by which the image may be decoded smaller while no crop is enlarged: 1, 2, 4 or 8."""
     spare = min(
         min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
     )

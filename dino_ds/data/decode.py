@@ -48,7 +48,7 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
     8: lambda a: np.rot90(a),
 }
-"""By the EXIF tag's value; 1 and anything unknown = upright already."""
+"""The turn of an image by its EXIF orientation; with 1 and anything unknown it is upright already."""
 
 
 def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
@@ -213,12 +213,12 @@ def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -
     return values if value_range is None and values.dtype == np.uint8 else to_unit(values, value_range, name)
 
 
-def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colours: str) -> np.ndarray | None:
+def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colors: str) -> np.ndarray | None:
     """uint8 (height / shrink, width / shrink, 3 of RGB, 1 of GRAY), rounded up; None if there is any fault in it:
     Pillow then decides."""
     try:
         return simplejpeg.decode_jpeg(
-            data, colours, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
+            data, colors, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink
         )
     except ValueError:
         return None

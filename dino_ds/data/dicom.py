@@ -15,7 +15,7 @@ from PIL import Image
 from dino_ds.data.images import black_first
 from dino_ds.data.raster import EXTRA, Format, Raster, spread
 
-_COLOURS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
+_COLORS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
 _GREYS = ("MONOCHROME1", "MONOCHROME2")
 _TAGS = (
     "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
@@ -41,13 +41,13 @@ def _open(data: bytes, wanted: int | None) -> Raster:
         raise ValueError("a deflated DICOM file: write it uncompressed")
     with _quiet():
         found = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS))
-        frames, colour = int(found.get("NumberOfFrames") or 1), str(found.get("PhotometricInterpretation"))
+        frames, color = int(found.get("NumberOfFrames") or 1), str(found.get("PhotometricInterpretation"))
         if "PixelData" not in found:
             raise ValueError("a DICOM file without an image")
         if frames > 1:
             raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
-        if colour not in _COLOURS + _GREYS or "ModalityLUTSequence" in found:
-            what = "a modality LUT" if colour in _GREYS else f"colours as {colour}"
+        if color not in _COLORS + _GREYS or "ModalityLUTSequence" in found:
+            what = "a modality LUT" if color in _GREYS else f"colors as {color}"
             raise ValueError(f"{what} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
         width, height, bits = (int(found[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
         slope, intercept = (float(found.get(name) or 0) for name in ("RescaleSlope", "RescaleIntercept"))
@@ -57,14 +57,14 @@ def _open(data: bytes, wanted: int | None) -> Raster:
         if highest != stored_bits - 1:
             raise ValueError(f"{stored_bits} bits up to bit {highest} of a DICOM file: write them as its lowest bits")
         _check_coding(found, width * height * int(found.SamplesPerPixel) * bits // 8)
-    rescaled = colour in _GREYS and rescale != (1, 0)
+    rescaled = color in _GREYS and rescale != (1, 0)
     signed = bool(found.PixelRepresentation)
     deep = bits > 8 or signed or rescaled
 
     def read() -> np.ndarray:
         with _quiet():
             stored = np.array(found.pixel_array)
-        if colour == "MONOCHROME1":
+        if color == "MONOCHROME1":
             stored = black_first(stored, stored_bits, signed)
         return _rescaled(stored, *rescale) if rescaled else spread(stored, stored_bits)
 

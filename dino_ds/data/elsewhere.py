@@ -12,7 +12,7 @@ _COPY = {
     "http": "wget {}, and unpack what comes",
     "https": "wget {}, and unpack what comes",
 }
-"""How what a scheme names gets onto a disk."""
+"""The command that copies to a disk, by the scheme of an address."""
 
 _HUB_SETS = re.compile(
     r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"

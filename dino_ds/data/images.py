@@ -37,7 +37,7 @@ _WHITE = 65535
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 """Modes whose channels may be wanted as they are, and how many these are."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
-"""How Pillow calls the values of which it keeps one byte, and can be made to give both."""
+"""Pillow's names of the values of which it keeps one byte, and can be made to give both."""
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
@@ -69,7 +69,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def is_grey(image: Image.Image) -> bool:
-    """Whether it has one channel of brightness alone: neither colours, nor a palette, nor transparency."""
+    """Whether it has one channel of brightness alone: neither colors, nor a palette, nor transparency."""
     return (image.mode in ("1", "L") or image.mode[0] in "IF") and "transparency" not in image.info
 
 

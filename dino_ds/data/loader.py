@@ -34,9 +34,9 @@ from dino_ds.data.workers import (
 from dino_ds.errors import DataError
 
 _LOOK_SECONDS = 2
-"""How often the wait for a batch is interrupted to look at what else has happened."""
+"""Time after which the wait for a batch is interrupted to look at what else has happened."""
 _POLL_SECONDS = 0.001
-"""How long a batch may take to come out of its queue where nobody waits for it."""
+"""Time that a batch may take to come out of its queue where nobody waits for it."""
 
 
 class BatchKeys(list[tuple[int, int]]):

@@ -1,4 +1,4 @@
-"""Which patches of a crop are hidden from the student: blocks of random shape, from one seed a crop.
+"""The patches of a crop that are hidden from the student: blocks of random shape, from one seed a crop.
 
 Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
 batch's crops are masked, with ratios dealt to equal bins. Here each crop is masked with a probability and draws its
@@ -64,7 +64,7 @@ class MaskOptions:
 
 
 def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
-    """Which patches of a crop are hidden: (rows * columns,) bool, row by row. The seed alone decides."""
+    """Draw the hidden patches of a crop: (rows * columns,) bool, row by row. The seed alone decides."""
     rng = random.Random(seed)
     mask = np.zeros(options.grid, dtype=bool)
     flat = mask.reshape(-1)

@@ -40,7 +40,7 @@ _ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Trans
 CropTransform = Callable[[np.ndarray], np.ndarray]
 """Crop (h, w, c) -> crop of the same shape and type."""
 _KINDS = {"global": (0, 1), "local": (2,)}
-"""By group: which number of a triple is that of its first crop, its second, ...; the last one is for all others."""
+"""The places in a triple of the numbers for a group's first crop, its second, ...; the last one is for all others."""
 _TURNS, _TRANSFORM = -2, -3
 """Streams of random numbers beside the crops' own, of `seed` itself, and the masks', -1."""
 
@@ -232,7 +232,7 @@ def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tupl
 
 
 def _shift_hue(image: Image.Image, turns: float) -> Image.Image:
-    """`turns` of the colour circle, -0.5 to 0.5, in Pillow's 8-bit hue."""
+    """`turns` of the color circle, -0.5 to 0.5, in Pillow's 8-bit hue."""
     hue, saturation, value = image.convert("HSV").split()
     shift = int(turns * 255)  # truncates toward zero, as torchvision's
     rotated = hue.point([(level + shift) % 256 for level in range(256)])

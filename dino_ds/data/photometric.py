@@ -149,7 +149,7 @@ def blend(x: Tensor, pixel: Tensor, own_grey: Tensor, mean_grey: Tensor) -> Tens
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """RGB (n, 3, h, w) -> the same value and chroma, the hue `turns` (n,) of the colour circle further."""
+    """RGB (n, 3, h, w) -> the same value and chroma, the hue `turns` (n,) of the color circle further."""
     r, g, b = x.unbind(1)
     high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
     chroma = high - low

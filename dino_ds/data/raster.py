@@ -32,7 +32,7 @@ class Raster:
 
     @property
     def mode(self) -> str:
-        """In Pillow's words, where it has some."""
+        """The kind of pixels in Pillow's words, where it has some."""
         return {1: "L", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
 
 

@@ -33,7 +33,7 @@ _HEAD, _TAIL = 8 * _BLOCK, 32 * _BLOCK
 _THREADS = 16
 _MAX_LABEL_BYTES = 1000
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
-"""How files of gzip, bzip2, xz and zstd begin."""
+"""The first bytes of files of gzip, bzip2, xz and zstd."""
 _MAX_NOTES = 20
 
 
@@ -221,7 +221,7 @@ def _crc_of_ends(handle: int, size: int) -> int:
 def _class_arrays(
     labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
-    """From the texts of .cls members: sorted as numbers if all are; names from classes.txt where it has them."""
+    """The classes in texts of .cls members, sorted as numbers if all are; names from classes.txt where it has them."""
     texts = [text for text in numbers if text is not None]
     if not texts:
         return None

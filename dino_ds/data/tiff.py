@@ -1,4 +1,4 @@
-"""TIFFs that Pillow can't read whole: more bands than colours, pages that are bands, numbers of any type."""
+"""TIFFs that Pillow can't read whole: more bands than colors, pages that are bands, numbers of any type."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -
                 return False
             if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
                 return False
-            colour = image.tag_v2.get(PHOTOMETRIC)
-            return not is_deep(image, data) or reads_all_bits(image) or colour not in _GREY_OR_RGB
+            color = image.tag_v2.get(PHOTOMETRIC)
+            return not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB
     except Image.UnidentifiedImageError:
         return False
 

@@ -1,4 +1,4 @@
-"""data.transform: a function of the user's that changes crops in training, before their colours are."""
+"""data.transform: a function of the user's that changes crops in training, before their colors are."""
 
 from __future__ import annotations
 

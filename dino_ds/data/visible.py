@@ -67,7 +67,7 @@ def crops_picture(
 def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
     """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
 
-    Hidden patches are 0: of the images' mean colour, a grey.
+    Hidden patches are 0: of the images' mean color, a grey.
     """
     shown = []
     for name, group in crops.items():

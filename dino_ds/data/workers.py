@@ -75,7 +75,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
 
 
 def handle_worker_crash(batches: object) -> str | None:
-    """If a process of a torch DataLoader's iterator has died, kills the others; which it was and why, else None."""
+    """Kill all processes of a torch DataLoader's iterator if one has died; says which and why, or None if all live."""
     workers = list(getattr(batches, "_workers", []))
     wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
     dead = next((worker for worker in workers if worker.exitcode is not None), None)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dino_ds.config.crops import Masks
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
@@ -25,7 +26,7 @@ from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
-from dino_ds.models.base import Crops, Masks
+from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.logits import Comparison
 from dino_ds.models.network import Network, Output

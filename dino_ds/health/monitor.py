@@ -19,7 +19,7 @@ from dino_ds.errors import STOP_SIGNALS
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
-from dino_ds.health.monitored import Progress, RankProcess
+from dino_ds.health.monitored import RankProcess, Standstill
 from dino_ds.health.processes import alive, death_of, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 
@@ -28,7 +28,7 @@ _TICK_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 """Time for a rank to end by itself after another rank has failed."""
 _LONE_SECONDS = 5.0
-"""Without its launcher a rank may make no progress for this long and twice its longest wait so far."""
+"""Time, besides twice its longest wait so far, that a rank without its launcher may make no progress."""
 PEER_LOST = 6
 
 
@@ -102,7 +102,7 @@ class MonitorProcess:
     def __init__(self, arguments: MonitorArguments) -> None:
         self._arguments = arguments
         self._beat = Beat.shared(arguments.beat)
-        self._progress = Progress(self._beat)
+        self._standstill = Standstill(self._beat)
         self._rank = RankProcess(arguments.pid, self._beat, arguments.stacks)
         self._launchers = launchers_above(arguments.pid, "RANK" in os.environ)
         self._folder = SharedFolder(arguments, self._beat)
@@ -113,7 +113,7 @@ class MonitorProcess:
         while not self._rank.is_gone(_TICK_SECONDS):
             now = time.monotonic()
             # A frozen machine freezes the monitor too: the time that it was frozen does not count.
-            self._progress.add(min(now - last, 4 * _TICK_SECONDS))
+            self._standstill.add(min(now - last, 4 * _TICK_SECONDS))
             last = now
             if self._beat.ended:
                 continue
@@ -136,7 +136,7 @@ class MonitorProcess:
         if all(alive(launcher.pid, launcher.ticks) for launcher in self._launchers):
             return False
         self._beat.request_stop("the end of the launcher")
-        return self._beat.phase != "save" and self._progress.seconds > _LONE_SECONDS + 2 * self._progress.slowest
+        return self._beat.phase != "save" and self._standstill.seconds > _LONE_SECONDS + 2 * self._standstill.slowest
 
     def _follow(self, failure: Failure) -> None:
         """End the rank after the failure of another one, unless it ends in time by itself."""
@@ -146,12 +146,12 @@ class MonitorProcess:
             self._end_rank(failure.message)
 
     def _hangs(self) -> bool:
-        seconds, progress = self._arguments.hang_seconds, self._progress
-        return bool(seconds) and progress.seconds > progress.limit(seconds) and not progress.reported
+        seconds, still = self._arguments.hang_seconds, self._standstill
+        return bool(seconds) and still.seconds > still.limit(seconds) and not still.reported
 
     def _handle_hang(self) -> None:
         """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
-        seconds, own, behind = self._progress.seconds, self._heartbeat(), list[Heartbeat | int]()
+        seconds, own, behind = self._standstill.seconds, self._heartbeat(), list[Heartbeat | int]()
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
@@ -159,12 +159,12 @@ class MonitorProcess:
             time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
             behind = self._folder.heartbeats.behind(self._arguments.world_size)
         message = describe_hang(behind, own, seconds, stacks)
-        if self._progress.moved():
+        if self._standstill.moved():
             return
         if self._arguments.ends_hangs:
             self._end_rank(message, "hang")
         else:
-            self._progress.reported = True
+            self._standstill.reported = True
             self._say(self._folder.with_checkpoint(message), "warning")
 
     def _write_stacks(self) -> Path:
@@ -185,7 +185,7 @@ class MonitorProcess:
             phase=beat.phase,
             where=beat.where,
             moves=beat.moves,
-            seconds_since_progress=round(self._progress.seconds, 1),
+            seconds_since_progress=round(self._standstill.seconds, 1),
             stopped=self._rank.stopped,
             ended=beat.ended,
             code=code,

@@ -20,8 +20,8 @@ END_SIGNAL = signal.SIGABRT
 _STACKS_SECONDS = 2.0
 
 
-class Progress:
-    """How long a rank has made no progress: `seconds` since `moves`, its counts of moves and ticks, last changed.
+class Standstill:
+    """The standstill of a rank: `seconds` since `moves`, its counts of moves and ticks, last changed.
 
     slowest: the longest wait for a move on a step so far; reported: whether this standstill was reported.
     """

@@ -72,7 +72,7 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """How a process has ended: "by SIGKILL", "with exit code 0", or "" if it is too late to tell."""
+    """The way a process has ended: "by SIGKILL", "with exit code 0", or "" if it is too late to tell."""
     status = exit_status(pid)
     if status is None:
         return ""

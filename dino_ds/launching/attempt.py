@@ -35,7 +35,7 @@ _OTHER_MACHINES_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. `message`: one line, "" if all is well; `reported`: a rank has printed it already.
+    """The end of a start. `message`: one line, "" if all is well; `reported`: a rank has printed it already.
 
     beat: the last heartbeat of `rank`, or of the rank that is furthest, or None if there was none; failed_at:
     time.monotonic() of the first failure; seconds: from there until no process was left.

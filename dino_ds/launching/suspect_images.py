@@ -44,7 +44,7 @@ def _saved_state(run_dir: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _skipped_steps(run_dir: Path, done: int) -> int:
-    """How many steps were skipped, by the last line of metrics that is not after step `done`."""
+    """The number of skipped steps, by the last line of metrics that is not after step `done`."""
     skipped = 0
     path = run_dir / "metrics.jsonl"
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else []:

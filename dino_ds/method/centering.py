@@ -1,4 +1,4 @@
-"""How a teacher's logits become targets that do not collapse: both ways are a softmax after a shift of each prototype.
+"""Makes targets that do not collapse of a teacher's logits: both ways are a softmax after a shift of each prototype.
 
 targets = softmax(logits / temperature + shift). Centering subtracts a running mean (DINO, arXiv 2104.14294);
 Sinkhorn-Knopp balances the prototypes over all rows of a step (SwAV, arXiv 2006.09882; DINOv2, arXiv 2304.07193).

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.specs.distill import FROZEN
-from dino_ds.models.base import Masks, resized_patches
+from dino_ds.models.base import resized_patches
 from dino_ds.models.network import Query
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import Masks
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.method.teacher import Teacher
-from dino_ds.models.base import Crops, Masks
+from dino_ds.models.base import Crops
 from dino_ds.models.network import Network, Output
 
 

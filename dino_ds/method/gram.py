@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.rehearsal import device_kind
+from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TermParts
 from dino_ds.method.specs.gram import GRAM, GramSpec
-from dino_ds.models.base import Masks, patches_of, resized_patches
+from dino_ds.models.base import patches_of, resized_patches
 from dino_ds.models.logits import tf32
 
 # Bytes of the student's similarities that are made at a time; as much again of the teacher's.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dino_ds.config.crops import EMA
+from dino_ds.config.crops import EMA, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.centering import Centering, build_centering
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, TargetEntropy, Term, teacher_logits
 from dino_ds.method.parts import TermParts
 from dino_ds.method.specs.dino import IBOT, IBOT_HEAD, IbotSpec
-from dino_ds.models.base import Masks, masked_of
+from dino_ds.models.base import masked_of
 from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
 

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.crops import Masks
 from dino_ds.engine import distributed
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TermParts
 from dino_ds.method.specs.koleo import KoLeoSpec
-from dino_ds.models.base import Masks, cls_of
+from dino_ds.models.base import cls_of
 
 # As the reference's: added to every component of a difference, and to the distance.
 _EPS = 1e-8

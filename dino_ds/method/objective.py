@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.running import RunningMean
-from dino_ds.models.base import Masks
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.network import Output, Query
 
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """How targets are measured: the number of their prototypes, the scalar that is their cross-entropy (None for the
+    """The measure of targets: the number of their prototypes, the scalar that is their cross-entropy (None for the
     term's own loss), and what has a target, as messages name it."""
 
     prototypes: int

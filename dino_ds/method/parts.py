@@ -35,8 +35,7 @@ class NetworkParts:
 
 @dataclass(frozen=True)
 class TeacherParts:
-    """Inputs of a teacher: the student's engine, and the network of the EMA teacher, None while that is
-    built."""
+    """Inputs of a teacher: the student's engine, and the network of the EMA teacher, None while that is built."""
 
     recipe: Recipe
     config: DsConfig

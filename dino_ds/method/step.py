@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.ranges import named_range
-from dino_ds.config.crops import CropGroup, student_masks
+from dino_ds.config.crops import CropGroup, Masks, student_masks
 from dino_ds.engine.distributed import RankFlags, sum_across_ranks, world_size
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.optim import BACKBONE, DECAY, NO_DECAY, PROTOTYPES, group_settings
 from dino_ds.engine.schedules import Schedules, ScheduleValues
 from dino_ds.method.objective import Objective
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.base import Crops, Masks
+from dino_ds.models.base import Crops
 from dino_ds.models.drop_path import step_key
 
 FLAGS = ("stop", "saved", "save_failed")

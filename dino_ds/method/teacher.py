@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import EMA, CropGroup
+from dino_ds.config.crops import EMA, CropGroup, Masks
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.models.base import Backbone, Crops, Masks
+from dino_ds.models.base import Backbone, Crops
 from dino_ds.models.batch_norm import BatchNorm
 from dino_ds.models.network import Network, Output
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_ds.config.crops import Masks as Masks
 from dino_ds.errors import ConfigError
 from dino_ds.models.batch_norm import again
 from dino_ds.models.specs.base import BackboneSpec

@@ -1,4 +1,4 @@
-"""From a backbone's spec to its module, and from the module to the form that exporters take."""
+"""Builds a backbone's module from its spec, and the form of it that exporters take."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, masked_of, patches_of
+from dino_ds.config.crops import Masks
+from dino_ds.models.base import CLS, Backbone, Crops, cls_of, masked_of, patches_of
 from dino_ds.models.logits import Compared, Comparison, Logits
 
 Output = Tensor | Logits | Compared

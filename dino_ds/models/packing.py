@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Packing:
-    """How the rows of a (tokens, width) matrix divide into sequences.
+    """The division of the rows of a (tokens, width) matrix into sequences.
 
     groups: (sequences, tokens of each) per size, in order; bounds: (sequences + 1,) int32, the row where each sequence
     begins, and the end of the last.

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.hashing import mix, shift_right
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 
 _DRAWS = 5  # per block and size: shifts and stretches of both axes, and the stretch that they share
 
@@ -113,7 +114,7 @@ def rotate(
 
 
 class _Rotate(torch.autograd.Function):
-    """In place, forward and backward: the output of a linear layer and the gradient of it have no other reader."""
+    """A rotation in place, forward and backward: a linear layer's output and its gradient have no other reader."""
 
     @staticmethod
     def forward(

@@ -23,7 +23,8 @@ from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.rope import RopeTables
 from dino_ds.models.rotary import RotaryBlock
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.weights import init_weights
 
 LOCAL = "local"

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it would be, before there is a GPU."""
+"""Plans of runs: what one needs, and how fast it would be, before there is a GPU."""

@@ -1,4 +1,4 @@
-"""Which resource bounds a step, from what a profiler saw, and what to change. The rule, in its order:
+"""Finds the resource that bounds a step, from what a profiler saw, and what to change. The rule, in its order:
 
 1. input: at least 10 % of the time is waiting for data;
 2. host: the device computes less than 70 % of the rest. On a CPU a call of an operator counts as computing from 20 us
@@ -49,7 +49,7 @@ def kind_of(operator: str) -> str:
 
 
 def judge(seconds: float, data_seconds: float, calls: Sequence[Call], on_gpu: bool) -> dict[str, str]:
-    """What bounds steps that took `seconds` in all, `data_seconds` of them waiting for data; the figures; what to
+    """The resource that bounds steps of `seconds` in all, `data_seconds` of them waiting for data; the figures; what to
     change."""
     waiting = data_seconds / seconds
     by_kind = {"compute": 0.0, "memory": 0.0, "communication": 0.0}

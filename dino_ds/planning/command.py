@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
+from dino_ds.config.ds_values import offloads_optimizer, offloads_weights
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
@@ -15,11 +15,9 @@ from dino_ds.options.machine import PlanOptions
 from dino_ds.planning.fit import Fit, Setup, micro_batches, with_backbone
 from dino_ds.planning.gpus import named_gpu
 from dino_ds.planning.measure.tables import print_result
-from dino_ds.planning.recommend import recommend, write_ds
+from dino_ds.planning.recommend import RECOMMENDED, recommend, write_ds
 from dino_ds.planning.report import describe, page
 from dino_ds.planning.speed import Cluster
-
-_RECOMMENDED = "the recommended config"
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
@@ -69,7 +67,7 @@ def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
 def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     limit = cluster.gpu.memory_gib
     best = recommend(recipe, cluster, limit)
-    result = describe(Setup(recipe, best.ds, _RECOMMENDED, cluster), best.fit, best.time)
+    result = describe(Setup(recipe, best.ds, RECOMMENDED, cluster), best.fit, best.time)
     verdict = (
         f"recommended: {best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}: "
         f"{best.fit.memory.gib:.1f} of {limit:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
@@ -107,7 +105,7 @@ def _verdict(setup: Setup, found: Fit) -> str:
 
 
 def costly_settings(setup: Setup) -> list[str]:
-    """What costs more than it gives for this model on these GPUs: a sentence each, with what to do."""
+    """Settings that cost more than they give for this model on these GPUs: a sentence each, with what to do."""
     weights, ds, gpu = count_parameters(setup.recipe), setup.ds, setup.cluster.gpu
     zero = ds.get("zero_optimization", {})
     found = [

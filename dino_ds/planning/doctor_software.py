@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import one_line
 

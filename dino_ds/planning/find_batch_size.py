@@ -155,7 +155,7 @@ class _Trials:
         return Tried(micro_batch, True, images / max(child.value for child in children), max(peaks))
 
     def predicted_gib(self, micro_batch: int) -> float:
-        """Of one process; without a GPU with the libraries as they were found."""
+        """The predicted memory of one process; without a GPU it includes the libraries as they were found."""
         ds, _ = self._ds_of(micro_batch)
         total = micro_batch * ds["gradient_accumulation_steps"] * self.ranks
         config = resolve_ds_config(ds, self.ds_path, total, self.ranks, parameters=count_parameters(self.recipe))
@@ -190,7 +190,7 @@ def fastest(tried: Iterable[Tried], images_per_rank: int) -> Tried:
 def measure(
     recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, steps: int, accumulation: int, limit_gib: float | None
 ) -> float:
-    """In each process: seconds per micro-batch, the optimizer's share of `accumulation` of them included.
+    """Measure the seconds per micro-batch in each process, its share of the end of a step of `accumulation` included.
 
     Ends the process when memory runs out.
     """

@@ -150,7 +150,7 @@ def _ideal(seconds: dict[str, list[float]], workers: int) -> float:
 
 
 def _bottleneck(seconds: dict[str, list[float]], workers: int) -> dict[str, Any]:
-    """Where `workers` processes lose most: the costliest stage of each, or what the training process does for all."""
+    """The stage where `workers` processes lose most: the costliest of each, or the training process's for all."""
     stages = _stages(seconds)
     in_worker = {name: stage["share"] for name, stage in stages.items() if name in WORKER_STAGES}
     name = max(in_worker, key=lambda stage: in_worker[stage])

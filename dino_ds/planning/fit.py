@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory

@@ -1,9 +1,8 @@
-"""What a node's host memory and disk must hold."""
+"""Computes what a node's host memory and disk must hold."""
 
 from __future__ import annotations
 
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.memory import GIB, element_bytes

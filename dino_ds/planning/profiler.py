@@ -210,7 +210,7 @@ def _progress(steps: int) -> Any:
 
 
 def _function_name(file: str, line: int, function: str) -> str:
-    """As `package/module.py:12 function`; built-in functions have no file."""
+    """The name of a function as `package/module.py:12 function`; built-in functions have no file."""
     return function if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {function}"
 
 

@@ -19,7 +19,7 @@ from dino_ds.planning.speed import Cluster, StepTime, estimate_step
 
 # Estimates that are nearer than this are taken as equal: the simpler config wins.
 _EQUAL = 0.03
-_PATH = "the recommended config"
+RECOMMENDED = "the recommended config"
 _FP16 = {
     "enabled": True,
     "loss_scale": 0,
@@ -139,7 +139,7 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
         ds["dino_ds"] = {"teacher_copy": False}  # 2 bytes a weight on every GPU
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
-    return change_ds_config(ds, _PATH, {})
+    return change_ds_config(ds, RECOMMENDED, {})
 
 
 def _try(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float) -> _Candidate:
@@ -154,7 +154,7 @@ def _try(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float) -> _C
 
 def _at(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
     ds = ds_of(shape, cluster.gpu.bf16)
-    return fit_with(recipe, ds, _PATH, cluster.world_size, limit_gib, micro_batch)
+    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
 
 
 def _reason(candidate: _Candidate, recipe: Recipe, cluster: Cluster, chosen: Fit) -> str:

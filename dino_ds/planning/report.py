@@ -107,7 +107,7 @@ def _not_counted(recipe: Recipe) -> list[str]:
 
 
 def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:
-    """What autograd keeps of one micro-batch without and with checkpointing."""
+    """The bytes that autograd keeps of one micro-batch without and with checkpointing."""
     without = {key: value for key, value in setup.ds.items() if key != _TOGGLE}
     variants = {"without_checkpointing": without, "with_checkpointing": {**without, _TOGGLE: {}}}
     configs = {name: setup.with_ds(ds).fit(micro_batch).config for name, ds in variants.items()}

@@ -1,4 +1,4 @@
-"""Which settings for which data: the rules of `dino-ds advise` as functions. docs/your-data.md has their sources."""
+"""The rules of `dino-ds advise`, settings for data, as functions. docs/your-data.md has their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEAST_IMAGES = 100
 FEW_IMAGES = 3000
 """LightlyTrain's FAQ wants several thousand."""
 _MANY_IMAGES = 1_000_000
-"""From here on training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+"""Images from which training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LARGE_GIB = 39.0

@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dino_ds.config.ds_check import offloads_optimizer, offloads_weights
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, recipe_traffic
 from dino_ds.costs.memory import element_bytes
@@ -109,8 +108,8 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster, exact: boo
 
 
 def exposed_seconds(traffic: Iterable[Traffic], cluster: Cluster, step: float, backward: float) -> float:
-    """What of the collectives is not hidden behind `step` seconds of computation, `backward` of them the backward
-    pass: gradients can hide behind the backward pass, gathered weights behind all that gradients leave."""
+    """The seconds of collectives that are not hidden behind `step` seconds of computation, `backward` of them the
+    backward pass: gradients can hide behind the backward pass, gathered weights behind all that gradients leave."""
     by_time = dict.fromkeys(("backward", "micro-batch", ""), 0.0)
     for one in traffic:
         by_time[one.during] += collective_seconds(one, cluster)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dino_ds.config.ds_config import DsConfig, change_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import change_ds_config, resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
@@ -36,7 +37,7 @@ class Machine:
     libraries: int = 0
 
     def in_common(self, other: Machine) -> Machine:
-        """What both have: every rank trains with the same config."""
+        """The least of both: every rank trains with the same config."""
         cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
         return Machine(
             self.ranks,
@@ -50,7 +51,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """What this rank has."""
+    """Find what this rank has."""
     import torch
 
     from dino_ds.basics.host_memory import host_memory_gib
@@ -81,19 +82,25 @@ class Start:
     why: str
     config: DsConfig
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the ds JSON is the one that was named or the default, not one that was found for this start."""
+        return self.why == self.path
+
     def __str__(self) -> str:
         config = self.config
         batch = f"micro-batch {config.micro_batch} x accumulation {config.accumulation}"
         return f"{self.why}: {config.precision}, ZeRO {config.stage}, {batch}"
 
 
-def given(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
-    """The one that was named, or the default of a machine without GPUs. Raises ConfigError."""
+def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
+    """The start with the ds config that was named, or the default of a machine without GPUs. Raises ConfigError."""
     return Start(ds, path, path, _resolve(recipe, ds, path, machine))
 
 
-def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
-    """The planner's for these GPUs, with `overrides` of single keys. Raises ConfigError, also if nothing fits."""
+def planned_start(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
+    """The start with the planner's ds config for these GPUs and `overrides` of single keys. Raises ConfigError, also if
+    nothing fits."""
     assert machine.card_gib is not None
     card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
@@ -106,7 +113,9 @@ def chosen(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> St
     return Start(ds, path, why, _resolve(recipe, ds, path, machine))
 
 
-def kept(recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine) -> Start:
+def resumed_start(
+    recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine
+) -> Start:
     """The start of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as
     far as other ranks or another global batch allow. Raises ConfigError."""
     ds = copy.deepcopy(saved)
@@ -137,7 +146,7 @@ def _follow_ranks(zero: dict[str, Any]) -> None:
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """With `overrides`; where one of them is a batch size, the other follows from it."""
+    """The ds JSON with `overrides`; where one of them is a batch size, the other follows from it."""
     batches = {_MICRO, _ACCUMULATION} & overrides.keys()
     kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)
     kept.pop("train_batch_size", None)
@@ -165,11 +174,11 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
         return
     flags, _ = _fitting(recipe, start, machine) or ({}, start)
     cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
-    cure = cure if flags else _other(recipe, start, machine)
+    cure = cure if flags else _other(recipe, machine)
     raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
 
 
-def fitting(recipe: Recipe, start: Start, machine: Machine) -> Start:
+def fitting_start(recipe: Recipe, start: Start, machine: Machine) -> Start:
     """`start`, with smaller micro-batches where it would not fit. Raises ConfigError where these don't help."""
     _, smaller = _fitting(recipe, start, machine) or ({}, start)
     if smaller is start:
@@ -193,7 +202,7 @@ def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, 
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
-    """What is too small, in words that follow the config's name; "" where all is large enough."""
+    """The memory that is too small, in words that follow the config's name; "" where all is large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
     if memory is None:
         return ""
@@ -226,13 +235,13 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[st
                 yield {_MICRO: str(size), _ACCUMULATION: str(images // size), **accumulated, **more}
 
 
-def _other(recipe: Recipe, start: Start, machine: Machine) -> str:
-    """What to do where no batch size helps."""
+def _other(recipe: Recipe, machine: Machine) -> str:
+    """The advice where no batch size helps."""
     smaller = "take a smaller model, smaller crops or fewer prototypes"
     if machine.card_gib is None:
         return smaller
     try:
-        other = chosen(recipe, {}, machine)
+        other = planned_start(recipe, {}, machine)
     except ConfigError as error:
         return str(error)
     if _problem(recipe, other.config, machine):

@@ -1,11 +1,11 @@
-"""What a micro-batch makes a GPU do, as it was rehearsed: products, bytes moved beside them, operators."""
+"""The work of a GPU in a rehearsed micro-batch: products, bytes moved beside them, operators."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-from dino_ds.config.ds_config import DsConfig
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import element_bytes
 from dino_ds.costs.step_costs import StepCosts, mean_costs, student_facts

@@ -20,7 +20,7 @@ from dino_ds.run.run_folder import RunFolder
 
 
 def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable[str]) -> None:
-    """Write them; `notes` are what was found while the run was built."""
+    """Write the first lines of a run's log; `notes` are what was found while the run was built."""
     recipe, config, steps, options = folder.recipe, folder.config, run.step.schedules.steps, run.options
     data, device = recipe.data, run.step.engine.device
     given = config.micro_batch, config.accumulation, distributed.world_size()
@@ -53,7 +53,7 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:
-    """What is compared: crops and their masks, heads, and the terms with their weights."""
+    """The lines on what is compared: crops and their masks, heads, and the terms with their weights."""
     crops, terms = recipe.crops, terms_of(recipe)
     masks = ""
     if crops.mask != "none":
@@ -83,7 +83,7 @@ def _sizes_in_words(recipe: Recipe) -> str:
 
 
 def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
-    """Which kernel runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
+    """The kernel that runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
     performance, attention = config.performance, recipe.model.spec().attention
     sides = dict.fromkeys(group.size for one in recipe.resolutions for group in recipe.groups_of(one))
     asked = [shape for side in sides if (shape := attention(side))]

@@ -1,4 +1,4 @@
-"""What a start begins with: a checkpoint of its own run, that of the run before (a stage of training), or nothing."""
+"""Chooses what a start begins with: a checkpoint of its own run, one of the run before a stage, or nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Beginning:
             )
 
     def load(self, saver: Saver) -> list[str]:
-        """Put it into the parts of the run, once they are built; lines for people."""
+        """Put the beginning into the parts of the run, once they are built; gives lines for the log."""
         if self.own is not None:
             saver.load(self.own)
         if self.before is None:
@@ -122,7 +122,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) 
 
 
 def _unfinished(saved: Manifest) -> str:
-    """In words, whether a run was to train for longer."""
+    """The words for a run that was to train for longer, else ""."""
     images, recipe = ImageSet.from_json(saved.images), Recipe.model_validate(saved.recipe)
     if images is None:
         return ""
@@ -156,7 +156,7 @@ def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None
 
 
 def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]) -> None:
-    """As above, where the optimizer's moments are taken over too."""
+    """Raises CheckpointError where a stage can't take over the optimizer's moments of a run of the recipe `theirs`."""
     advice = "take --stage_start restart, which begins with the weights alone"
     if theirs.optimizer.kind != ours.optimizer.kind:
         kinds = f"optimizer.kind {theirs.optimizer.kind} there, {ours.optimizer.kind} here"

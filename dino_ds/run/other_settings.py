@@ -10,7 +10,7 @@ from typing import Any
 from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
@@ -67,9 +67,7 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
         "stage": config.stage,
         "world_size": distributed.world_size(),
         "precision": config.precision,
-        "offload": any(
-            zero.get(key, {}).get("device", "none") != "none" for key in ("offload_optimizer", "offload_param")
-        ),
+        "offload": offloads_optimizer(zero) or offloads_weights(zero),
         "micro_batch": config.micro_batch,
         "accumulation": config.accumulation,
         "gradient_clipping": config.clipping,

@@ -1,4 +1,4 @@
-"""How the network of weights differs from that of a recipe, and the flags that would make the recipe's so."""
+"""Compares the network of weights with that of a recipe, and finds the flags that would make the recipe's so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
 
 
 def differences(theirs: ViTSpec, ours: ViTSpec) -> list[str]:
-    """How their network differs from ours, such as "4 blocks, not 2"."""
+    """The differences of their network from ours, such as "4 blocks, not 2"."""
     found = [
         f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
         for key, text in _NUMBERS.items()

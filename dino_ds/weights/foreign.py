@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.errors import CheckpointError, ConfigError, one_line
-from dino_ds.models.specs.backbones import BACKBONES, VITS, BackboneSpec, backbone_spec
+from dino_ds.models.specs.backbones import BACKBONES, VITS, backbone_spec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
 from dino_ds.weights.normalisation import timm_side, timm_statistics
 from dino_ds.weights.reference import HEAD, head_to_ours

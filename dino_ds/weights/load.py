@@ -27,7 +27,8 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone
 from dino_ds.models.base import patches_of
 from dino_ds.models.build import build_backbone, tensor_shapes
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.find import NetworkName, find_weights
@@ -124,7 +125,7 @@ class Backbone(nn.Module):
         return torch.cat((tokens[:, :, :1], tokens[:, :, -rows * columns :]), dim=2)
 
     def attention(self, images: Tensor) -> Tensor:
-        """How much the CLS token of the last block looks at each patch, (b, heads, height, width of the grid).
+        """The attention of the last block's CLS token to each patch, (b, heads, height, width of the grid).
 
         Over all tokens the weights of a head sum to 1; those of CLS and registers are left out.
         """

@@ -16,7 +16,8 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import FROM_SOURCE, BackboneSpec, ViTSpec
+from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.weights import Placer
 from dino_ds.weights.channels import adapt_channels, channels_of

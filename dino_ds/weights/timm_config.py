@@ -1,4 +1,4 @@
-"""How timm builds a backbone: its name and arguments there, and the config.json of a folder that timm reads."""
+"""A backbone as timm builds it: its name and arguments there, and the config.json of a folder that timm reads."""
 
 from __future__ import annotations
 

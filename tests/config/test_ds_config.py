@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from dino_ds.config.ds_config import DsConfig, find_ds_config, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import find_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_schema import REFUSED, DsJson, key_names
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.schema import Option, fields_of
 from dino_ds.errors import ConfigError
 

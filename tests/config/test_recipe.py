@@ -18,7 +18,8 @@ from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
-from dino_ds.models.specs.backbones import BACKBONES, BackboneSpec
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.base import BackboneSpec
 
 
 def _problems(config: str | None = None, **overrides: str) -> list[str]:

@@ -16,7 +16,8 @@ from dino_ds.costs.rehearse import expected_hidden
 from dino_ds.costs.step_costs import mean_costs, model_flops, student_facts
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.engine.process import init_distributed
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.planning.measure.trial import build_trial, resolve
 from dino_ds.weights.export import export_safetensors

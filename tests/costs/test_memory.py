@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dino_ds.basics.ranges import tell
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs import kept
 from dino_ds.costs.memory import GIB, Memory, bucket_bytes, estimate_memory, gradient_bytes, state_bytes

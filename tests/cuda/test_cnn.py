@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from tests.cuda.test_step import step
 from tests.fake_cuda import fake_cuda
 

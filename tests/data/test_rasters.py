@@ -411,7 +411,7 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
         ({"BitsStored": 12, "HighBit": 15}, "12 bits up to bit 15 of a DICOM file: write them as its lowest bits"),
         ({"BitsStored": 12, "HighBit": 12}, "12 bits up to bit 12 of a DICOM file"),
         ({"NumberOfFrames": 2, "PixelData": GREY.tobytes() * 2}, "2 frames in one DICOM file: write one frame a file"),
-        ({"PhotometricInterpretation": "PALETTE COLOR"}, "colours as PALETTE COLOR in a DICOM file"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, "colors as PALETTE COLOR in a DICOM file"),
         ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),
         ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
         ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, data.max_pixels allows 1000000"),

@@ -64,7 +64,8 @@ def main() -> None:
     dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
     deepspeed.init_distributed("fake", verbose=False)
 
-    from dino_ds.config.ds_config import DsConfig, load_ds_config, resolve_ds_config
+    from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+    from dino_ds.config.ds_values import DsConfig
     from dino_ds.config.loading import load_recipe
     from dino_ds.costs.step_costs import count_parameters
     from dino_ds.engine.engine import Engine

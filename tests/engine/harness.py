@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import dino_groups
-from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.masks import MaskOptions, draw_masks
 from dino_ds.engine import distributed
@@ -25,7 +26,8 @@ from dino_ds.method.teacher import Teachers
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from tests.reference import centered, copied, dino_network
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.lars import Lars
@@ -20,7 +20,7 @@ from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.foreign import ForeignBackbone
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from tests.engine.harness import ds_config
 from tests.ranks import run_on_ranks

@@ -10,7 +10,8 @@ import sys
 import pytest
 import torch
 
-from dino_ds.config.ds_config import DsConfig, PerformanceOptions, resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import bucket_bytes, gradient_bytes, state_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
@@ -106,7 +106,8 @@ def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
     from dino_ds.models.head import DinoHead
-    from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+    from dino_ds.models.specs.backbones import ViTSpec
+    from dino_ds.models.specs.base import BackboneOptions
     from dino_ds.models.vit import VisionTransformer
     from tests.engine.harness import PROTOTYPES
 

@@ -18,7 +18,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.files import Disk
-from dino_ds.health.monitored import Progress
+from dino_ds.health.monitored import Standstill
 from dino_ds.health.processes import alive, death_of, find_process, launchers_above
 from dino_ds.health.records import (
     Failure,
@@ -77,7 +77,7 @@ def test_who_holds_up_the_others(heartbeats, beats, behind, line):
 def test_work_inside_a_phase_is_progress_that_is_not_compared():
     """Ranks have shares of unequal size; the one with fewer pieces is not behind."""
     beat = Beat()
-    progress = Progress(beat)
+    progress = Standstill(beat)
     beat.enter("evaluate", 5)
     moves, idle = beat.moves, []
     for breathes in (False, False, True, False):
@@ -214,7 +214,7 @@ def test_a_death_is_described_as_far_as_it_was_seen(how, line):
 
 def test_limits_follow_from_where_the_rank_is():
     beat = Beat()
-    progress = Progress(beat)
+    progress = Standstill(beat)
     assert progress.limit(10) == 30
     beat.enter("step", 0)
     assert progress.limit(10) == 30  # kernels are compiled

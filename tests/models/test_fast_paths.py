@@ -15,7 +15,8 @@ from dino_ds.models import attention
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys, step_key
 from dino_ds.models.packing import Packing
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 
 ARCHS = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dino_ds.method.ema import _low_precision_copy
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 
 pytestmark = pytest.mark.numerical

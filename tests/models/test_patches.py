@@ -10,7 +10,8 @@ import torch
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, sample_keys
 from dino_ds.models.packing import Packing
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.models.weights import init_weights_in_pieces
 

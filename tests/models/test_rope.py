@@ -13,7 +13,8 @@ from dino_ds.models import rope
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import step_key
 from dino_ds.models.rope import RopeTables
-from dino_ds.models.specs.backbones import BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from tests.reference_v2 import golden_v2, golden_v2_meta
 

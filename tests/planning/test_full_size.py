@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import state_bytes

@@ -24,7 +24,7 @@ from dino_ds.planning.fit import FILLED, fit
 from dino_ds.planning.host import checkpoint_bytes
 from dino_ds.planning.measure import machine
 from dino_ds.planning.measure.trial import build_trial, resolve
-from dino_ds.planning.start import Machine, check_fits, chosen, find_machine, given, kept, predict
+from dino_ds.planning.start import Machine, check_fits, find_machine, named_start, planned_start, predict, resumed_start
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, image_folder, log_of, train_tiny
@@ -36,7 +36,7 @@ T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
 
 def _given(name, machine=RTX3090, recipe="vits16", **changes):
     recipe, path = load_recipe(recipe, changes), f"ds_configs/{name}.json"
-    return recipe, given(recipe, load_ds_config(path, {}), path, machine)
+    return recipe, named_start(recipe, load_ds_config(path, {}), path, machine)
 
 
 def _readme_command() -> list[str]:
@@ -63,7 +63,7 @@ def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
 @pytest.mark.parametrize("machine", [RTX3090, T4, Machine(8, 8, 500.0, 79.1)], ids=["3090", "4 x T4", "8 x A100"])
 def test_what_is_chosen_fits(recipe, machine):
     recipe = load_recipe(recipe, {})
-    start = chosen(recipe, {}, machine)
+    start = planned_start(recipe, {}, machine)
     check_fits(recipe, start, machine)
     assert start.config.precision == ("bf16" if machine.bf16 else "fp16")
     assert start.config.micro_batch * start.config.accumulation * machine.ranks == recipe.data.global_batch
@@ -123,8 +123,8 @@ def test_the_smallest_card_decides():
 def test_a_resumed_run_keeps_its_config_to_the_letter(path):
     """What a run writes into its folder is a ds config, and resolves to itself."""
     machine, recipe = Machine(4, 4, 64.0, 79.1), load_recipe("vits16", {})
-    first = given(recipe, load_ds_config(str(path), {}), str(path), machine).config
-    again = kept(recipe, json.loads(json.dumps(first.raw)), "RUN/ds_config.json", {}, machine)
+    first = named_start(recipe, load_ds_config(str(path), {}), str(path), machine).config
+    again = resumed_start(recipe, json.loads(json.dumps(first.raw)), "RUN/ds_config.json", {}, machine)
     assert again.config.raw == first.raw
 
 
@@ -132,20 +132,20 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
     recipe, start = _given("zero1_bf16", Machine(8, 8, 500.0, 23.6))
     saved = start.config
     assert (saved.stage, saved.accumulation) == (1, 1)
-    alone = kept(recipe, saved.raw, "x", {}, RTX3090).config
+    alone = resumed_start(recipe, saved.raw, "x", {}, RTX3090).config
     assert (alone.precision, alone.micro_batch, alone.accumulation) == ("bf16", saved.micro_batch, 8)
     assert alone.raw["data_types"]["grad_accum_dtype"] == "fp32"  # not in low precision, as stage 1 would
-    zero = kept(recipe, alone.raw, "x", {}, Machine(8, 8, 500.0, 23.6)).config.raw["zero_optimization"]
+    zero = resumed_start(recipe, alone.raw, "x", {}, Machine(8, 8, 500.0, 23.6)).config.raw["zero_optimization"]
     assert not alone.raw["zero_optimization"]["overlap_comm"] and zero["overlap_comm"]
     assert zero["reduce_bucket_size"] < alone.raw["zero_optimization"]["reduce_bucket_size"]
-    changed = kept(recipe, saved.raw, "x", {"gradient_accumulation_steps": "32"}, RTX3090)
+    changed = resumed_start(recipe, saved.raw, "x", {"gradient_accumulation_steps": "32"}, RTX3090)
     assert (changed.config.micro_batch, changed.config.accumulation) == (16, 32)
 
 
 def test_a_saved_config_may_be_set_to_auto_by_hand():
     recipe, start = _given("zero2_bf16", RTX3090)
     opened = {**start.config.raw, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    assert kept(recipe, opened, "x", {}, RTX3090).config.micro_batch == recipe.data.global_batch
+    assert resumed_start(recipe, opened, "x", {}, RTX3090).config.micro_batch == recipe.data.global_batch
 
 
 def _train(images, run, card_gib, **options):

@@ -15,7 +15,7 @@ from PIL import Image
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.models.specs.backbones import BackboneOptions
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.options.model import AttentionVideoOptions
 from dino_ds.report.attention_video import _shown, run

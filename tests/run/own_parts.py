@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.config.crops import Masks
 from dino_ds.config.fields import Ramp
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.specs.base import TermSpec
 from dino_ds.method.specs.ema import EmaSpec
-from dino_ds.models.base import Masks, patches_of
+from dino_ds.models.base import patches_of
 
 PATCHES = patches_of("global")
 _TERM = {"spec": "tests.run.own_parts:VarianceSpec", "weight": "0..0.5 over 4 steps", "floor": 0.2}

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.crops import CropGroup, dino_groups
+from dino_ds.config.crops import CropGroup, Masks, dino_groups
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Engine
@@ -22,10 +22,11 @@ from dino_ds.method import build
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
 from dino_ds.method.teacher import Teacher, Teachers
-from dino_ds.models.base import CLS, Backbone, Crops, Masks, cls_of, patches_of
+from dino_ds.models.base import CLS, Backbone, Crops, cls_of, patches_of
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network, Output
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions, BackboneSpec
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 import dino_ds
 import dino_ds.cli.main as cli
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import VITS, BackboneSpec
+from dino_ds.models.specs.backbones import VITS
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.channels import adapt_convolution, first_convolutions
 from dino_ds.weights.export import FORMATS

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dino_ds.commands.export import run as dino_ds_export
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.method.build import build_network
 from dino_ds.options.model import ExportOptions

@@ -14,12 +14,13 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.build import build_network
 from dino_ds.models.plain_vit import PlainViT
-from dino_ds.models.specs.backbones import VITS, BackboneOptions, ViTSpec
+from dino_ds.models.specs.backbones import VITS, ViTSpec
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
 from dino_ds.weights.load import Backbone, load

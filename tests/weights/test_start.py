@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import dino_ds.cli.main as cli
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe

@@ -18,7 +18,8 @@ import dino_ds
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.head import DinoHead
 from dino_ds.models.plain_vit import PlainViT
-from dino_ds.models.specs.backbones import BACKBONES, BackboneOptions
+from dino_ds.models.specs.backbones import BACKBONES
+from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
 from dino_ds.weights.fit import Description, architecture_of

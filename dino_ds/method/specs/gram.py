@@ -16,7 +16,6 @@ from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection
 from dino_ds.engine.schedules import Replacements
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
 from dino_ds.method.specs.distill import taught_by
-from dino_ds.models.specs.backbones import FROM_SOURCE
 
 GRAM = "gram"
 """The name of the term, of its teacher and of the crops that this one may have for itself."""
@@ -80,7 +79,7 @@ class GramSpec(TermSpec):
         """Options of Gram anchoring that can't act, and crops that it can't have."""
         gram, crops, defaults = recipe.gram, recipe.crops, GramSection()
         several, model = recipe.resolutions if crops.resolutions else (), recipe.model
-        patch = 1 if model.backbone == FROM_SOURCE else model.spec().side_multiple
+        patch = model.side_multiple
         problems = _size_problems(several, own_crop_size(gram))
         sides = [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
         problems += side_problems(sides, model.backbone, patch)
@@ -178,7 +177,7 @@ def _ema_problems(gram: GramSection, distills: bool) -> list[str]:
 
 
 def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
-    """`patch`: what the sides of the student's crops are multiples of."""
+    """Problems of the crops of its own; sides of the student's are multiples of `patch`."""
     size, own = gram.crop_size, crops.global_size
     if size is None:
         return []

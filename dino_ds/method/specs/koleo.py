@@ -9,6 +9,7 @@ from dino_ds.config.crops import teacher_sizes
 from dino_ds.method.specs.base import Batch, Recipe, TermSpec
 from dino_ds.method.specs.distill import taught_by
 
+KOLEO = "koleo"
 SECTIONS = "objective"
 
 
@@ -34,7 +35,7 @@ class KoLeoSpec(TermSpec):
     def in_recipe(recipe: Recipe) -> list[TermSpec]:
         """The KoLeo term of a recipe, if it has it."""
         how, crops = recipe.objective, len(teacher_sizes(recipe.groups, taught_by(recipe)))
-        return [KoLeoSpec("koleo", how.koleo_weight, crops, how.koleo_ranks == "all")] if how.koleo_weight else []
+        return [KoLeoSpec(KOLEO, how.koleo_weight, crops, how.koleo_ranks == "all")] if how.koleo_weight else []
 
     @staticmethod
     def problems(recipe: Recipe) -> list[str]:

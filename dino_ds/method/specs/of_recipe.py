@@ -90,7 +90,7 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
     if not unsure and how.terms == "{}" and not any(getattr(how, key) for key in weights):
         several = f"{', '.join(weights[:-1])} or {weights[-1]}"
         problems.append(f"objective: all weights are 0: give {several} one above 0")
-    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, "koleo", gram.GRAM})
+    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, koleo.KOLEO, gram.GRAM})
     return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM})
 
 

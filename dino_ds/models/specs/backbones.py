@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from dino_ds.models.specs.base import BackboneOptions as BackboneOptions
-from dino_ds.models.specs.base import BackboneSpec as BackboneSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 _OBEYS = frozenset(
     (

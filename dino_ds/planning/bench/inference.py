@@ -18,7 +18,8 @@ from dino_ds.basics.digits import short
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import BackboneSpec, backbone_spec
+from dino_ds.models.specs.backbones import backbone_spec
+from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.options.bench import BenchInferenceOptions
 from dino_ds.planning.bench.common import begin, clock_name
 from dino_ds.planning.measure.host import describe_host, host_line

@@ -188,14 +188,14 @@ def _draw(result: dict[str, Any]) -> Any:
 
     rows = [row for row in result["ladder_steps"] if not row["skipped"]][::-1]
     names = [row["name"] for row in rows]
-    colours = ["#3b6ea5" if row["exact"] else "#c98a3a" for row in rows]
+    colors = ["#3b6ea5" if row["exact"] else "#c98a3a" for row in rows]
     figure = Figure(figsize=(11, 0.45 * len(rows) + 1.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    bars = left.barh(names, [row["images_per_second"] for row in rows], color=colours)
+    bars = left.barh(names, [row["images_per_second"] for row in rows], color=colors)
     texts = [f"{short(row['images_per_second'])}  ({row['speedup_total']:.2f}×)" for row in rows]
     left.bar_label(bars, texts, padding=3)
     left.set_xlabel("images/s (× the first step)")
-    memory = right.barh(names, [row["peak_memory_mib"] for row in rows], color=colours)
+    memory = right.barh(names, [row["peak_memory_mib"] for row in rows], color=colors)
     right.bar_label(memory, fmt="%.0f", padding=3)
     right.set_xlabel("peak memory, MiB")
     for axes in (left, right):

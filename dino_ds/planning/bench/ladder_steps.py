@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dino_ds.config.crops import EMA
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
@@ -35,7 +35,7 @@ _OF_OTHERS = ("channels-last images",)
 
 @dataclass(frozen=True)
 class LadderStep:
-    """What a training step is made of. exact: the result stays the same up to rounding. stage: of ZeRO; None for the
+    """The make of a training step. exact: the result stays the same up to rounding. stage: of ZeRO; None for the
     one that the shipped files take."""
 
     name: str
@@ -53,7 +53,7 @@ class LadderStep:
 
 
 def all_steps() -> list[LadderStep]:
-    """From the plain step upwards; each has all optimizations of those before it. Last, what the exact step costs
+    """The steps from the plain one upwards, each with all optimizations of those before it; last, the exact step
     without iBOT and KoLeo."""
     steps = [LadderStep("plain step")]
 

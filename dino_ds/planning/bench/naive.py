@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.crops import EMA, Masks, teacher_sizes
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.clipping import parts_of
 from dino_ds.engine.device import device
@@ -30,7 +30,7 @@ from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, LOCAL_WEIGHT
-from dino_ds.models.base import CLS, Masks, masked_of
+from dino_ds.models.base import CLS, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes

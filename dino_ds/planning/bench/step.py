@@ -9,7 +9,8 @@ import torch
 
 from dino_ds.basics.digits import short
 from dino_ds.basics.ranges import AUGMENTATION, PARTS
-from dino_ds.config.ds_config import DsConfig, change_ds_config
+from dino_ds.config.ds_config import change_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
@@ -26,7 +27,7 @@ from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.planning.measure.trial import build_trial, free_memory, real_feed, resolve, run_on_data
 
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
-"""Those that are compared: recipe and ds JSON by name."""
+"""The settings that are compared: recipe and ds JSON by name."""
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:

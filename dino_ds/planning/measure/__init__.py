@@ -1,1 +1,1 @@
-"""What bench and tools measure with: real steps to try, clocks, memory of fresh processes, tables."""
+"""The means by which bench and tools measure: real steps to try, clocks, memory of fresh processes, tables."""

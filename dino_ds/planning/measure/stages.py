@@ -1,4 +1,4 @@
-"""What an image costs on its way to the training step, each stage measured alone on one core."""
+"""Measures what an image costs on its way to the training step, each stage alone on one core."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from dino_ds.errors import DataError
 from dino_ds.planning.measure.timing import synchronize
 
 WORKER_STAGES = ("load", "read", "decode", "crops", "hand over")
-"""Of a loader process, in order: `load` is read and decode of a source that has no files. Then there is "device"."""
+"""The stages of a loader process, in order: `load` is read and decode of a source that has no files. After them comes
+"device"."""
 _WARM_UP_ROUNDS, _MIN_ROUNDS = 1, 3
 _MAX_TRIES = 1000
 _BATCHES = 4

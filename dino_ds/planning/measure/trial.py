@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.ranges import named_range
-from dino_ds.config.ds_config import DsConfig, resolve_ds_config
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters

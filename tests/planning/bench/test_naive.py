@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dino_ds.config.ds_config import PerformanceOptions
+from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.process import init_distributed
 from dino_ds.method.build import build_network, build_objective
