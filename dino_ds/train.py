@@ -50,6 +50,7 @@ from dino_ds.planning.measure.trial import free_memory
 from dino_ds.planning.start import (
     Machine,
     Start,
+    agreed,
     check_fits,
     find_machine,
     named_start,
@@ -173,17 +174,18 @@ def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine
     """The ds config of this start and what the ranks have in common, the same on all of them. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     options, overrides, before, saved = request.options, request.ds_overrides, None, request.path / "ds_config.json"
-    resumes = overrides is not None and options.resume is not False
     with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and resumes and saved.is_file():
+        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
             before = load_ds_config(str(saved), {})
     before = distributed.gather_objects(before)[0]
-    start = named_start(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
-    if overrides is not None and before is not None:
-        start = resumed_start(recipe, before, str(saved), overrides, machine)
-    elif overrides is not None and machine.card_gib is not None:
-        start = planned_start(recipe, overrides, machine)
-    return start, machine
+
+    def choose() -> Start:
+        start = named_start(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
+        if overrides is not None and before is not None:
+            return resumed_start(recipe, before, str(saved), overrides, machine)
+        return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
+
+    return agreed(recipe, machine, choose), machine
 
 
 def _open_folder(

@@ -101,3 +101,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """The folder for what can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. Raises
+    RuntimeError for a user without a home, as of a container."""
+    named = os.environ.get("DINO_DS_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -13,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.durable import replacing
+from dino_ds.basics.durable import cache_folder, replacing
+from dino_ds.engine import distributed
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_ROOMS = ("basics", "costs", "engine", "method", "models")
 _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
 """Errors of a folder that can't be used; RuntimeError: a container's user may have no home."""
@@ -30,16 +29,25 @@ def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, 
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
         try:
-            _found[name] = json.loads((_folder() / f"{name}.json").read_text(encoding="utf-8"))["found"]
+            _found[name] = _read(cache_folder() / "steps" / f"{name}.json", name)
         except (*_UNUSABLE, ValueError, TypeError, KeyError):
             _found[name] = make()
             with suppress(*_UNUSABLE):
-                _write(_folder() / f"{name}.json", {"about": about, "found": _found[name]})
+                _write(cache_folder() / "steps" / f"{name}.json", {"name": name, "found": _found[name]})
     return _found[name]
 
 
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds" / "steps"
+def share() -> None:
+    """Give every rank what rank 0 has: they ask for the same. Every rank must call it."""
+    _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
+
+
+def _read(path: Path, name: str) -> Any:
+    """Raises OSError, and ValueError, TypeError or KeyError for a file that `_write` has not written."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content["name"] != name:
+        raise ValueError(name)
+    return content["found"]
 
 
 def _write(path: Path, content: Any) -> None:
@@ -55,7 +63,7 @@ def _write(path: Path, content: Any) -> None:
 def _versions() -> list[str]:
     """The versions of the code that a rehearsal runs: torch, timm, and a digest of this package's own files."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in _ROOMS for path in (_PACKAGE / room).rglob("*.py")):
+    for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())
     return [version("torch"), version("timm"), digest.hexdigest()]
 

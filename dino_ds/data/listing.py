@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from dino_ds.basics.durable import replacing
+from dino_ds.basics.durable import cache_folder, replacing
 from dino_ds.errors import DataError
 
 _FORMAT = 1
@@ -207,14 +207,6 @@ def save_listing(path: Path, contents: Contents) -> Listing:
     except Exception as error:  # safetensors has its own error for a full disk
         raise OSError(str(error)) from error
     return Listing(path)
-
-
-def cache_folder() -> Path:
-    """DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache."""
-    named = os.environ.get("DINO_DS_CACHE")
-    if named:
-        return Path(named).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds"
 
 
 def printable(text: str) -> str:

@@ -16,10 +16,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from dino_ds.basics.durable import cache_folder
 from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.listing import cache_folder
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.distributed import usable_cores

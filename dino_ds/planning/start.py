@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dino_ds.config.ds_config import change_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.planning.gpus import similar_gpu
@@ -156,6 +158,16 @@ def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> 
 def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> DsConfig:
     batch = recipe.data.global_batch
     return resolve_ds_config(dict(ds), path, batch, machine.ranks, machine.fp16, count_parameters(recipe))
+
+
+def agreed(recipe: Recipe, machine: Machine, choose: Callable[[], Start]) -> Start:
+    """The start that `choose` gives, on every rank; rank 0 has rehearsed the step for all of them, which takes seconds.
+    Every rank must call it. Raises ConfigError."""
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            predict(recipe, choose().config, machine)
+    share()
+    return choose()
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:

@@ -37,6 +37,8 @@ class Recipe(Protocol):
     gram: GramSection
     teacher: TeacherSection
 
+    def model_copy(self, *, update: Any) -> Any: ...
+
     @property
     def resolutions(self) -> tuple[Resolution, ...]: ...
 
