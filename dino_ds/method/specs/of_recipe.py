@@ -46,7 +46,7 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
         return terms_of(recipe)
     except ConfigError:
         objective, teacher = recipe.objective, recipe.teacher
-        alone = {"objective": objective.model_copy(update={"terms": "{}"})}
+        alone: dict[str, object] = {"objective": objective.model_copy(update={"terms": "{}"})}
         alone["teacher"] = teacher.model_copy(update={"others": "{}"})
         return terms_of(recipe.model_copy(update=alone))
 
