@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.durable import cache_folder, replacing
-from dino_ds.engine import distributed
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_FILES = 1000
@@ -39,6 +38,8 @@ def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, 
 
 def share() -> None:
     """Give every rank what rank 0 has: they ask for the same. Every rank must call it."""
+    from dino_ds.engine import distributed  # torch, without which a plan that is asked again is made
+
     _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 
 

@@ -228,7 +228,6 @@ def test_folders_of_something_else_are_left_alone(made, tmp_path):
         ({"shard_size": "big"}, "write 10000"),
         ({"shard_size": "0"}, "write 10000"),
         ({"shard_size": "5 furlongs"}, "write 10000"),
-        ({"quality": 0}, "1 to 100"),
     ],
 )
 def test_options_that_can_not_be(made, tmp_path, options, message):

@@ -54,12 +54,12 @@ def _plan(capsys, *words: str):
     ],
 )
 def test_the_share_of_each_network_is_said(changes, name, of_the_others, capsys):
-    """Within 3 % of figures that were computed elsewhere or by hand."""
+    """Within 4 % of figures that were computed elsewhere or by hand: a teacher's logits count as targets."""
     words = [word for key, value in changes.items() for word in (f"--{key}", value)]
     shares = json.loads(_plan(capsys, *words, "--json"))["flops_share"]
     assert sum(shares.values()) == pytest.approx(1)
-    assert shares[name] / (1 - shares[name]) == pytest.approx(of_the_others, rel=0.03)
-    line = next(line for line in _plan(capsys, *words).splitlines() if line.startswith("of its FLOPs: student "))
+    assert shares[name] / (1 - shares[name]) == pytest.approx(of_the_others, rel=0.04)
+    line = next(line for line in _plan(capsys, *words).splitlines() if line.startswith("of its FLOPs: "))
     assert f"{name} {100 * shares[name]:.3g} %" in line
 
 

@@ -77,7 +77,7 @@ def test_step(capsys, no_children):
     assert setting["gflop_per_image"] == pytest.approx(flops / 1e9)
     assert setting["tflops"] == pytest.approx(flops * 2 / setting["step_seconds"] / 1e12)
     assert setting["mfu"] == pytest.approx(setting["tflops"] / setting["matmul_tflops"])
-    assert 0.8 * setting["mfu"] < setting["executed_mfu"] < setting["mfu"]
+    assert 0.5 * setting["mfu"] < setting["executed_mfu"] < setting["mfu"]
     assert (setting["peak_memory_mib"], setting["imports_mib"]) == (100.0, 60.0)
     assert result["host"]["versions"]["torch"] and "ratio" not in result
 
