@@ -91,7 +91,6 @@ SAVING = [
     (tiny_recipe(**ROTARY), BF16 | {"zero_optimization": {"stage": 2}, "activation_checkpointing": {}}),
     (cnn_recipe(RESNET), BF16 | {"zero_optimization": {"stage": 1}}),
     (cnn_recipe(CONVNEXT), {"activation_checkpointing": {}}),
-    (tiny_recipe(**SMALL | OWN), {}),
     (cnn_recipe(SWIN, crops__global_size="224", crops__local_size="224", crops__num_local="1"), {}),
 ]
 
