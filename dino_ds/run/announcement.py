@@ -13,6 +13,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
+from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
 from dino_ds.run.run import Run
@@ -44,12 +45,18 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
             for name in lengths_without_unit(recipe)
         ),
-        *(f"note     {text}" for text in notes),
+        *(f"note     {text}" for text in [*_idle_teachers(recipe, run.step.objective), *notes]),
     )
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _idle_teachers(recipe: Recipe, objective: Objective) -> list[str]:
+    """A note on each further teacher that no loss term reads."""
+    others = [one.name for one in teachers_of(recipe)[1:] if not objective.teacher_features(one.name)]
+    return [f"no loss term reads the teacher {name}: it follows, and is saved, for nothing else" for name in others]
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:

@@ -24,12 +24,13 @@ from tests.run.own_parts import OWN
 
 TERM = json.loads(OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
+IDLE = {"teacher.others": json.dumps(json.loads(OWN["teacher.others"]) | {"idle": {"momentum": 0.99}})}
 GONE = {"teacher.others": '{"a": {"spec": "gone:A"}}'}
 ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
 
 
 def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str], max_steps: int | None = None):
-    return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | how, max_steps=max_steps)
+    return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how, max_steps=max_steps)
 
 
 @pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
@@ -42,6 +43,7 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     whole, again = whole_tensors(straight, 4), whole_tensors(resumed, 4)
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     log = log_of(straight)
+    assert "no loss term reads the teacher idle" in log and "reads the teacher slow" not in log
     ours = "" if changes else "1 x dino + "
     assert f"terms    {ours}0..0.5 over 4 steps x variance" in log
     assert "teacher  slow: another EMA of the student, momentum 0.9 to 0.8; it sees global" in log
@@ -49,7 +51,7 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])
     assert [line["variance_weight"] for line in lines] == pytest.approx([0, 0.125, 0.375, 0.5])
     assert all(line["variance"] > 0 for line in lines)
-    ours = r"variance(_loss|_weight)?|slow_momentum|dino_loss|teacher_entropy"
+    ours = r"variance(_loss|_weight)?|(slow|idle)_momentum|dino_loss|teacher_entropy"
     assert not [key for line in lines for key in line if key not in OF_EVERY_RUN and not re.fullmatch(ours, key)]
     for line in lines:
         other = line["loss"] if changes else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
