@@ -13,8 +13,8 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import StepCosts, TeacherCosts, count_parameters, step_costs, student_facts
-from dino_ds.method.specs.distill import FROZEN
-from dino_ds.method.specs.gram import GRAM
+from dino_ds.method.specs.base import TeacherSpec
+from dino_ds.method.specs.of_recipe import teachers_of
 
 GIB = 2**30
 _FP32 = 4
@@ -76,7 +76,7 @@ def estimate_memory(
     peak = max(moments, key=lambda moment: moment.gib)
     window = config.accumulation if facts.whole_step else 1
     common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.cast)
-    common |= teacher_bytes(costs.teachers, config, world_size) | {
+    common |= teacher_bytes(costs.teachers, teachers_of(recipe), config, world_size) | {
         "gathered parameters": gathered_bytes(sizes, config, world_size),
         "crops": round(costs.crops * (window + on_gpu)),  # a GPU is brought the next batch while it uses this one
         "targets": round(costs.held * max(0, window - costs.window)),
@@ -106,23 +106,24 @@ def _alive(name: str, size: float, costs: StepCosts) -> dict[str, int]:
     return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}
 
 
-def teacher_bytes(teachers: Mapping[str, TeacherCosts], config: DsConfig, world_size: int) -> dict[str, int]:
+def teacher_bytes(
+    teachers: Mapping[str, TeacherCosts], specs: Sequence[TeacherSpec], config: DsConfig, world_size: int
+) -> dict[str, int]:
     """The weights, on each device, of teachers other than the EMA teacher; a frozen one's backbone lies where the ds
     config says."""
     found = {}
-    for name, teacher in teachers.items():
-        where = config.performance.frozen_teacher if name == FROZEN else "whole"
+    for spec in specs:
+        if (teacher := teachers.get(spec.name)) is None:
+            continue
+        where = config.performance.frozen_teacher if spec.of_file else "whole"
         shares = {"whole": teacher.backbone, "sharded": teacher.backbone // world_size, "offloaded": 0}
-        if name != EMA:
-            found[_TEACHERS.get(name, f"{name} teacher")] = shares[where] + teacher.heads
+        if spec.name != EMA:
+            found[spec.title] = shares[where] + teacher.heads
         if where != "whole":
             # The largest block that is in use, and the one that is fetched meanwhile.
             twice = 2 * teacher.backbone // max(1, teacher.segments)
-            found["gathered of the frozen teacher"] = min(teacher.backbone, twice)
+            found[f"gathered of the {spec.title}"] = min(teacher.backbone, twice)
     return found
-
-
-_TEACHERS = {GRAM: "Gram teacher", FROZEN: "frozen teacher"}
 
 
 def state_bytes(

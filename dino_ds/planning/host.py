@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.memory import GIB, element_bytes
 from dino_ds.costs.step_costs import count_parameters, step_costs, student_facts
-from dino_ds.method.specs.distill import FROZEN
-from dino_ds.method.specs.gram import GRAM
 from dino_ds.method.specs.of_recipe import teachers_of
 
 # Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
@@ -23,15 +20,14 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint on disk: masters and moments, the teacher and its centers, and a Gram teacher that moves, in
-    FP32: at most, since low precision stores its matrices so."""
+    """Size of a checkpoint on disk: masters and moments, the teacher and its centers, and those that it replaces now
+    and then, in FP32: at most, since low precision stores its matrices so."""
     facts = student_facts(recipe)
     teachers = teachers_of(recipe)
     copies = _FP32 * sum(one.follows for one in teachers)
     found = (_STATE + copies) * count_parameters(recipe) + _FP32 * sum(facts.statistics)
-    if not any(one.name == GRAM and recipe.gram.teacher == SNAPSHOT for one in teachers):
-        return found
-    return found + _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
+    replaced = sum(not one.follows and not one.of_file for one in teachers)
+    return found + replaced * _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
@@ -56,8 +52,9 @@ def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: 
     """Bytes of a frozen teacher's backbone where the ds config says that it lies on the host."""
     if config.performance.frozen_teacher != "offloaded":
         return 0
-    frozen = step_costs(recipe, config, on_gpu=True, exact=False).teachers.get(FROZEN)
-    return frozen.backbone * gpus // world_size if frozen else 0
+    teachers, specs = step_costs(recipe, config, on_gpu=True, exact=False).teachers, teachers_of(recipe)
+    found = sum(teachers[one.name].backbone for one in specs if one.of_file and one.name in teachers)
+    return found * gpus // world_size
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:

@@ -12,7 +12,7 @@ from dino_ds.costs.communication import recipe_traffic
 from dino_ds.costs.frozen_spec import frozen_spec
 from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs
-from dino_ds.method.specs.of_recipe import accumulation_notes
+from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
@@ -83,11 +83,11 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
 
 def _shares(recipe: Recipe) -> dict[str, float]:
     """Share of a step's FLOPs spent in each network, and in making targets of what teachers give."""
-    names = {"ema": "EMA teacher", "frozen": "frozen teacher", "gram": "Gram teacher"}
+    names = {one.name: one.title for one in teachers_of(recipe)}
     flops, found = model_flops(recipe), dict[str, float]()
     for part, n in flops.items():
         kind, _, teacher = part.partition(" ")
-        name = names.get(teacher, f"{teacher} teacher") if teacher else "targets" if kind == "targets" else "student"
+        name = names[teacher] if teacher else "targets" if kind == "targets" else "student"
         found[name] = found.get(name, 0.0) + n / sum(flops.values())
     return found
 

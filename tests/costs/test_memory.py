@@ -252,12 +252,13 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third(on_gpu):
-    """Within 15 %, or above it: rooms for tiles grow no more where they are full."""
+    """At most 15 % below it, and up to half above: scratch for tiles grows no more where they are full. What a search
+    has found by the line is rehearsed exactly before it is recommended."""
     recipe = tiny_recipe(**SMALL | IBOT)
     for images in (6, 24, 100):
         config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
         line, exact = (estimate_memory(recipe, config, 1, on_gpu, exact=exactly).gib for exactly in (False, True))
-        assert 0.85 * exact <= line <= 1.3 * exact
+        assert 0.85 * exact <= line <= 1.5 * exact
 
 
 def test_what_a_checkpoint_keeps_on_the_host_is_not_on_the_gpu():
@@ -299,7 +300,7 @@ def test_what_is_offloaded_is_not_on_the_gpu():
 
 def test_a_rehearsal_is_kept_and_a_cache_that_is_spoilt_does_no_harm(tmp_path, monkeypatch):
     """Of another code or another recipe it is another one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "dino_ds"))
     calls = []
 
     def ask(about="this"):
@@ -316,7 +317,7 @@ def test_a_rehearsal_is_kept_and_a_cache_that_is_spoilt_does_no_harm(tmp_path, m
     assert len(calls) == 5 and ask() == {"n": 5}
     monkeypatch.setattr(kept, "_versions", lambda: ["other"])
     assert ask() == {"n": 6}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(files[0]))
+    monkeypatch.setenv("DINO_DS_CACHE", str(files[0]))
     assert ask() == {"n": 7}
 
 

@@ -130,8 +130,13 @@ class TeacherSpec:
     """The module with `build_network(spec, parts)` and `build_teacher(spec, parts)`."""
 
     @property
+    def title(self) -> str:
+        """The teacher in a few words, as predictions name it."""
+        return f"{self.name} teacher"
+
+    @property
     def of_file(self) -> bool:
-        """Whether its weights are a file's and never move."""
+        """Whether its weights are a file's and never move: a checkpoint holds their digest alone."""
         return False
 
     def describe(self) -> list[str]:

@@ -28,6 +28,10 @@ class EmaSpec(TeacherSpec):
                 raise ValueError(f"{name} {value:g} is not between 0 and 1")
 
     @property
+    def title(self) -> str:
+        return "EMA teacher" if self.name == EMA else super().title
+
+    @property
     def follows(self) -> bool:
         return True
 

@@ -110,6 +110,10 @@ class GramTeacherSpec(TeacherSpec):
     builder: ClassVar[str] = "dino_ds.method.gram_teacher"
 
     @property
+    def title(self) -> str:
+        return "Gram teacher"
+
+    @property
     def of_file(self) -> bool:
         return self.place != SNAPSHOT and not self.refreshed
 
