@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "save_in_background", "max_bad_steps", "hang_seconds", "data", "eval", "stage_start",
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
-_LINES = {True: (2, 16, 64), False: (2, 8)}
+_LINES = {True: (2, 16, 64), False: (2, 8, 64)}
 """Sizes of micro-batches, on a GPU or not, through which lines go. Rooms for tiles have a largest size, so that the
 last line is at most too high beyond them."""
 
