@@ -126,3 +126,9 @@ def test_a_spec_is_asked_for_answers_not_for_its_kind():
                 asked = {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
                 found += [f"{path.relative_to(PACKAGE)}:{node.lineno}"] if asked & kinds else []
     assert len(found) <= KIND_QUESTIONS, found
+
+
+def test_gram_anchoring_and_a_distillation_s_source_stand_in_few_files():
+    """They are described by their specs; whoever names them elsewhere works it out again."""
+    for words in (r"(\b|_)(gram|Gram|GRAM)(\b|_|[A-Z])", r"teacher\.source"):
+        assert len([path for path in PACKAGE.rglob("*.py") if re.search(words, path.read_text())]) <= 8

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ValidationInfo, field_validator, model_validator
 
 from dino_ds.config.crop_checks import crop_problems
-from dino_ds.config.crops import CropGroup, Resolution, crop_sizes, parse_resolutions
+from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.fields import (
     Count,
     Length,
@@ -164,7 +164,7 @@ class Recipe(Section):
 
     def check_teacher(self) -> None:
         """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""
-        if self.teacher.distill is not None and self.teacher.source is None:
+        if self.teacher.distill is not None and taught_by(self) == EMA:
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")
 

@@ -30,3 +30,18 @@ def _stated(source: str) -> ViTSpec | None:
         return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def not_counted(recipe: Recipe) -> list[str]:
+    """Notes on a distilled teacher of which nothing is known before it is read."""
+    teacher = recipe.teacher
+    if teacher.distill is not None and teacher.source is None:
+        return [
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
+        ]
+    if teacher.source is None or frozen_spec(recipe) is not None:
+        return []
+    return [
+        f"teacher.source {teacher.source} does not say its architecture without being read: neither its memory "
+        "nor its time is counted"
+    ]

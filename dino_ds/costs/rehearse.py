@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.ranges import listen
 from dino_ds.basics.rehearsal import rehearsal, tell_of_collectives
-from dino_ds.config.crops import EMA, CropGroup
+from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT
 from dino_ds.costs.frozen_spec import frozen_spec
 from dino_ds.costs.recorder import Recorder, fused_attention
 from dino_ds.costs.settings import RehearsalSettings
@@ -35,8 +34,8 @@ from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import build_head, build_meta
-from dino_ds.method.specs.distill import FROZEN
-from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.method.specs.distill import FROZEN, source_of
+from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
@@ -77,7 +76,7 @@ def rehearse(
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
             found = played.run()
-    if recipe.teacher.source is not None and frozen_spec(recipe) is None:  # not known: its place was held
+    if source_of(recipe) is not None and frozen_spec(recipe) is None:  # not known: its place was held
         found["parts"].pop(f"teacher {FROZEN}", None)
         found["teachers"].pop(FROZEN, None)
     return found
@@ -222,16 +221,16 @@ class _PlayedEngine:
 
 
 def _alone(recipe: Recipe) -> Recipe:
-    """The recipe of one rank, whose Gram teacher is as large as the student wherever its weights are from."""
+    """The recipe of one rank, whose teachers of files are as large as the student where they can be."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"sync_batch_norm": False})}
-    if recipe.gram.weight and recipe.gram.teacher != EMA:
-        changes["gram"] = recipe.gram.model_copy(update={"teacher": SNAPSHOT})
+    for spec in teachers_of(recipe):
+        changes |= spec.without_file(recipe)
     return recipe.model_copy(update=changes)
 
 
 def _frozen(recipe: Recipe) -> FrozenSource | None:
-    """The teacher of teacher.source without its weights; of an unknown architecture one as the student."""
-    if recipe.teacher.source is None:
+    """The teacher that is distilled, without its weights; of an unknown architecture one as the student."""
+    if (place := source_of(recipe)) is None:
         return None
     spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
     with torch.device("meta"):
@@ -239,7 +238,7 @@ def _frozen(recipe: Recipe) -> FrozenSource | None:
         heads = {name: build_head(spec.width, section).state_dict() for name, section in sections.items()}
     free = tuple(name for name, section in sections.items() if section.free_prototypes)
     side, normalisation = recipe.crops.global_size, Normalisation.of(recipe)
-    return FrozenSource(recipe.teacher.source, spec, side, "dino", {}, heads, normalisation, free_prototypes=free)
+    return FrozenSource(place, spec, side, "dino", {}, heads, normalisation, free_prototypes=free)
 
 
 def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:

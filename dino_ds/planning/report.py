@@ -9,7 +9,7 @@ from dino_ds.basics.digits import short
 from dino_ds.config.crops import describe_crops
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import recipe_traffic
-from dino_ds.costs.frozen_spec import frozen_spec
+from dino_ds.costs.frozen_spec import not_counted
 from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs
 from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of
@@ -77,7 +77,7 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
         "assumptions": {**ASSUMPTIONS, "matmul_share": cluster.gpu.matmul_share, "fragmentation": FRAGMENTATION},
         "ds_config": dict(setup.ds),
         "ds_path": setup.path,
-        "notes": [*config.notes, *about_terms, *_not_counted(recipe)],
+        "notes": [*config.notes, *about_terms, *not_counted(recipe)],
     }
 
 
@@ -90,20 +90,6 @@ def _shares(recipe: Recipe) -> dict[str, float]:
         name = names[teacher] if teacher else "targets" if kind == "targets" else "student"
         found[name] = found.get(name, 0.0) + n / sum(flops.values())
     return found
-
-
-def _not_counted(recipe: Recipe) -> list[str]:
-    teacher = recipe.teacher
-    if teacher.distill is not None and teacher.source is None:
-        return [
-            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
-        ]
-    if teacher.source is None or frozen_spec(recipe) is not None:
-        return []
-    return [
-        f"teacher.source {teacher.source} does not say its architecture without being read: neither its memory "
-        "nor its time is counted"
-    ]
 
 
 def _activations(setup: Setup, micro_batch: int) -> dict[str, int]:

@@ -148,6 +148,10 @@ class TeacherSpec:
         """Whether it is an average of the student's weights."""
         return False
 
+    def without_file(self, recipe: Recipe) -> dict[str, Any]:
+        """Sections of a recipe, changed so that it begins as the student does, and no file is read."""
+        return {}
+
     def momentum_at(self, step: int, steps: int) -> float:
         """The momentum of that average after `step` of `steps` applied steps."""
         raise NotImplementedError

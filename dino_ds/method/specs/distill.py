@@ -18,6 +18,11 @@ def taught_by(recipe: Recipe) -> str:
     return EMA if recipe.teacher.source is None else FROZEN
 
 
+def source_of(recipe: Recipe) -> str | None:
+    """The run, weights or name of the frozen teacher, or None where none is distilled."""
+    return recipe.teacher.source
+
+
 def regresses_features(recipe: Recipe) -> bool:
     """Whether the targets are a teacher's features, not its heads' outputs."""
     return recipe.teacher.source is not None and recipe.teacher.distill == "features"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dino_ds.config.crop_checks import side_problems
 from dino_ds.config.crops import EMA, GLOBAL, CropGroup, Resolution
@@ -116,6 +116,9 @@ class GramTeacherSpec(TeacherSpec):
     @property
     def of_file(self) -> bool:
         return self.place != SNAPSHOT and not self.refreshed
+
+    def without_file(self, recipe: Recipe) -> dict[str, Any]:
+        return {"gram": recipe.gram.model_copy(update={"teacher": SNAPSHOT})}
 
     def own_group(self, first: CropGroup, resolution: Resolution) -> CropGroup | None:
         """The crops of `first` in another size and without colors (DINOv3)."""
