@@ -19,7 +19,7 @@ def _is_png(path) -> bool:
     return path.read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
     monkeypatch.setattr(sweeping, "BACKBONES", ("vit_giant_patch14_dinov2",))
     cells = {(c["backbone"], c["place"], c["card_gb"]): c for c in sweep(load_recipe("vits16", {}), 8)["cells"]}
@@ -31,7 +31,7 @@ def test_more_memory_and_more_sharding_never_fit_less(monkeypatch):
             assert cell["largest"] >= cells[backbone, "3", box]["largest"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_sweep_is_drawn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweeping, "BACKBONES", ("vit_small_patch16_224", "vit_7b_patch16_reg4"))
     sweeping.main(str(tmp_path / "new"), gpus=8)

@@ -15,7 +15,7 @@ from dino_ds.planning.gpus import GPUS
 from scripts import tiers
 from scripts.tiers import CASES, FOLDER, README, SCALING, file_text, pages, parts_table, plan_all, table
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full  # every card and size is rehearsed: minutes
 
 
 VITS = [case for case in CASES if "resnet" not in case.recipe]  # others run on the meta device, for seconds
