@@ -85,7 +85,7 @@ class StepCosts:
 @dataclass(frozen=True)
 class StudentFacts:
     """The student's weights. sizes: elements by name; cast: names of those of which a low-precision teacher keeps a
-    copy; groups: elements of each of the optimizer's parameter groups; parts: that are clipped apart; statistics:
+    copy; groups: elements of each of the optimizer's parameter groups; statistics:
     elements of each running mean of the objective; whole_step: whether targets depend on all micro-batches."""
 
     sizes: Mapping[str, int]

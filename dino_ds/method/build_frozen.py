@@ -22,7 +22,7 @@ from dino_ds.method.features import FeatureTerm
 from dino_ds.method.frozen import FrozenTeacher
 from dino_ds.method.networks import build_head
 from dino_ds.method.objective import Objective
-from dino_ds.method.parts import NetworkParts, TeacherParts, TermParts
+from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.place_frozen import options_of, place_frozen
 from dino_ds.method.specs.dino import HEAD, IBOT_HEAD
 from dino_ds.method.specs.distill import FROZEN, FeatureSpec, FrozenSpec, regresses_features
@@ -107,19 +107,6 @@ def begin_centers(objective: Objective, source: FrozenSource) -> None:
             statistic.load(source.centers[name])
 
 
-def build_network(spec: FrozenSpec, parts: NetworkParts) -> Network:
-    """The teacher's network on the meta device, with the outputs that terms read."""
-    source, objective = parts.source, parts.objective
-    assert source is not None
-    outputs = objective.teacher_features(spec.name)
-    asked = {name: query for name, query in objective.queries.items() if name in outputs}
-    with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, options_of(source, parts.performance))
-        names = dict.fromkeys(query.head for query in asked.values())
-        heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
-    return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
-
-
 def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     """The teacher on this process's device, as the ds config's dino_ds.frozen_teacher says; every rank must call it.
 
@@ -127,11 +114,23 @@ def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     """
     source, recipe, config = parts.source, parts.recipe, parts.config
     assert source is not None
-    network = build_network(spec, parts.for_network)
+    network = _network(spec, source, parts)
     about = {"source": source.place, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
     return teacher
+
+
+def _network(spec: FrozenSpec, source: FrozenSource, parts: TeacherParts) -> Network:
+    """The teacher's network on the meta device, with the outputs that terms read."""
+    objective = parts.objective
+    outputs = objective.teacher_features(spec.name)
+    asked = {name: query for name, query in objective.queries.items() if name in outputs}
+    with torch.device("meta"):
+        backbone = build_backbone(source.spec, source.image_size, options_of(source, parts.config.performance))
+        names = dict.fromkeys(query.head for query in asked.values())
+        heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
+    return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
 
 
 def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:

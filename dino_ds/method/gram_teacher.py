@@ -20,7 +20,7 @@ from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.frozen import FrozenTeacher
 from dino_ds.method.networks import build_meta
-from dino_ds.method.parts import NetworkParts, TeacherParts
+from dino_ds.method.parts import TeacherParts
 from dino_ds.method.place_frozen import options_of, place_frozen
 from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
@@ -84,11 +84,6 @@ def _tensors(network: Network) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())}
 
 
-def build_network(spec: GramTeacherSpec, parts: NetworkParts) -> Network:
-    """The teacher's backbone on the meta device: the student's, or that of its file. Raises as `build_teacher`."""
-    return _of_file(spec, parts)[0] if spec.of_file else _like_student(spec, parts)
-
-
 def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     """The teacher, on this process's device; every rank must call it.
 
@@ -99,30 +94,30 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     dtype, ours = DTYPES[config.precision], Normalisation.of(parts.recipe)
     assert ema is not None
     if spec.place == SNAPSHOT:
-        like = _like_student(spec, parts.for_network)
+        like = _like_student(spec, parts)
         _allocate(like, dtype)
         if config.performance.compile != "off":
             like.backbone.compile_segments(config.performance.compile)
         return GramTeacher(like, dtype, ema)
-    network, source = _of_file(spec, parts.for_network)
+    network, source = _of_file(spec, parts)
     if spec.refreshed:
-        like = _like_student(spec, parts.for_network)
+        like = _like_student(spec, parts)
         place_frozen(like, source, config, whole=True)
         return GramTeacher(like, dtype, ema)
     about = {"source": source.place, "digest": place_frozen(network, source, config)}
     return FixedGramTeacher(network, dtype, about, source.normalisation, ours)
 
 
-def _like_student(spec: GramTeacherSpec, parts: NetworkParts) -> Network:
-    return build_meta(parts.recipe, parts.performance, {}, parts.objective.teacher_features(spec.name))
+def _like_student(spec: GramTeacherSpec, parts: TeacherParts) -> Network:
+    return build_meta(parts.recipe, parts.config.performance, {}, parts.objective.teacher_features(spec.name))
 
 
-def _of_file(spec: GramTeacherSpec, parts: NetworkParts) -> tuple[Network, FrozenSource]:
+def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, FrozenSource]:
     """The backbone of its file, on the meta device, once it is known to fit the recipe."""
     with distributed.raise_on_all_ranks():
         source = find_frozen(spec.place, "gram.teacher")
         with torch.device("meta"):
-            options = options_of(source, parts.performance)
+            options = options_of(source, parts.config.performance)
             outputs = parts.objective.teacher_features(spec.name)
             network = Network(build_backbone(source.spec, source.image_size, options), {}, {}, outputs)
         _check_fits(spec, parts.recipe, network, source)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Engine
 from dino_ds.method.objective import Objective
@@ -24,18 +24,9 @@ class TermParts:
 
 
 @dataclass(frozen=True)
-class NetworkParts:
-    """Inputs of a teacher's network on the meta device; `objective` says which outputs are read."""
-
-    recipe: Recipe
-    performance: PerformanceOptions
-    objective: Objective
-    source: FrozenSource | None = None
-
-
-@dataclass(frozen=True)
 class TeacherParts:
-    """Inputs of a teacher: the student's engine, and the network of the EMA teacher, None while that is built."""
+    """Inputs of a teacher: the student's engine, the objective, which says what is read of it, and the EMA teacher's
+    network, None while that is built."""
 
     recipe: Recipe
     config: DsConfig
@@ -43,7 +34,3 @@ class TeacherParts:
     objective: Objective
     source: FrozenSource | None = None
     ema: Network | None = None
-
-    @property
-    def for_network(self) -> NetworkParts:
-        return NetworkParts(self.recipe, self.config.performance, self.objective, self.source)

@@ -252,13 +252,13 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third(on_gpu):
-    """At most 15 % below it, and up to half above: scratch for tiles grows no more where they are full. What a search
+    """At most 15 % below it, and 30 % above: scratch for tiles grows no more where they are full. What a search
     has found by the line is rehearsed exactly before it is recommended."""
     recipe = tiny_recipe(**SMALL | IBOT)
     for images in (6, 24, 100):
         config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
         line, exact = (estimate_memory(recipe, config, 1, on_gpu, exact=exactly).gib for exactly in (False, True))
-        assert 0.85 * exact <= line <= 1.5 * exact
+        assert 0.85 * exact <= line <= 1.3 * exact
 
 
 def test_what_a_checkpoint_keeps_on_the_host_is_not_on_the_gpu():

@@ -74,8 +74,6 @@ class TermSpec:
     """The "module:function" that `build` calls, so that a spec imports no torch."""
     reads_patches: ClassVar[bool] = False
     """Whether it needs a backbone that gives features of patches."""
-    hides_patches: ClassVar[bool] = False
-    """Whether it predicts what crops.mask hides."""
 
     @property
     def title(self) -> str:
@@ -112,8 +110,7 @@ class TermSpec:
 
     def build(self, parts: Any) -> Any:
         """The `dino_ds.method.objective.Term`, from a `dino_ds.method.parts.TermParts`; torch may be imported here."""
-        module, _, name = self.builder.partition(":")
-        return getattr(importlib.import_module(module), name)(self, parts)
+        return _built(self, parts)
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class TeacherSpec:
     sees: tuple[str, ...] = (GLOBAL,)
 
     builder: ClassVar[str] = ""
-    """The module with `build_network(spec, parts)` and `build_teacher(spec, parts)`."""
+    """The "module:function" that `build_teacher` calls, so that a spec imports no torch."""
 
     @property
     def title(self) -> str:
@@ -168,11 +165,13 @@ class TeacherSpec:
         """Lines of the log where a run starts with drawn weights."""
         return []
 
-    def build_network(self, parts: Any) -> Any:
-        """Its `dino_ds.models.network.Network` on the meta device, from a `dino_ds.method.parts.NetworkParts`."""
-        return importlib.import_module(self.builder).build_network(self, parts)
-
     def build_teacher(self, parts: Any) -> Any:
         """The `dino_ds.method.teacher.Teacher` on this process's device, from a `dino_ds.method.parts.TeacherParts`;
         every rank must call it."""
-        return importlib.import_module(self.builder).build_teacher(self, parts)
+        return _built(self, parts)
+
+
+def _built(spec: TermSpec | TeacherSpec, parts: Any) -> Any:
+    """The result of a spec's builder."""
+    module, _, name = spec.builder.partition(":")
+    return getattr(importlib.import_module(module), name)(spec, parts)

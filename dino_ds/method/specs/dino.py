@@ -107,7 +107,6 @@ class IbotSpec(PrototypeSpec):
     """The iBOT loss: for each hidden patch the student predicts what the teacher sees there."""
 
     builder: ClassVar[str] = "dino_ds.method.ibot:build_ibot"
-    hides_patches: ClassVar[bool] = True
 
     @property
     def title(self) -> str:

@@ -32,7 +32,7 @@ def regresses_features(recipe: Recipe) -> bool:
 class FrozenSpec(TeacherSpec):
     """The teacher of a file, which is never trained."""
 
-    builder: ClassVar[str] = "dino_ds.method.build_frozen"
+    builder: ClassVar[str] = "dino_ds.method.build_frozen:build_teacher"
 
     @property
     def of_file(self) -> bool:

@@ -107,7 +107,7 @@ class GramTeacherSpec(TeacherSpec):
     place: str = SNAPSHOT
     refreshed: bool = False
 
-    builder: ClassVar[str] = "dino_ds.method.gram_teacher"
+    builder: ClassVar[str] = "dino_ds.method.gram_teacher:build_teacher"
 
     @property
     def title(self) -> str:

@@ -5,8 +5,7 @@ Everything that speaks of terms or teachers iterates over these, and names none.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +32,7 @@ def terms_of(recipe: Recipe) -> list[TermSpec]:
     """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a term of a user's that can't
     be found."""
     ours = [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
-    own = _own_terms(recipe.objective.terms)
+    own = own_terms(recipe.objective.terms)
     taken = {name for spec in ours for name in (spec.name, *spec.scheduled)}
     for spec in own:
         _take_names(TERMS, spec.name, spec.scheduled, taken)
@@ -54,7 +53,7 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
 def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
     """The teachers of a recipe, the EMA teacher first. Raises ConfigError for one of a user's that can't be found."""
     ours = [spec for kind in _TEACHERS for spec in kind.in_recipe(recipe)]
-    own, taken = _own_teachers(recipe.teacher.others), {spec.name for spec in ours}
+    own, taken = own_teachers(recipe.teacher.others), {spec.name for spec in ours}
     for spec in own:
         _take_names(TEACHERS, spec.name, (), taken)
     return [*ours, *own]
@@ -119,13 +118,3 @@ def _take_names(key: str, name: str, scheduled: Collection[str], taken: set[str]
     if double := {name, *scheduled} & taken:
         raise ConfigError(f"{key} {name}: another has the name {', '.join(sorted(double))} already: take another one")
     taken |= {name, *scheduled}
-
-
-@functools.cache
-def _own_terms(text: str) -> Sequence[TermSpec]:
-    return own_terms(text)
-
-
-@functools.cache
-def _own_teachers(text: str) -> Sequence[TeacherSpec]:
-    return own_teachers(text)

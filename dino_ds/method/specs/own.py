@@ -14,6 +14,7 @@ are its fields. A teacher without `spec` is another EMA teacher. Nothing is impo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Collection
@@ -61,6 +62,7 @@ def _names_class(spec: object) -> bool:
     return isinstance(spec, str) and re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", spec) is not None
 
 
+@functools.cache
 def own_terms(text: str) -> list[TermSpec]:
     """The specs that the JSON of TERMS describes; weights of 0 make none. Raises ConfigError."""
     found: list[TermSpec] = []
@@ -76,6 +78,7 @@ def own_terms(text: str) -> list[TermSpec]:
     return found
 
 
+@functools.cache
 def own_teachers(text: str) -> list[TeacherSpec]:
     """The specs that the JSON of TEACHERS describes. Raises ConfigError."""
     found: list[TeacherSpec] = []
