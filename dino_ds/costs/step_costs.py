@@ -29,8 +29,9 @@ _ELSEWHERE = {
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
 _LINES = {True: (2, 16, 64), False: (2, 8, 64)}
-"""Sizes of micro-batches, on a GPU or not, through which lines go. Rooms for tiles have a largest size, so that the
-last line is at most too high beyond them."""
+"""Sizes of micro-batches, on a GPU or not, through which lines go. Scratch for tiles has a largest size, so that the
+last line is at most too high beyond them. Off a GPU, whose tiles are so small that a rehearsal of many images takes
+minutes, it is taken there for every recipe."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def student_facts(recipe: Recipe) -> StudentFacts:
 
 def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
     """The costs of the config's micro-batch in the largest of the recipe's resolutions; exact: rehearsed with just its
-    images, not by the line. Raises NotEstimated for networks that want the values of tensors."""
+    images, not by the line, unless they are many on a CPU. Raises NotEstimated for networks that want the values of
+    tensors."""
     return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
 
 
@@ -144,7 +146,7 @@ def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
 
 def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
     images, sizes = config.micro_batch, _LINES[on_gpu]
-    if exact or images in sizes:
+    if (exact and (on_gpu or images <= sizes[-1])) or images in sizes:
         return _rehearsed(recipe, settings_of(config, on_gpu), groups, images, on_gpu)
     pair = next((pair for pair in itertools.pairwise(sizes) if images <= pair[1]), sizes[-2:])
     few, many = (

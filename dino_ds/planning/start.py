@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -202,14 +203,22 @@ def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, 
     """The first overrides with which a start fits that does not, and what they make of it."""
     if not _problem(recipe, start.config, machine):
         return None
-    for flags in _smaller(recipe, start, machine):
+    found: dict[int, Start] = {}
+
+    def fits(flags: Mapping[str, str]) -> bool:
         ds = change_ds_config(dict(start.ds), start.path, flags)
         try:
             smaller = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
         except ConfigError:
-            continue
-        if not _problem(recipe, smaller.config, machine):
-            return flags, smaller
+            return False
+        found[id(flags)] = smaller
+        return not _problem(recipe, smaller.config, machine)
+
+    for choices in _smaller(recipe, start, machine):
+        # A smaller batch takes less, and each one takes a rehearsal: first whether any fits, then which is the largest.
+        if choices and fits(choices[-1]):
+            flags = choices[bisect.bisect_left(choices[:-1], True, key=fits)]
+            return flags, found[id(flags)]
     return None
 
 
@@ -231,8 +240,8 @@ def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
     return ""
 
 
-def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[str, str]]:
-    """Overrides to try: smaller micro-batches, then recomputed blocks too."""
+def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[list[dict[str, str]]]:
+    """Overrides to try, the largest micro-batch first: smaller micro-batches, then recomputed blocks too."""
     config = start.config
     images = recipe.data.global_batch // machine.ranks
     stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
@@ -241,10 +250,11 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[dict[st
     no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
     both = no_copy | recompute if no_copy and recompute else {}
     for more in ({}, *filter(None, (no_copy, recompute, both))):
-        for size in micro_batches(recipe.data.global_batch, machine.ranks):
-            if size < config.micro_batch or (more and size == config.micro_batch):
-                accumulated = stage if size < images else {}
-                yield {_MICRO: str(size), _ACCUMULATION: str(images // size), **accumulated, **more}
+        yield [
+            {_MICRO: str(size), _ACCUMULATION: str(images // size), **(stage if size < images else {}), **more}
+            for size in micro_batches(recipe.data.global_batch, machine.ranks)
+            if size < config.micro_batch or (more and size == config.micro_batch)
+        ]
 
 
 def _other(recipe: Recipe, machine: Machine) -> str:

@@ -141,6 +141,11 @@ class Job:
             [name for _, name in orphans],
         )
 
+    def finish(self) -> None:
+        """Raises AssertionError, with what was printed, unless every rank ends well within two minutes."""
+        outcome = self.wait(120)
+        assert set(outcome.codes) == {0}, f"codes {outcome.codes}:\n{outcome.text}"
+
     def _begin(self) -> float:
         with contextlib.suppress(OSError, ValueError):
             return float((self.folder / "fault").read_text())

@@ -34,7 +34,7 @@ def images(tmp_path_factory):
 def old_run(images, tmp_path_factory):
     """A run that was stopped after step 6, with checkpoints of steps 3 and 6."""
     run = tmp_path_factory.mktemp("old") / "run"
-    assert jobs.start(run, images, changes=SAVES, flags=("--max_steps", "6")).wait(120).codes == [0, 0]
+    jobs.start(run, images, changes=SAVES, flags=("--max_steps", "6")).finish()
     return run
 
 
@@ -47,7 +47,7 @@ def straight(images, tmp_path_factory):
         ds = kind.ds if kind.exact else "zero1_fp32.json"
         if ds not in runs:
             runs[ds] = tmp_path_factory.mktemp("straight") / "run"
-            assert jobs.start(runs[ds], images, changes=SAVES, ds=ds).wait(120).codes == [0, 0]
+            jobs.start(runs[ds], images, changes=SAVES, ds=ds).finish()
         return runs[ds]
 
     return of
