@@ -176,15 +176,17 @@ def test_ranks_agree_and_a_resumed_run_is_not_chosen_for_anew(tmp_path):
 
 
 def test_what_is_too_large_leaves_no_folder(tmp_path):
-    """Prototypes for which no machine has the memory."""
+    """A head for which no machine has the memory."""
     images = image_folder(tmp_path / "images")
-    message = train_tiny(images, tmp_path / "run", changes={"head.prototypes": "16777216", "head.bottleneck": "65536"})
+    message = train_tiny(
+        images, tmp_path / "run", changes={"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
+    )
     assert "of host memory by prediction" in message and not (tmp_path / "run").exists()
 
 
 def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path):
     """With the command that has settings for few of them: a remedy for memory would have been in vain."""
-    large = {"head.prototypes": "16777216", "head.bottleneck": "65536"}
+    large = {"head.hidden": "131072", "head.bottleneck": "65536", "head.layers": "32"}
     images = image_folder(tmp_path / "my images", 20)
     message = train_tiny(images, tmp_path / "run", changes={**large, "data.global_batch": "32"})
     assert "20 images < one global batch of 32" in message and "memory" not in message
