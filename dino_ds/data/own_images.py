@@ -37,10 +37,12 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
     """
     changes, data, settings = dict[str, str](), recipe.data, recipe.eval
     root = data.root
-    if root is not None and "data.source" not in given and not data.own_files and _holds_images(root, data.source):
+    asked = "data.source" not in given and not data.own_files
+    if asked and (data.mixture or (root is not None and _holds_images(root, data.source))):
         changes["data.source"] = "folder"
-        notes.append(f"data.root {root} names images: data.source is folder, not {data.source} as in the recipe")
-    own = changes or (data.own_files and {"data.root", "data.source"} & set(given))
+        what = "data.mixture" if data.mixture else f"data.root {root}"
+        notes.append(f"{what} names images: data.source is folder, not {data.source} as in the recipe")
+    own = changes or (data.own_files and {"data.root", "data.source", "data.mixture"} & set(given))
     if own and settings.root is None and settings.evals != "auto" and "eval.evals" not in given:
         kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
         if left_out := [name for name in settings.evals if name not in kept]:

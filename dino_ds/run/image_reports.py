@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -105,6 +106,15 @@ def constant_images(crops: list[Tensor]) -> Tensor:
         seen = crop[:, :, ::step, ::step]
         flat.append((seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < _NO_CONTRAST)
     return torch.stack(flat).all(0)
+
+
+def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
+    """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
+    if not ends:
+        return []
+    images, last = indices % max(ends.values()), torch.tensor([*ends.values()], device=indices.device)
+    part = torch.bucketize(images, last, right=True)
+    return [(part == number).float().mean() for number in range(len(ends))]
 
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
