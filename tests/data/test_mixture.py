@@ -123,7 +123,7 @@ def test_classes_of_one_name_are_one(root):
         source.name(4).endswith("theirs/class0/000.png")
         and source.read(4) == (root / "theirs/class0/000.png").read_bytes()
     )
-    assert any("each image of mine comes 2.62 times in an epoch" in note for note in source.notes)
+    assert any("each image of mine comes 2.75 times in an epoch" in note for note in source.notes)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
