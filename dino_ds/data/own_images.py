@@ -10,6 +10,7 @@ from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.formats import EXTENSIONS
+from dino_ds.data.hdf5 import split_dataset
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000
@@ -56,7 +57,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
 
 def _holds_images(root: str, source: str) -> bool:
     """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
-    path = os.path.expanduser(root)
+    path, _ = split_dataset(os.path.expanduser(root))
     if source == "photos":
         return True  # those of the package have no root
     if not os.path.isdir(path):
