@@ -273,13 +273,5 @@ def _check_function(name: str) -> str:
     return name
 
 
-def _check_balance(value: str) -> str:
-    kind, colon, file = value.partition(":")
-    if value not in ("none", "classes") and not (kind == "clusters" and colon and file):
-        raise ValueError(f"{value!r} is not none, classes, or clusters:FILE")
-    return value
-
-
 FunctionName = Annotated[str, AfterValidator(_check_function)]
-BalanceField = Annotated[PathText, AfterValidator(_check_balance)]
 SourceName = Annotated[str, AfterValidator(_check_source)]

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from dino_ds.basics.names import as_written
 from dino_ds.basics.text_file import unusable_text
+from dino_ds.config.fields import PathText
 
 _FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3; deeper images may have values of their own: ct=0.3 in -1000..3000"
 _ENTRY = re.compile(
@@ -90,4 +91,12 @@ def _few(texts: tuple[str, ...]) -> tuple[str, ...]:
     return texts
 
 
+def _check_balance(value: str) -> str:
+    kind, colon, file = value.partition(":")
+    if value not in ("none", "classes") and not (kind == "clusters" and colon and file):
+        raise ValueError(f"{value!r} is not none, classes, or clusters:FILE")
+    return value
+
+
 MixtureField = Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_few)]
+BalanceField = Annotated[PathText, AfterValidator(_check_balance)]

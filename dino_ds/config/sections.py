@@ -14,7 +14,6 @@ from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
     SOURCES,
-    BalanceField,
     BatchSize,
     BelowOne,
     ChannelsField,
@@ -44,7 +43,7 @@ from dino_ds.config.fields import (
     check_range,
     option,
 )
-from dino_ds.config.mixture import MixtureField, Part, parse_mixture
+from dino_ds.config.mixture import BalanceField, MixtureField, Part, parse_mixture
 
 
 class DataSection(Section):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -110,11 +111,8 @@ def constant_images(crops: list[Tensor]) -> Tensor:
 
 def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
     """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
-    if not ends:
-        return []
-    images, last = indices % max(ends.values()), torch.tensor([*ends.values()], device=indices.device)
-    part = torch.bucketize(images, last, right=True)
-    return [(part == number).float().mean() for number in range(len(ends))]
+    below = [0, *((indices % max(ends.values()) < end).sum() for end in ends.values())]
+    return [(now - before) / len(indices) for before, now in pairwise(below)]
 
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:

@@ -30,8 +30,8 @@ class Reports:
         self._run, self._saver, self._log = run, saver, run.log
         self.images = ImageReports(run, saver)
         self._shares = tuple(f"share/{place}" for place in run.options.part_ends)
-        names = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
-        self._meter = Meter(names, run.step.engine.device)
+        meters = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
+        self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
         self._throughput = ThroughputMonitor(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
@@ -43,8 +43,7 @@ class Reports:
         ]
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor, shares: list[Tensor]) -> None:
-        """Add a micro-batch of an applied step; `constant` (b,) comes from `constant_images`, `shares` from
-        `part_shares`."""
+        """Add a micro-batch of an applied step; `constant` (b,) is `constant_images`', `shares` are `part_shares`'."""
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
         self.images.trained(names, constant)

@@ -126,7 +126,7 @@ def test_classes_of_one_name_are_one(root):
     assert any("each image of mine comes 2.75 times in an epoch" in note for note in source.notes)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_repeats_of_an_image_have_crops_of_their_own(root, workers):
     """Also through loader processes, which are not given what an epoch draws."""
     source = source_with(root, "mine=0.9,theirs=0.1")

@@ -31,5 +31,7 @@ def test_a_mixture_resumes_to_the_bit_and_names_the_source_that_has_changed(tmp_
 
     (root / "theirs/class0/000.png").write_bytes((root / "mine/class0/000.png").read_bytes())
     assert run_on_ranks(train_tiny, root, parts, "zero2_bf16.json", 7, True, MIXTURE, ACCUMULATE) == [None] * 2
-    changed = "theirs: 12 images as before: 0 added, 0 removed, 0 of another size, 1 of 12 that were read of other content"
+    changed = (
+        "theirs: 12 images as before: 0 added, 0 removed, 0 of another size, 1 of 12 that were read of other content"
+    )
     assert f"note     images changed since step 6: {changed}\n" in log_of(parts)
