@@ -111,7 +111,7 @@ def constant_images(crops: list[Tensor]) -> Tensor:
 
 def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
     """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
-    below = [0, *((indices % max(ends.values()) < end).sum() for end in ends.values())]
+    below = [indices.new_zeros(()), *((indices % max(ends.values()) < end).sum() for end in ends.values())]
     return [(now - before) / len(indices) for before, now in pairwise(below)]
 
 

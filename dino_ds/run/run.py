@@ -91,8 +91,7 @@ class LoopOptions:
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
     None for as often as pays. teacher_groups: names of the crop groups whose outputs are the targets; balanced: whether
-    these targets are Sinkhorn-Knopp's. predicted_gib: memory of a rank, or None where it was not estimated. part_ends:
-    by the place of each source of a mixture, the number of images up to its last one.
+    these targets are Sinkhorn-Knopp's. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
     seed: int
