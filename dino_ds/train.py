@@ -34,7 +34,7 @@ from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.image_cache import check_cache
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import training_source
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError, unwritable
@@ -198,7 +198,7 @@ def _open_folder(
     """
     data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        source = build_source(data.source, data.root, "train", data.download)
+        source = training_source(data)
         _check_count(source, data)
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
@@ -267,7 +267,7 @@ def _build(
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, request.caller)
 
-    options = loop_options(recipe, len(source), epoch_steps, last_step, predicted_gib)
+    options = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
     nothing = functools.partial(nan_inputs, recipe, config.micro_batch, step.engine.device)
     draw = functools.partial(draw_crops, recipe)
     run = Run(folder.path, options, step, state, evaluations, pictures, log, nan_inputs=nothing, draw_crops=draw)

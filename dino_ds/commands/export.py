@@ -143,7 +143,8 @@ def _results(home: Home) -> dict[str, Any]:
         recipe = load_recipe(str(home.folder / "config.yaml"), {})
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
-    data = name_images(recipe.data.source, recipe.data.root)
+    parts = [name_images("folder", part.place) for part in recipe.data.parts]
+    data = " and ".join(parts) or name_images(recipe.data.source, recipe.data.root)
     return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
 
 

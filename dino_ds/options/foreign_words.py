@@ -9,8 +9,9 @@ OPTIONS = by_word({
     # Images.
     "no images are held back, since training needs no labels; labelled test images for k-NN are a folder of their own: "
     "--eval.root DIR": "val_split validation_split test_split val_ratio val_size holdout",
-    "each epoch has every image once, in an order of --seed; to see some more often, name them several times in a list "
-    "of files: --data.root list.txt": "sampler class_weights class_balanced balanced weighted_sampler shuffle",
+    "each epoch has every image once, in an order of --seed; rare ones come more often with --data.balance classes (or "
+    "clusters:FILE), sources by their shares with --data.mixture": "sampler class_weights class_balanced balanced "
+    "weighted_sampler shuffle",
     "an incomplete last batch is always dropped": "drop_last dataloader_drop_last",
     "the loader sets it; --data.workers is what can be chosen": "pin_memory persistent_workers prefetch_factor",
     "training needs no labels; evaluations count the classes of the folders": "num_classes labels",

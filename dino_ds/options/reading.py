@@ -50,7 +50,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
             else:
                 files["notes"] = list[str]()
                 files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
-            if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
+            data = files["recipe"].data
+            if command.needs_images and data.source == "folder" and not data.root and not data.mixture:
                 problems.append(_no_images(bool(given.get("resume"))))
         except ConfigError as error:
             problems.append(str(error))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from dino_ds.config.recipe import Recipe
 from dino_ds.method.specs.of_recipe import known_terms
 from dino_ds.report.folder import Evaluation, RunFiles
@@ -15,8 +17,10 @@ from dino_ds.report.origin import changed_settings, environment_rows, reproducti
 from dino_ds.report.pictures.charts import (
     KNN_BASELINES,
     LARGE,
+    SHARE,
     Series,
     find_series,
+    find_shares,
     knn_chart,
     loss_charts,
     rolling_chart,
@@ -99,7 +103,10 @@ def _images(run: RunFiles) -> str:
     count, _, place = run.log.facts.get("images", "").partition(";")[0].partition(" in ")
     if not count.isdecimal():
         return "images that log.txt does not name"
-    return f"{int(count):,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+    words = f"{int(count):,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+    shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
+    achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
+    return words + (f" (drawn: {achieved})" if achieved else "")
 
 
 def _baselines(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:

@@ -15,7 +15,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_steps import BadSteps
-from dino_ds.run.image_reports import constant_images
+from dino_ds.run.image_reports import constant_images, part_shares
 from dino_ds.run.intervals import SaveClock
 from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
@@ -34,7 +34,7 @@ class Loop:
         self._clock = self._reports.clock
         options, start = run.options, run.step.applied_steps
         self._saves = SaveClock(options.save_every, start, options.epoch_steps, options.hours_between_failures)
-        self._window: list[tuple[MicroStep, list[str], Tensor]] = []
+        self._window: list[tuple[MicroStep, list[str], Tensor, list[Tensor]]] = []
         self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position
         self._data_timed_out = False
@@ -93,7 +93,7 @@ class Loop:
         run = self._run
         constant = constant_images([crop for name in run.options.teacher_groups for crop in batch.crops[name]])
         out = run.step.micro_batch(inputs, feed.prefetch)
-        self._window.append((out, batch.names, constant))
+        self._window.append((out, batch.names, constant, part_shares(batch.indices, run.options.part_ends)))
         run.advance()
         return out
 
@@ -109,8 +109,8 @@ class Loop:
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
-        for micro, names, constant in self._window:
-            self._reports.trained(micro, names, constant)
+        for micro, names, constant, shares in self._window:
+            self._reports.trained(micro, names, constant, shares)
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
@@ -145,7 +145,7 @@ class Loop:
         if timed_out:
             run.step.engine.restore_scaler_state()
         else:
-            self._bad_steps.report([(out, names) for out, names, _ in window])
+            self._bad_steps.report([(out, names) for out, names, *_ in window])
         if timed_out or any(asked for asked, _ in answers):
             self._saver.check_folder()
             if run.step.applied_steps > self._saver.saved_step:

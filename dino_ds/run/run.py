@@ -5,7 +5,7 @@ The loop knows evaluations and pictures by `AtStep` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,7 +91,7 @@ class LoopOptions:
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
     None for as often as pays. teacher_groups: names of the crop groups whose outputs are the targets; balanced: whether
-    these targets are Sinkhorn-Knopp's. predicted_gib: memory of a rank, or None where it was not estimated.
+    these targets are Sinkhorn-Knopp's. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
     seed: int
@@ -107,6 +107,7 @@ class LoopOptions:
     teacher_groups: tuple[str, ...]
     balanced: bool
     predicted_gib: float | None
+    part_ends: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

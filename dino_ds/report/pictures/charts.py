@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +111,7 @@ _SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
 _NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
 _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
+SHARE = "share/"
 
 
 def find_series(runs: Sequence[Metrics]) -> list[Series]:
@@ -118,8 +119,14 @@ def find_series(runs: Sequence[Metrics]) -> list[Series]:
     keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
     evaluated = [Series(key, key.removeprefix(EVALUATED)) for key in keys if key.startswith(EVALUATED)]
     titles = {name: title for metrics in runs for name, title in metrics.titles.items()}
-    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith(EVALUATED)]
-    return [*scalars[:_MOST_OTHERS], *SMALL, *evaluated[:_MOST_OTHERS]]
+    shares = [Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100) for key in find_shares(keys)]
+    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith((EVALUATED, SHARE))]
+    return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]
+
+
+def find_shares(keys: Iterable[str]) -> list[str]:
+    """Keys of the part of the images that came from each source of a mixture."""
+    return [key for key in keys if key.startswith(SHARE)]
 
 
 def find_others(metrics: Metrics) -> list[str]:
