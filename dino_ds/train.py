@@ -32,9 +32,9 @@ from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
+from dino_ds.data.held_out import training_images
 from dino_ds.data.image_cache import check_cache
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError, unwritable
@@ -198,7 +198,7 @@ def _open_folder(
     """
     data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        source = build_source(data.source, data.root, "train", data.download)
+        source = training_images(data, recipe.eval.val_share)
         _check_count(source, data)
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
@@ -237,7 +237,7 @@ def _build(
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where it begins and ends; the recipe of a stage counts from there.
-    begin = choose_beginning(folder, checkpoints, other_images, request.options.from_, request.given)
+    begin = choose_beginning(folder, checkpoints, other_images, request.options, request.given)
     recipe, max_steps = folder.recipe, request.options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"

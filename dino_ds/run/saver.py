@@ -10,12 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from dino_ds.basics.durable import is_gone
+from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.manifest import KEPT, MANIFEST, WHOLE, SavedCheckpoint, read_manifest, step_name
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.checkpoint.saving import Saving
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.method.step import TrainingStep
+from dino_ds.run.folder_files import best_step, remove_best
 from dino_ds.run.run import AtStep, RunState
 
 
@@ -24,7 +27,8 @@ class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
     description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: writes the
-    tensors of the teacher's backbone, and the step that they are of, into the run folder. `saving` commits saves.
+    tensors of the teacher's backbone, the step that they are of, and what it is the best by, if it is, into the run
+    folder. `saving` commits saves.
     Methods that return lines return them for the log.
     """
 
@@ -33,7 +37,7 @@ class Saver:
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
-    write_teacher: Callable[[dict[str, Tensor], int], None]
+    write_teacher: Callable[[dict[str, Tensor], int, dict[str, Any] | None], None]
     background: bool
 
     def __post_init__(self) -> None:
@@ -45,13 +49,14 @@ class Saver:
     def check_space(self) -> None:
         """Raises StorageError where there is no room for one checkpoint."""
         teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
-        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
+        files = 1 if self._best() is None else 2
+        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), files * teacher)
 
     def tidy(self) -> list[str]:
         """Clear up what earlier starts have left beyond the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
-                return self.checkpoints.tidy(self.saved_step)
+                return [*self.checkpoints.tidy(self.saved_step), *self._settle_best()]
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
 
@@ -72,6 +77,7 @@ class Saver:
         """
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
+        state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
         return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
@@ -123,12 +129,54 @@ class Saver:
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
-        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint."""
-        saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
-        backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
-        for name in self.step.teachers.exported.backbone.training_only:
-            backbone.pop(name, None)
-        self.write_teacher(backbone, saved.manifest.step)
+        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint, and the same as the best if it is."""
+        saved = SavedCheckpoint(folder, read_manifest(folder))
+        step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
+        backbone = self._exported(saved.whole())
+        self.write_teacher(backbone, step, None)
+        if best and best["step"] == step:
+            self.write_teacher(backbone, step, best)
+
+    def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""
+        prefix, left_out = "teacher.backbone.", self.step.teachers.exported.backbone.training_only
+        found = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+        return {name: tensor for name, tensor in found.items() if name not in left_out}
+
+    def _best(self) -> dict[str, Any] | None:
+        """The facts of the best teacher so far, its step is None before the first; or None if none is to be kept."""
+        return self.evaluations.state_dict().get("best") if self.evaluations else None
+
+    def save_best(self) -> list[str]:
+        """Write the teacher as it is as the best one, where no checkpoint of this step will; lines for the log."""
+        lines, best = list[str](), self._best()
+        if distributed.rank() == 0 and best is not None:
+            try:
+                self.write_teacher(self._exported(self.step.state()), self.step.applied_steps, best)
+            except OSError as error:
+                lines = [f"warning  {BEST_TEACHER} can't be written: {error.strerror or error}; training continues"]
+        return lines
+
+    def _settle_best(self) -> list[str]:
+        """On rank 0, make the best teacher's file the one that the loaded state knows, after a death before it was
+        written; that of a later step is removed. Raises OSError."""
+        best = self._best()
+        if distributed.rank() != 0 or best is None:
+            return []
+        there, folder = best_step(self._run_dir), self.checkpoints.folder / step_name(best["step"] or 0)
+        if there == best["step"]:
+            return []
+        if best["step"] and (folder / MANIFEST).is_file():
+            try:
+                saved = open_checkpoint(folder, WHOLE)
+            except CheckpointError as error:
+                return [f"the best teacher is lost: {error}"]
+            self.write_teacher(self._exported(saved.whole()), best["step"], best)
+            return [f"{BEST_TEACHER} is written anew from {folder.name}, whose {best['metric']} was the best"]
+        if there is None or there <= self.saved_step:
+            return []
+        remove_best(self._run_dir)
+        return [f"{BEST_TEACHER} was of step {there}, and is removed: training continues from step {self.saved_step}"]
 
 
 def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
