@@ -177,7 +177,7 @@ def _state(run: RunFiles) -> str:
     if run.log.ended == "finished" and run.step < (run.log.planned_steps or 0):
         return "stopped"
     if run.log.ended:
-        return run.log.ended
+        return "finished" if run.log.ended == "ended" else run.log.ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:

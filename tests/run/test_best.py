@@ -78,3 +78,90 @@ def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
     whole = whole_tensors(straight, 4)
     assert all(torch.equal(tensor, whole[f"teacher.backbone.{name}"]) for name, tensor in tensors.items())
     assert "best     step 4: knn 70; newest 20; start 30" in log_of(straight)
+
+
+def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
+    """No checkpoint of step 0 is made: the file alone has those weights."""
+    run = tmp_path / "run"
+    assert train(root, run, {0: 50.0, 2: 40.0, 4: 30.0}, changes={"length": "4 steps"}) is None
+    assert best_of(run)["step"] == 0 and "best is the start" in log_of(run)
+    assert not (run / "checkpoints/step_00000000").exists()
+
+
+STOPS = {"eval.stop_after": "3 evaluations", "eval.min_delta": "2"}
+
+
+@pytest.fixture(scope="module")
+def stopped(root, tmp_path_factory):
+    """A run on two ranks that ends by itself after step 10: 69 and 60 are no progress from 70, nor is 50."""
+    run = tmp_path_factory.mktemp("best") / "stopped"
+    assert train(root, run, world=2, ds="zero2_bf16.json", changes=STOPS) is None
+    return run
+
+
+def test_a_run_without_progress_ends_as_finished(stopped):
+    """With its reason in the log, the newest teacher saved, and a report that calls it finished."""
+    from dino_ds.report.folder import read_run
+
+    log = log_of(stopped)
+    assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
+    assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
+    stalled = {r["step"]: r["stalled_evaluations"] for r in read_metrics(stopped) if "stalled_evaluations" in r}
+    assert stalled == {0: 0, 2: 0, 4: 0, 6: 1, 8: 2, 10: 3}
+
+
+def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
+    """Cut at a step that is evaluated only because it was the last one: that does not count. Ended, it stays so."""
+    run, values = tmp_path / "run", VALUES | {7: 71.0}
+    for steps, resume in ((5, False), (7, True), (None, True)):
+        how = {"max_steps": steps, "resume": resume, "world": 2, "ds": "zero2_bf16.json", "changes": STOPS}
+        assert train(root, run, values | {5: 10.0}, **how) is None
+    assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
+    state = read_manifest(run, 10)["state"]
+    assert state["knn"]["best"]["stalled"] == 3 and state["kept"] == 7
+    assert train(root, run, values, resume=True, world=2, ds="zero2_bf16.json", changes=STOPS) is None
+    assert losses_of(run) == losses_of(stopped)
+
+
+LOSS = {"eval.val_share": "0.4", "eval.every": "4 steps", "data.global_batch": "4", "eval.evals": "statistics"}
+WHOLE = LOSS | {
+    "eval.keep_best": "val_loss",
+    "objective.ibot_weight": "1",
+    "objective.koleo_weight": "0.1",
+    "objective.koleo_ranks": "all",
+    "objective.centering": "sinkhorn",
+    "crops.mask": "dinov2",
+    "length": "4 steps",
+}
+
+
+def _val(run):
+    return {r["step"]: {k: v for k, v in r.items() if k.startswith("val_")} for r in read_metrics(run) if "val_loss" in r}
+
+
+def test_validation_changes_nothing(root, tmp_path):
+    """Metrics of training and the state to the bit, with a center that gathers, dropped branches, on two ranks."""
+    runs = [tmp_path / "with", tmp_path / "without"]
+    changes = {"length": "8 steps", "data.global_batch": "4"}
+    for run, more in zip(runs, ({"eval.val_root": str(root), "eval.every": "2 steps"}, {}), strict=True):
+        said = run_on_ranks(train_tiny, root, run, "zero3_bf16.json", changes=changes | more, world=2)
+        assert said == [None, None]
+    assert losses_of(runs[0]) == losses_of(runs[1])
+    ours, theirs = (whole_tensors(run, 8) for run in runs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert len(_val(runs[0])) == 5 and all(
+        math.isclose(v["val_loss"], v["val_teacher_entropy"] + v["val_kl"], rel_tol=1e-6) for v in _val(runs[0]).values()
+    )
+
+
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(root, tmp_path):
+    """With terms that compare images, of all ranks too; to the bit at step 0, where the weights are equal. Rows of the
+    last micro-batch are fewer, and with three of them one of two ranks has none."""
+    found = []
+    for world in (1, 2):
+        run = tmp_path / str(world)
+        assert run_on_ranks(train_tiny, root, run, "zero0_fp32.json", changes=WHOLE, world=world) == [None] * world
+        found.append(_val(run))
+        assert best_of(run)["best"]["metric"] == "val_loss"
+    assert found[0][0] == found[1][0] and {"val_ibot_kl", "val_koleo_loss"} <= found[0][0].keys()
+    assert found[0][4]["val_loss"] == pytest.approx(found[1][4]["val_loss"], rel=1e-4)  # sums in another order
