@@ -63,7 +63,7 @@ from dino_ds.run.announcement import announce
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
 from dino_ds.run.ending import closing_lines
-from dino_ds.run.folder_files import write_description, write_teacher
+from dino_ds.run.folder_files import write_description
 from dino_ds.run.from_recipe import draw_crops, loop_options, nan_inputs
 from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.length_checks import check_lengths
@@ -75,6 +75,7 @@ from dino_ds.run.other_settings import describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
+from dino_ds.run.teacher_files import TeacherFiles
 
 
 class _Request(NamedTuple):
@@ -258,15 +259,14 @@ def _build(
     teacher = distilled(step.teachers)
     about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
     description = describe_settings(recipe, config) | about
-    write = functools.partial(write_teacher, folder.path, recipe, teacher)
-    saver = Saver(checkpoints, step, state, evaluations, description, write, recipe.save_in_background)
+    files = TeacherFiles(folder.path, recipe, teacher)
+    saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if begin.own is not None:
         check_same_teacher(begin.own.manifest, teacher)
         notes += [*notes_on_changes(begin.own.manifest, recipe, config), *other_images.notes(begin.own.manifest)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, request.caller)
-
     options = loop_options(recipe, len(source), epoch_steps, last_step, predicted_gib)
     nothing = functools.partial(nan_inputs, recipe, config.micro_batch, step.engine.device)
     draw = functools.partial(draw_crops, recipe)

@@ -6,7 +6,6 @@ within it, and the means over images are the same to the bit on any number of ra
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator
 from contextlib import closing
 from typing import Any
@@ -23,10 +22,12 @@ from dino_ds.data.prefetcher import to_device
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
-from dino_ds.evals.features import BATCH, keep_generators
+from dino_ds.evals.features import keep_generators
 from dino_ds.method.step import Inputs
 from dino_ds.run.run import Moment
 
+_BATCH = 32
+"""Images of a micro-batch, or of a smaller global batch; up to as many more, so that none has a single one."""
 _MOST_NAMES = 5
 
 
@@ -41,7 +42,7 @@ class HeldOutLoss:
         count = min(len(source), recipe.eval.test_images)
         if count < 2:
             raise DataError(f"a held-out loss needs two images, and there is {count}: name more, or a larger share")
-        parts = math.ceil(count / min(BATCH, max(2, recipe.data.global_batch)))
+        parts = max(1, count // min(_BATCH, max(2, recipe.data.global_batch)))
         chosen = evenly_spaced_indices(len(source), count)
         self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]
         self._noted = False

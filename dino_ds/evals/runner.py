@@ -27,8 +27,8 @@ from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.method.teacher import Teacher
-from dino_ds.run.folder_files import best_step
 from dino_ds.run.run import AtStep, Moment
+from dino_ds.run.teacher_files import best_step
 from dino_ds.weights.load import Backbone
 
 Results = dict[str, dict[str, Any]]

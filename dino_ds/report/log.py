@@ -52,8 +52,8 @@ class Incident:
 
 @dataclass
 class RunLog:
-    """facts: the newest lines of a start, by their first word; ended: finished, ended (before its length, by
-    eval.stop_after), stopped, failed or "" where no line tells; incidents: in their order, at most 50 of a kind; counts: of all."""
+    """facts: the newest lines of a start, by their first word; ended: finished, ended (by eval.stop_after), stopped,
+    failed or "" where no line tells; incidents: in their order, at most 50 of a kind; counts: of all."""
 
     facts: dict[str, str] = field(default_factory=dict)
     ended: str = ""

@@ -6,24 +6,17 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
-from dino_ds.basics.names import BEST_TEACHER, sidecar_of
-from dino_ds.checkpoint.files import write_tensors
+from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.config.begun_with import ENVIRONMENT, ORIGIN, Origin
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
-from dino_ds.errors import CheckpointError, ConfigError, unwritable
-from dino_ds.run.environment import describe_environment, versions
-from dino_ds.weights.about import about_teacher
-from dino_ds.weights.sidecar import read_facts, write_with_sidecar
+from dino_ds.errors import ConfigError, unwritable
+from dino_ds.run.environment import describe_environment
 
 _FILES = (
     "config.yaml",
@@ -96,38 +89,3 @@ def _becomes_visible(path: Path) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def write_teacher(
-    path: Path,
-    recipe: Recipe,
-    distilled: dict[str, Any] | None,
-    backbone: Mapping[str, Tensor],
-    step: int,
-    best: Mapping[str, Any] | None = None,
-) -> None:
-    """Write teacher.safetensors, the teacher's backbone after `step` steps in FP32 with timm's names, and teacher.json,
-    which says how it was made and from what it was distilled. With `best`, the facts of the best teacher, it is
-    best_teacher.* that says of which metric. Raises OSError."""
-    facts, place = about_teacher(recipe, distilled, step, versions()), path / "teacher.safetensors"
-    if best is not None:
-        place = path / BEST_TEACHER
-        facts["best"] = {name: best[name] for name in ("metric", "value", "start")}
-        if "load" in facts:
-            facts["load"] = facts["load"].replace("teacher.safetensors", BEST_TEACHER)
-    write_with_sidecar(place, lambda file: write_tensors(file, backbone, {"format": "pt"}), facts)
-
-
-def best_step(path: Path) -> int | None:
-    """The step of the best teacher in a run folder, or None if there is none, or its description can't be read."""
-    try:
-        step = read_facts(sidecar_of(path / BEST_TEACHER)).get("step") if (path / BEST_TEACHER).is_file() else None
-    except CheckpointError:
-        return None
-    return step if isinstance(step, int) else None
-
-
-def remove_best(path: Path) -> None:
-    """Remove the best teacher of a run folder, which continues from an earlier step. Raises nothing."""
-    discard(path / BEST_TEACHER)
-    discard(sidecar_of(path / BEST_TEACHER))

@@ -5,30 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from dino_ds.basics.durable import is_gone
-from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.checkpoint.manifest import KEPT, MANIFEST, WHOLE, SavedCheckpoint, read_manifest, step_name
-from dino_ds.checkpoint.opening import open_checkpoint
+from dino_ds.checkpoint.manifest import KEPT, SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import Saving
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.folder_files import best_step, remove_best
 from dino_ds.run.run import AtStep, RunState
+
+
+class Files(Protocol):
+    """The files of a run folder with the newest and the best teacher: `dino_ds.run.teacher_files`."""
+
+    def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None: ...
+
+    def settle(
+        self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    ) -> list[str]: ...
 
 
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: writes the
-    tensors of the teacher's backbone, the step that they are of, and what it is the best by, if it is, into the run
-    folder. `saving` commits saves.
+    description: fields of Manifest that are the same in all checkpoints of this start. files: puts the tensors of the
+    teacher's backbone into the run folder. `saving` commits saves.
     Methods that return lines return them for the log.
     """
 
@@ -37,7 +43,7 @@ class Saver:
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
-    write_teacher: Callable[[dict[str, Tensor], int, dict[str, Any] | None], None]
+    files: Files
     background: bool
 
     def __post_init__(self) -> None:
@@ -56,7 +62,10 @@ class Saver:
         """Clear up what earlier starts have left beyond the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
-                return [*self.checkpoints.tidy(self.saved_step), *self._settle_best()]
+                notes, best = self.checkpoints.tidy(self.saved_step), self._best()
+                if best is not None and distributed.rank() == 0:
+                    notes += self.files.settle(best, self.saved_step, self._exported)
+                return notes
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
 
@@ -133,9 +142,9 @@ class Saver:
         saved = SavedCheckpoint(folder, read_manifest(folder))
         step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
         backbone = self._exported(saved.whole())
-        self.write_teacher(backbone, step, None)
+        self.files.write(backbone, step)
         if best and best["step"] == step:
-            self.write_teacher(backbone, step, best)
+            self.files.write(backbone, step, best)
 
     def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""
@@ -152,31 +161,10 @@ class Saver:
         lines, best = list[str](), self._best()
         if distributed.rank() == 0 and best is not None:
             try:
-                self.write_teacher(self._exported(self.step.state()), self.step.applied_steps, best)
+                self.files.write(self._exported(self.step.state()), self.step.applied_steps, best)
             except OSError as error:
-                lines = [f"warning  {BEST_TEACHER} can't be written: {error.strerror or error}; training continues"]
+                lines = [f"warning  the best teacher can't be written: {error.strerror or error}; training continues"]
         return lines
-
-    def _settle_best(self) -> list[str]:
-        """On rank 0, make the best teacher's file the one that the loaded state knows, after a death before it was
-        written; that of a later step is removed. Raises OSError."""
-        best = self._best()
-        if distributed.rank() != 0 or best is None:
-            return []
-        there, folder = best_step(self._run_dir), self.checkpoints.folder / step_name(best["step"] or 0)
-        if there == best["step"]:
-            return []
-        if best["step"] and (folder / MANIFEST).is_file():
-            try:
-                saved = open_checkpoint(folder, WHOLE)
-            except CheckpointError as error:
-                return [f"the best teacher is lost: {error}"]
-            self.write_teacher(self._exported(saved.whole()), best["step"], best)
-            return [f"{BEST_TEACHER} is written anew from {folder.name}, whose {best['metric']} was the best"]
-        if there is None or there <= self.saved_step:
-            return []
-        remove_best(self._run_dir)
-        return [f"{BEST_TEACHER} was of step {there}, and is removed: training continues from step {self.saved_step}"]
 
 
 def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
