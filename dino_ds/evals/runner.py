@@ -67,6 +67,7 @@ class EvalRunner(AtStep):
         self.best: Best | None = None
         self.held_out: HeldOutLoss | None = None
         self._improved = False
+        self._began_as = "untrained network"
         for name in names:
             self._check(name)
 
@@ -103,6 +104,8 @@ class EvalRunner(AtStep):
         )
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         runner.best = best
+        if recipe.model.init_from is not None or recipe.stage_start is not None:
+            runner._began_as = "start"
         runner.held_out = None if held_out is None else HeldOutLoss(recipe, held_out)
         runner._advice += changes_that_help(recipe)
         runner._notes += note_on_shared(names, train, test, "eval.root")
@@ -240,7 +243,7 @@ class EvalRunner(AtStep):
 
     def knn_summary(self) -> str:
         """k-NN next to its baselines: raw pixels, chance, and the network before training."""
-        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
+        untrained = f", {self._began_as} {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def warning(self, cut: bool = False) -> str | None:
@@ -253,7 +256,7 @@ class EvalRunner(AtStep):
         learned = ""
         if self.untrained is not None:
             helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
-            learned = f"; the untrained network's was {self.untrained:.1f} %, so training {helped} yet"
+            learned = f"; the {self._began_as}'s was {self.untrained:.1f} %, so training {helped} yet"
         advice = ["train to the end (--max_steps cut this run short)", *self._advice[1:]] if cut else self._advice
         return (
             f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "

@@ -138,13 +138,12 @@ class Saver:
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
-        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint, and the same as the best if it is."""
+        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint, and the best teacher if it is new."""
         saved = SavedCheckpoint(folder, read_manifest(folder))
         step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
-        backbone = self._exported(saved.whole())
-        self.files.write(backbone, step)
-        if best and best["step"] == step:
-            self.files.write(backbone, step, best)
+        self.files.write(self._exported(saved.whole()), step)
+        if best:
+            self.files.settle(best, step, self._exported)
 
     def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""

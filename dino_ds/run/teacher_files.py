@@ -45,10 +45,10 @@ class TeacherFiles:
     def settle(
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     ) -> list[str]:
-        """Make the best teacher's file the one that a run knows which goes on from step `start`; lines for the log.
+        """Make the best teacher's file the one that a run at step `start` knows; lines for the log.
 
-        It is older where the process died before it was written, and then cut out of its checkpoint by `exported`; one
-        of a later step is removed. Raises OSError.
+        Where it is older, it is cut out of the checkpoint of its step by `exported`, also after a death or a full disk;
+        one of a later step is removed. Raises OSError.
         """
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)

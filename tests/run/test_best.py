@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import dino_ds
+from dino_ds.config.chosen_weights import chosen_model
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import home_of
 from dino_ds.data.held_out import split_off
 from dino_ds.data.sources import build_source
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
+from dino_ds.evals.best import Best
+from dino_ds.evals.runner import EvalRunner
+from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny, whole_tensors
+from tests.run.test_stages import flags, words_of
+from tests.run.test_stages import run as run_words
 
 VALUES = {0: 30.0, 2: 40.0, 4: 70.0, 6: 60.0, 8: 69.0, 10: 50.0, 12: 20.0}
 """k-NN by step, of a run that gets worse."""
@@ -22,24 +36,21 @@ EVERY_TWO = {"eval.every": "2 steps", "eval.k": "5", "eval.bank_images": "5"}
 
 def _train(values, root, run, ds="zero0_fp32.json", **how):
     """`train_tiny` with k-NN accuracies as given by step; raw pixels have 25 %."""
-    original, runner = suite.EVALUATIONS["knn"], __import__("dino_ds.evals.runner", fromlist=["EvalRunner"]).EvalRunner
-    evaluate, now = runner.evaluate, [0]
+    original, evaluate, now = suite.EVALUATIONS["knn"], EvalRunner.evaluate, [0]
 
     def at(self, moment):
         now[0] = moment.step
         return evaluate(self, moment)
 
     def knn(context):
-        return {"knn_5": 25.0 if not hasattr(context.backbone, "network") else values[now[0]]} if context.device else {}
+        context.begin()  # as far as a check before training goes
+        return {"knn_5": values[now[0]] if hasattr(context.backbone, "network") else 25.0}
 
-    def preflight(context):
-        return original(context) if type(context).__name__ == "_Preflight" else knn(context)
-
-    suite.EVALUATIONS["knn"], runner.evaluate = preflight, at
+    suite.EVALUATIONS["knn"], EvalRunner.evaluate = knn, at
     try:
         return train_tiny(root, run, ds, **how)
     finally:
-        suite.EVALUATIONS["knn"], runner.evaluate = original, evaluate
+        suite.EVALUATIONS["knn"], EvalRunner.evaluate = original, evaluate
 
 
 def train(root, run, values=VALUES, world=1, ds="zero0_fp32.json", changes=None, **how):
@@ -166,3 +177,143 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(root, tmp_path):
         assert best_of(run)["best"]["metric"] == "val_loss"
     assert found[0][0] == found[1][0] and {"val_ibot_kl", "val_koleo_loss"} <= found[0][0].keys()
     assert found[0][4]["val_loss"] == pytest.approx(found[1][4]["val_loss"], rel=1e-4)  # sums in another order
+
+
+class _Death(BaseException):
+    """The process dies."""
+
+
+@pytest.mark.parametrize("death", range(1, 6))
+def test_a_death_while_the_best_is_written_leaves_a_valid_one(straight, tmp_path, monkeypatch, death):
+    """The one before or the new one, with its own description; the next start has the new one from its checkpoint."""
+    run, calls, replace = tmp_path / "run", [0], os.replace
+    shutil.copytree(straight, run)
+    files = TeacherFiles(run, load_recipe(str(run / "config.yaml"), {}), None)
+    best = {"metric": "knn", "value": 20.0, "start": 30.0, "step": 12}
+
+    def dying(*args):
+        calls[0] += 1
+        if calls[0] == death:  # before the first of three files is in place, ..., after the last
+            raise _Death
+        return replace(*args)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with contextlib.suppress(_Death):
+        files.write(_exported(whole_tensors(run, 12)), 12, best)
+    monkeypatch.setattr(os, "replace", replace)
+    found = best_of(run)
+    assert (found["step"], found["best"]["value"]) in ((4, 70.0), (12, 20.0))
+    files.settle(best, 12, _exported)
+    assert best_of(run)["step"] == 12 and best_of(run)["best"]["value"] == 20
+
+
+def _exported(whole):
+    prefix = "teacher.backbone."
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+
+
+def _train_on_a_full_disk(values, *args, **how):
+    """The best teacher of step 4 does not fit when its checkpoint is there, and does later."""
+    write, full = TeacherFiles.write, [True]
+
+    def writes(self, backbone, step, best=None):
+        if best is not None and step == 4 and full.pop(0):
+            full.append(False)
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        write(self, backbone, step, best)
+
+    TeacherFiles.write = writes
+    try:
+        return _train(values, *args, **how)
+    finally:
+        TeacherFiles.write = write
+
+
+def test_a_full_disk_delays_the_best_teacher(root, tmp_path):
+    """Training goes on with a warning, and the next save writes it from its checkpoint, which stays."""
+    run = tmp_path / "run"
+    changes = EVERY_TWO | {"eval.root": str(root), "length": "6 steps"}
+    assert run_on_ranks(_train_on_a_full_disk, VALUES, root, run, changes=changes, world=1) == [None]
+    assert "warning  after a save: No space left on device" in log_of(run)
+    assert best_of(run)["step"] == 4 and "could not be saved" not in log_of(run)
+
+
+def test_the_best_of_a_run_is_meant_by_one_word(straight, tmp_path):
+    """Its checkpoint, which has the heads, or the file where that is gone; with one line for what is not there."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    with_heads = dino_ds.load(run, weights="best")
+    shutil.rmtree(run / "checkpoints/step_00000004")
+    alone = dino_ds.load(run, weights="best")
+    assert with_heads.heads and not alone.heads and alone.about["step"] == with_heads.about["step"] == 4
+    for name, tensor in alone.network.state_dict().items():
+        assert torch.equal(tensor, with_heads.network.state_dict()[name])
+    assert home_of(chosen_model(run, "best")).folder == run and chosen_model(run, "newest") == str(run)
+    for model, weights, says in (
+        (run, "step_3", "has no checkpoint step_00000003; found: step_00000012"),
+        (run, "latest", "'latest' is not newest, best, or step_N"),
+        (run / "checkpoints/step_00000012", "best", "is not a run folder"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=says):
+            dino_ds.load(model, weights=weights)
+    (run / "best_teacher.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        dino_ds.load(run, weights="best")
+    (run / "best_teacher.json").unlink()
+    with pytest.raises(CheckpointError, match="has kept no best teacher"):
+        dino_ds.load(run, weights="best")
+
+
+@pytest.mark.parametrize("start", ["restart", "continue"])
+def test_a_stage_begins_from_the_best(straight, root, tmp_path, start):
+    """Not from the newest; its own best begins with the weights that it began with."""
+    run, changes = tmp_path / "run", {"stage_start": start, "length": "2 steps", "eval.keep_best": "rankme"}
+    words = words_of(run, "--from", str(straight), "--weights", "best", *flags(changes), *flags(STATISTICS))
+    assert run_words(words) is None
+    first = 4 if start == "continue" else 0
+    assert f"begins with {straight}, step 4" in log_of(run)
+    assert read_manifest(run, first + 2)["state"]["knn"]["best"]["start_step"] == first
+    assert best_of(run)["step"] in (first, first + 2)
+    assert _val(run) == {}
+
+
+STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eval.keep_best": "foo"}, "'foo' is not one of auto, none, knn"),
+        ({"eval.stop_after": "5 epochs"}, "write '5 evaluations'"),
+        ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
+        ({"eval.stop_after": "5 evaluations", "eval.keep_best": "none"}, "eval.stop_after needs a metric"),
+        ({"eval.min_delta": "1"}, "eval.min_delta has no effect"),
+        ({"eval.keep_best": "val_loss"}, "needs held-out images"),
+        ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
+        ({"eval.val_root": "a", "data.source": "cifar10"}, "take val_share"),
+    ],
+)
+def test_what_could_never_have_an_effect_is_refused(changes, says):
+    """In one line."""
+    with pytest.raises(ConfigError, match=says) as refused:
+        load_recipe(None, changes)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_what_the_images_do_not_allow_leaves_no_run_folder(root, tmp_path):
+    every = {"eval.every": "2 steps"}
+    for more, says in (({"eval.stop_after": "5"}, "needs a metric"), ({"eval.val_share": "0.001"}, "holds 0 out")):
+        [said] = run_on_ranks(train_tiny, root, tmp_path / "run", changes=every | more, world=1)
+        assert says in said and "\n" not in said and not (tmp_path / "run").exists()
+
+
+def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
+    best = Best("val_loss", patience=2)
+    assert [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert (best.step, best.stalled, best.finished) == (2, 1, "")
