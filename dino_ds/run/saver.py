@@ -50,6 +50,8 @@ class Saver:
         self._run_dir = self.checkpoints.folder.parent
         self.saved_step = 0
         """Step of the newest checkpoint that this start has loaded or saved."""
+        self._unwritten: list[str] = []
+        """Reasons, yet to be told, why the best teacher could not be written after a save."""
         self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
@@ -89,7 +91,9 @@ class Saver:
         state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
-        return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+        lines = self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+        reasons, self._unwritten = self._unwritten, []
+        return lines + [f"warning  the best teacher can't be written: {reason}" for reason in reasons]
 
     def metrics(self) -> dict[str, float]:
         """Time and size of the last checkpoint of this process, for metrics.jsonl."""
@@ -143,7 +147,10 @@ class Saver:
         step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
         self.files.write(self._exported(saved.whole()), step)
         if best:
-            self.files.settle(best, step, self._exported)
+            try:
+                self.files.settle(best, step, self._exported)
+            except OSError as error:  # its checkpoint is there, and no reason to end a run
+                self._unwritten.append(f"{error.strerror or error}; its checkpoint stays, the next save tries again")
 
     def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""

@@ -18,7 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.run.environment import versions
 from dino_ds.weights.about import about_teacher
-from dino_ds.weights.sidecar import read_facts, write_with_sidecar
+from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class TeacherFiles:
 
 
 def best_step(run: Path) -> int | None:
-    """The step of the best teacher in a run folder, or None if there is none or its description can't be read."""
+    """The step of the best teacher in a run folder, or None if there is none or it is damaged."""
     try:
-        step = read_facts(sidecar_of(run / BEST_TEACHER)).get("step") if (run / BEST_TEACHER).is_file() else None
+        step = read_sidecar(run / BEST_TEACHER).get("step") if (run / BEST_TEACHER).is_file() else None
     except CheckpointError:
         return None
     return step if isinstance(step, int) else None

@@ -230,11 +230,11 @@ def _train_on_a_full_disk(values, *args, **how):
 
 
 def test_a_full_disk_delays_the_best_teacher(root, tmp_path):
-    """Training goes on with a warning, and the next save writes it from its checkpoint, which stays."""
+    """Training goes on with a warning, and the next save writes it from its checkpoint."""
     run = tmp_path / "run"
     changes = EVERY_TWO | {"eval.root": str(root), "length": "6 steps"}
     assert run_on_ranks(_train_on_a_full_disk, VALUES, root, run, changes=changes, world=1) == [None]
-    assert "warning  after a save: No space left on device" in log_of(run)
+    assert "warning  the best teacher can't be written: No space left on device" in log_of(run)
     assert best_of(run)["step"] == 4 and "could not be saved" not in log_of(run)
 
 
