@@ -25,7 +25,7 @@ class Part:
     others: Part
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
-        self._whole, self._indices = whole, indices
+        self.whole, self._indices = whole, indices
         self.classes = whole.classes
         labels = whole.labels
         self.labels: Sequence[int] | None = None if labels is None else np.asarray(labels)[indices].tolist()
@@ -34,15 +34,15 @@ class Part:
         return len(self._indices)
 
     def load(self, index: int) -> Any:
-        return self._whole.load(int(self._indices[index]))
+        return self.whole.load(int(self._indices[index]))
 
     def name(self, index: int) -> str:
-        return self._whole.name(int(self._indices[index]))
+        return self.whole.name(int(self._indices[index]))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of an object that is being unpickled
             raise AttributeError(name)
-        found = getattr(self._whole, name)
+        found = getattr(self.whole, name)
         return self._forwarded(found) if name in _FORWARDED else found
 
     def _forwarded(self, method: Callable[[int], Any]) -> Callable[[int], Any]:
