@@ -68,7 +68,7 @@ class Run:
             raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
     def load(self, device: str = "cpu", weights: str = "newest") -> Backbone:
-        """The teacher, as `dino_ds.load` has it: newest, best or step_N. Raises CheckpointError where none was saved."""
+        """The teacher, as `dino_ds.load` has it: newest, best or step_N. Raises CheckpointError if there is none."""
         from dino_ds.weights.load import load
 
         return load(self.path, device=device, weights=weights)

@@ -40,7 +40,7 @@ class Part:
         return self.whole.name(int(self._indices[index]))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of an object that is being unpickled
+        if name.startswith("_") or name in ("whole", "others"):  # of an object that is being unpickled
             raise AttributeError(name)
         found = getattr(self.whole, name)
         return self._forwarded(found) if name in _FORWARDED else found
