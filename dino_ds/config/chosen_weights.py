@@ -20,7 +20,10 @@ NEWEST, BEST = "newest", "best"
 
 def _check_name(name: str) -> str:
     if name not in (NEWEST, BEST) and not re.fullmatch(r"step_[0-9]{1,12}", name):
-        raise ValueError(f"{name!r} is not newest, best, or step_N such as step_1500")
+        raise ValueError(
+            f"{name!r} is not newest, best, or step_N such as step_1500, which choose among those of a run; other "
+            "weights are the MODEL itself, or --model.init_from FILE to train"
+        )
     return name
 
 

@@ -38,7 +38,7 @@ OPTIONS = by_word({
     "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)": "model "
     "model_name architecture encoder network",
     "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume": "pretrained "
-    "weights checkpoint ckpt ckpt_path checkpoint_path resume_from resume_from_checkpoint load_from load_checkpoint "
+    "checkpoint ckpt ckpt_path checkpoint_path resume_from resume_from_checkpoint load_from load_checkpoint "
     "pretrained_weights model_name_or_path initial_checkpoint auto_resume",
     'there is no LoRA; --model.freeze_backbone "N epochs" trains the head first, --optimizer.layer_decay 0.9 moves '
     "lower blocks less": "lora lora_r lora_rank lora_alpha use_peft adapter",
