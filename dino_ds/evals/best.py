@@ -100,10 +100,12 @@ class Best:
         if self.step != kept:
             there = "none" if kept is None else f"that of step {kept}"
             found.append(f"warning  the best teacher could not be saved: best_teacher.safetensors is {there}")
-        if self.start is not None and self.seen != self.start_step and self.step == self.start_step:
+        began, now = self.start, self.newest
+        if began is not None and now is not None and self.seen != self.start_step and self._gain(now, began) <= 0:
+            best = "the start" if self.step == self.start_step else f"step {self.step}"
             found.append(
-                f"warning  training has not bettered the weights that the run began with ({self.metric} "
-                f"{self._shown(self.start)}, now {self._shown(self.newest)}): best is the start"
+                f"warning  training has ended no better than the weights that it began with ({self.metric} "
+                f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
         return found
 

@@ -22,6 +22,10 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
 from dino_ds.evals.best import Best
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.report.folder import read_run, with_titles
+from dino_ds.report.pictures.charts import summarise_knn
+from dino_ds.report.pictures.series import read_metrics as read_curves
+from dino_ds.report.single_run import draw_run
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
@@ -87,6 +91,13 @@ def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
     assert "best     step 4: knn 70; newest 20; start 30" in log_of(straight)
 
 
+def test_the_first_value_of_a_run_that_began_with_weights_is_its_start(straight):
+    """And that of another one is the untrained network's."""
+    for key, changes in (("untrained", {}), ("start", {"model.init_from": "weights.pth"})):
+        found = summarise_knn(with_titles(read_curves(straight / "metrics.jsonl"), load_recipe(None, changes)))
+        assert found is not None and found[key] == 30 and len({"untrained", "start"} & found.keys()) == 1
+
+
 def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
     """No checkpoint of step 0 is made: the file alone has those weights."""
     run = tmp_path / "run"
@@ -108,11 +119,11 @@ def stopped(root, tmp_path_factory):
 
 def test_a_run_without_progress_ends_as_finished(stopped):
     """With its reason in the log, the newest teacher saved, and a report that calls it finished."""
-    from dino_ds.report.folder import read_run
-
     log = log_of(stopped)
     assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
     assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
+    page = draw_run(read_run(stopped))
+    assert "best knn" in page and "best teacher" in page
     stalled = {r["step"]: r["stalled_evaluations"] for r in read_metrics(stopped) if "stalled_evaluations" in r}
     assert stalled == {0: 0, 2: 0, 4: 0, 6: 1, 8: 2, 10: 3}
 
