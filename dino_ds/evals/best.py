@@ -31,6 +31,8 @@ class Best:
     stalled: int = 0
     seen: int | None = None
     """Step of the newest evaluation, or None before the first one."""
+    measured_on: tuple[int, ...] = ()
+    """Numbers of images and neighbours: values of others are not comparable."""
 
     @staticmethod
     def from_recipe(section: EvalSection, names: tuple[str, ...]) -> Best | None:
@@ -51,7 +53,8 @@ class Best:
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        vars(self).update(vars(Best(self.metric, self.patience, self.min_delta)))
+        fresh = Best(self.metric, self.patience, self.min_delta, measured_on=self.measured_on)
+        vars(self).update(vars(fresh))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
         """Take the value of an evaluation, or None where it was not possible; whether it is the best one so far.
@@ -116,7 +119,13 @@ class Best:
     def state_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("patience", "min_delta")}
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take back what `state_dict` gave, unless it is of another metric or of a version that had none."""
-        if state is not None and state.get("metric") == self.metric:
-            vars(self).update({name: state.get(name) for name in self.state_dict() if name in state})
+    def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
+        """Take back what `state_dict` gave; a note where its values are not comparable, and forgotten. A version that
+        had none gave None."""
+        if state is None:
+            return []
+        if (state["metric"], tuple(state["measured_on"])) != (self.metric, self.measured_on):
+            return [f"the best teacher is sought anew: it was the best by {state['metric']}, or on other images"]
+        known = {name: state[name] for name in self.state_dict() if name != "measured_on"}
+        vars(self).update(known)
+        return []

@@ -84,15 +84,14 @@ class EvalRunner(AtStep):
         if every == 0:
             return None
         best = Best.from_recipe(settings, names)
-        with distributed.raise_on_all_ranks():
-            held_out = held_out_images(recipe, train)
-        if not names and held_out is None:
-            return None
         test = None
         with distributed.raise_on_all_ranks():
+            held_out = held_out_images(recipe, train)
             if named:
                 root = settings.root if data.own_files else data.root
                 test = build_source(data.source, root, "test", data.download)
+        if not names and held_out is None:
+            return None
         how = Settings(
             ks=(settings.k,),
             temperature=settings.temperature,
@@ -103,6 +102,9 @@ class EvalRunner(AtStep):
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
+        if best is not None:
+            counts = len(test or ()), len(held_out or ())
+            best.measured_on = (settings.k, settings.bank_images, settings.test_images, *counts)
         runner.best = best
         if recipe.model.init_from is not None or recipe.stage_start is not None:
             runner._began_as = "start"
@@ -193,7 +195,6 @@ class EvalRunner(AtStep):
                 model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False
             )
 
-        # The baseline that any learning must beat.
         pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalisation=self._normalisation)
         context, results, raw = context_of(model), Results(), self.raw
         for name in self._names:
@@ -284,8 +285,7 @@ class EvalRunner(AtStep):
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
             self._latest_step = state.get("step")
-            if self.best is not None:
-                self.best.load_state_dict(state.get("best"))
+        self._notes += self.best.load_state_dict(state.get("best")) if self.best is not None else []
 
 
 @contextmanager

@@ -137,8 +137,11 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
     assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
     state = read_manifest(run, 10)["state"]
     assert state["knn"]["best"]["stalled"] == 3 and state["kept"] == 7
-    assert train(root, run, values, resume=True, world=2, ds="zero2_bf16.json", changes=STOPS) is None
+    how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
+    assert train(root, run, values, changes=STOPS, **how) is None
     assert losses_of(run) == losses_of(stopped)
+    assert train(root, run, values, changes=STOPS | {"eval.bank_images": "6"}, max_steps=11, **how) is None
+    assert losses_of(run)[-1][0] == 11 and "the best teacher is sought anew" in log_of(run)
 
 
 WHOLE = {
