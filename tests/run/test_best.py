@@ -130,7 +130,7 @@ def test_a_run_without_progress_ends_as_finished(stopped):
 
 def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
     """Cut at a step that is evaluated only because it was the last one: that does not count. Ended, it stays so."""
-    run, values = tmp_path / "run", VALUES | {7: 71.0}
+    run, values = tmp_path / "run", VALUES | {7: 71.0, 11: 1.0}
     for steps, resume in ((5, False), (7, True), (None, True)):
         how = {"max_steps": steps, "resume": resume, "world": 2, "ds": "zero2_bf16.json", "changes": STOPS}
         assert train(root, run, values | {5: 10.0}, **how) is None
