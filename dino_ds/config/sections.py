@@ -11,15 +11,12 @@ from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
-    BENCHMARKS,
-    EVALUATIONS,
     SOURCES,
     BatchSize,
     BelowOne,
     ChannelsField,
     Count,
     Depth,
-    Evaluations,
     Few,
     Fraction01,
     FunctionName,
@@ -284,15 +281,3 @@ class TeacherSection(Section):
         "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
     )
     others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
-
-
-class EvalSection(Section):
-    every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
-    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
-    root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
-    k: Count = option(20, "neighbours")
-    temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
-    bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
-    test_images: Count = option(2000, "test images, at most")
-    benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
-    pictures_every: LengthField = option(Length(5, "epochs"), "how often attention and PCA are drawn; 0 steps = never")

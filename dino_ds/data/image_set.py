@@ -52,7 +52,7 @@ class ImageSet:
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
-                digest = hashlib.blake2b(_name(source, index, root), digest_size=8).digest()
+                digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
                 order.update(digest)
                 yield int.from_bytes(digest, "little"), index
 
@@ -177,7 +177,8 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _name(source: Source, index: int, root: str | None) -> bytes:
+def name_of(source: Source, index: int, root: str | None) -> bytes:
+    """The name that identifies an image of a source, as it is below `root`."""
     if member := getattr(source, "member", None):
         name: str = member(index)
     else:

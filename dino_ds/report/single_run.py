@@ -78,13 +78,21 @@ def _cards(facts: dict[str, Any], metrics: Metrics) -> list[tuple[str, str, str]
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait = facts["data_wait_fraction"]
     waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
+    best = facts["best"]
     return [
+        *([_best_card(best)] if best else []),
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
         ("loss, nats", nats(facts["loss"]), _loss_parts(metrics)),
         ("images per second", number(facts["images_per_second"], 3), waiting),
         ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
     ]
+
+
+def _best_card(best: dict[str, Any]) -> tuple[str, str, str]:
+    value, start = (number(best[key]) if isinstance(best[key], float) else "" for key in ("value", "start"))
+    began = f", {start} at the start" if start else ""
+    return f"best {best['metric']}", value, f"step {best['step']}{began}: best_teacher.safetensors"
 
 
 def _loss_parts(metrics: Metrics) -> str:
@@ -110,8 +118,10 @@ def _images(run: RunFiles) -> str:
 
 
 def _baselines(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    names = {"teacher": "teacher", **KNN_BASELINES}
-    return [(names[key], percent(knn[key]), [(3 if key == "teacher" else 8, knn[key])]) for key in names if key in knn]
+    """Bars on one axis: the newest and the best teacher, and what they are compared with."""
+    names = {"teacher": "teacher", "best": "best teacher", **KNN_BASELINES}
+    shown = [key for key in names if key in knn and not (key == "best" and knn[key] == knn.get("teacher"))]
+    return [(names[key], percent(knn[key]), [(3 if "teacher" in names[key] else 8, knn[key])]) for key in shown]
 
 
 def _alarms(run: RunFiles) -> list[str]:

@@ -43,20 +43,32 @@ class Loop:
         """Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
+        self._evaluate_start()
         if step.applied_steps == 0:
-            if not self._run_if_due(run.evaluations, last=False):
-                self._end_early()
             self._run_if_due(run.pictures, last=False)
         with closing(open_feed()) as feed:
             self._clock.read()
             try:
-                while step.applied_steps < run.options.last_step:
+                while step.applied_steps < run.options.last_step and not self._finished():
                     self._micro_batch(feed)
             except NumericError:  # of all ranks
                 self._log.info(*self._saver.saving.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
+
+    def _evaluate_start(self) -> None:
+        """Evaluate the weights that training begins with, or those of a resumed step where that was interrupted."""
+        run, done, at_start = self._run, self._run.step.applied_steps, self._saver.saved_step == 0
+        if run.evaluations is None or not (done == 0 or run.evaluations.missed(done, at_start)):
+            return
+        if not self._run_now(run.evaluations, at_start):
+            self._end_early()
+        if run.evaluations.improved():
+            self._log.info(*self._saver.save_best())
+
+    def _finished(self) -> bool:
+        return self._run.evaluations is not None and bool(self._run.evaluations.finished())
 
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
@@ -130,9 +142,11 @@ class Loop:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
             self._log.picture("crops", run.draw_crops(batch), done)
+        last = last or (evaluate and self._finished())
         if not stop:
             self._run_if_due(run.pictures, last)
-        if self._saves.due(done) or last or stop:
+        improved = evaluate and run.evaluations is not None and run.evaluations.improved()
+        if self._saves.due(done) or last or stop or improved:
             self._save(wait=last or stop)
         if stop:
             self._end_early()
@@ -164,14 +178,17 @@ class Loop:
 
     def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
         """False where a stop was requested before its end."""
-        run, done = self._run, self._run.step.applied_steps
-        if what is None or not what.due(done, last):
+        if what is None or not what.due(self._run.step.applied_steps, last):
             return True
+        return self._run_now(what)
+
+    def _run_now(self, what: AtStep, at_start: bool = False) -> bool:
+        run, step = self._run, self._run.step
+        done = step.applied_steps
         self._beat.enter("evaluate", done)
         with self._clock.paused():
-            images = done * run.options.global_batch
-            teacher, device = run.step.teachers.exported, run.step.engine.device
-            return what.run(Moment(teacher, device, done, images, run.path, run.log, self._stop_requested))
+            where = step.teachers.exported, step.engine.device, done, done * run.options.global_batch
+            return what.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
 
     def _stop_requested(self) -> bool:
         """Whether a stop was requested; the monitor process sees by each call that the work makes progress."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The same as --c1 to --c8 of report/templates/page.css."""
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
-KNN_BASELINES = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
+KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED = "eval/"
 """Prefix of the keys that evaluations during training write, except those of k-NN."""
 
@@ -177,7 +177,7 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 
-    The untrained network is the teacher at step 0.
+    The first value is that of the untrained network, or of the weights that the run began with (start).
     """
     curve = metrics[KNN]
     if not len(curve.finite):
@@ -185,8 +185,8 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
     newest = int(curve.x[np.isfinite(curve.y)][-1])
     found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
-    if curve.x[0] == 0:
-        found["untrained"] = float(curve.y[0])
+    if metrics.began_with_weights or curve.x[0] == 0:
+        found["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in found.items() if math.isfinite(value)}
 
