@@ -110,12 +110,9 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
-    """Fill each of `whole` (ranks * n,) from every rank's shard (n,), a part of the same memory, by one collective.
-
-    Every rank of `group` must call it.
-    """
+    """Fill each of `whole` (ranks * n,) from shards (n,), parts of the same memory, by one collective of `group`."""
     with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
-        for flat, shard in zip(whole, shards, strict=True):
+        for flat, shard in zip(whole, shards, strict=True) if dist.get_world_size(group) > 1 else ():
             dist.all_gather_into_tensor(flat, shard, group=group)
 
 
