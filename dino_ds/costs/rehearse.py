@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.ranges import listen
-from dino_ds.basics.rehearsal import rehearsal, tell_of_collectives
+from dino_ds.basics.rehearsal import listen_to_kernels, rehearsal, tell_of_collectives
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -166,18 +166,21 @@ class _Rehearsal:
         for name, teacher in teachers.items():
             recorder.watch(f"teacher {name}", teacher._running)
         recorder.free_gradients(self._network.parameters())
+        recorder.watch_prototypes(part for module in modules for part in module.modules())
         self._engine.recorder = recorder
-        with recorder, listen(recorder), tell_of_collectives(recorder.note_sent), _on_host(recorder):
+        seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent)
+        with recorder, listen(recorder), seen[0], seen[1], _on_host(recorder):
             step.prepare(window)
             held = recorder.live
             step.micro_batch(window[0])
         parts = recorder.parts
-        for name, part in parts.items():
+        for name, part in (*parts.items(), *recorder.prototypes.items()):
             if name.startswith("teacher") or name == "targets":
                 part.scale(1 / len(window))
         wanted = [name for name, part in parts.items() if part.operators]
         return {
             "parts": {name: parts[name].plain() for name in wanted},
+            "prototypes": {name: part.plain() for name, part in recorder.prototypes.items()},
             "saved": self._engine.saved - held,
             "held": held / len(window),
             "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
