@@ -11,8 +11,9 @@
 
 `check` fails for more launches or bytes than a part's ceiling, and for every problem: tensors of two devices in one
 operator, a copy between host and device, a value read by the host, an operator without a CUDA kernel. Launches are an
-estimate: operators, weighed by the kernels that they start (`dino_ds.costs.recorder`), and fused functions. GB are what operators read and write, each
-argument and each result once; matrix products and attention are left out. Lower a ceiling when you get below it.
+estimate: operators, weighed by the kernels that they start (`KERNELS`), and fused functions. GB are what operators read
+and write, each argument and each result once; matrix products and attention are left out. Lower a ceiling when you get
+below it.
 
 `Counter(device)` alone counts the operators of real tensors on `device`; see `tests/cuda/test_engine.py`.
 """

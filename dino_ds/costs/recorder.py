@@ -73,8 +73,8 @@ class Recorder(TorchDispatchMode):
     """Counts from its construction on; `known` tensors, and what they share memory with, are not counted.
 
     `live`: bytes of all other storages; `done`: elements of gradients that are finished, which are freed at once;
-    `on_host`: bytes that were saved on the host; `sent`: (part, operation, bytes) of collectives; `prototypes`: their share
-    of each part.
+    `on_host`: bytes that were saved on the host; `sent`: (part, operation, bytes) of collectives; `prototypes`: their
+    share of each part.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:

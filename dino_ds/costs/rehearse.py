@@ -160,16 +160,16 @@ class _Rehearsal:
     def run(self) -> dict[str, Any]:
         """Prepare the window's targets, and take its first micro-batch."""
         step, teachers, window = self._step, self._teachers, self._window
-        modules = [self._network, *(module for one in teachers.values() for module in (one.network, one._running))]
+        modules = [self._network, *(each for one in teachers.values() for each in (one.network, one._running))]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
-        for name, teacher in teachers.items():
-            recorder.watch(f"teacher {name}", teacher._running)
+        for name, one in teachers.items():
+            recorder.watch(f"teacher {name}", one._running)
         recorder.free_gradients(self._network.parameters())
         recorder.watch_prototypes(part for module in modules for part in module.modules())
         self._engine.recorder = recorder
-        seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent)
-        with recorder, listen(recorder), seen[0], seen[1], _on_host(recorder):
+        seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent), _on_host(recorder)
+        with recorder, listen(recorder), seen[0], seen[1], seen[2]:
             step.prepare(window)
             held = recorder.live
             step.micro_batch(window[0])
@@ -177,9 +177,8 @@ class _Rehearsal:
         for name, part in (*parts.items(), *recorder.prototypes.items()):
             if name.startswith("teacher") or name == "targets":
                 part.scale(1 / len(window))
-        wanted = [name for name, part in parts.items() if part.operators]
         return {
-            "parts": {name: parts[name].plain() for name in wanted},
+            "parts": {name: part.plain() for name, part in parts.items() if part.operators},
             "prototypes": {name: part.plain() for name, part in recorder.prototypes.items()},
             "saved": self._engine.saved - held,
             "held": held / len(window),

@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "save_in_background", "max_bad_steps", "hang_seconds", "data", "eval", "stage_start",
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
-_LINES = {True: (2, 16, 64), False: (2, 8, 64)}
+_LINES = {True: (2, 16, 32, 64), False: (2, 8, 64)}
 """Sizes of micro-batches, on a GPU or not, through which lines go. Scratch for tiles has a largest size, so that the
 last line is at most too high beyond them. Off a GPU, whose tiles are so small that a rehearsal of many images takes
 minutes, it is taken there for every recipe."""
@@ -133,9 +133,7 @@ def mean_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = Tru
         return each[0][1]
     parts: dict[str, Part] = {}
     for name in each[0][1].parts:
-        numbers = {
-            of: sum(share * getattr(costs.parts[name], of) for share, costs in each) for of in _NUMBERS
-        }
+        numbers = {of: sum(share * getattr(costs.parts[name], of) for share, costs in each) for of in _NUMBERS}
         parts[name] = Part(**numbers, moments=())
     return dataclasses.replace(each[0][1], parts=parts)
 

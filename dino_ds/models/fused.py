@@ -1,4 +1,4 @@
-"""Small pure functions of tensors that torch.compile makes a few kernels of on a GPU; where that is done is decided here.
+"""Small pure functions of tensors that torch.compile makes a few kernels of on a GPU; decides where that is done.
 
 A kernel reads a tile once for many operators. On a CPU the callers' own operators work in caches and are as fast.
 """

@@ -43,7 +43,9 @@ def _compared(case: str, learned_lengths: bool, free: bool, frozen: bool) -> lis
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind, tile", [((True, False, False), 17), ((False, True, False), 1), ((False, False, True), 99)])
+@pytest.mark.parametrize(
+    "kind, tile", [((True, False, False), 17), ((False, True, False), 1), ((False, False, True), 99)]
+)
 def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, monkeypatch: pytest.MonkeyPatch):
     """FP32 sums in another order: some ten roundings of numbers up to 10."""
     expected = _compared(case, *kind)
