@@ -138,11 +138,12 @@ class _Tiles:
         self._window, self.scale = window, window[0].scale
         self._scales = [logits.scale / temperature for logits in window]
         weight = window[0].weight
-        self._size = tile_rows(weight)
+        self.fused = fuses(weight)
+        self._size = tile_rows(weight, self.fused)
         self._keeps = _KEPT.get(device_kind(weight.device.type), 0) // (4 * self._size * len(weight))
         self._kept: dict[tuple[int, int], Tensor] = {}
         most = min(self._size, max(len(logits.rows) for logits in window))
-        self._scratch, self.fused = weight.new_empty(most, len(weight)), fuses(weight)
+        self._scratch = weight.new_empty(most, len(weight))
         if not self.fused:
             self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
 

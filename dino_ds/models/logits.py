@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.rehearsal import device_kind
-from dino_ds.models.fused import fuses
 
-# Bytes of the logits in one tile; "fused": on a GPU where that needs no further scratch.
+# Bytes of the logits in one tile; "fused": on a GPU by functions that need no further scratch.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 256 * 2**20}
 # Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
 _PART = {"cpu": 2**20}
@@ -91,9 +90,9 @@ class Compared(NamedTuple):
     share: float = 1.0
 
 
-def tile_rows(weight: Tensor) -> int:
-    """Rows of logits that are made at a time."""
-    kind = "fused" if fuses(weight) else device_kind(weight.device.type)
+def tile_rows(weight: Tensor, fused: bool) -> int:
+    """Rows of logits that are made at a time; fused: by functions that need no further scratch."""
+    kind = "fused" if fused else device_kind(weight.device.type)
     return max(1, _TILE.get(kind, _TILE["cuda"]) // (4 * len(weight)))
 
 

@@ -215,7 +215,7 @@ class _Tiles:
         self.student_scale = student.scale / comparison.student_temp
         self.grad_scale = self.student_scale / self.divisor
         most, self.fused = max(crops, g), fuses(student.weight)
-        self._size = max(1, tile_rows(student.weight) // most)
+        self._size = max(1, tile_rows(student.weight, self.fused) // most)
         self.part = max(1, part_rows(student.weight) // most)
         k, n = len(student.weight), min(self._size, self._images)
         self.logits, self.targets = student.rows.new_empty(crops * n, k), student.rows.new_empty(g * n, k)
