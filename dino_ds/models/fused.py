@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,14 @@ def fuses(of: Tensor) -> bool:
 
 @functools.cache
 def why_not_fused(device: torch.device) -> str:
-    """The reason why a GPU can't compile functions, or why its results are not believed; empty if it can."""
+    """The reason why a GPU can't compile functions, or why its results are not believed, with a warning; or ""."""
+    why = _difference(device)
+    if why:
+        warnings.warn(f"the loss takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
+    return why
+
+
+def _difference(device: torch.device) -> str:
     rows = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0))
 
     def function(x: Tensor) -> Tensor:
