@@ -36,8 +36,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import listen_to_kernels, rehearsal
+from dino_ds.basics.rehearsal import rehearsal
 from dino_ds.costs.recorder import KERNELS
+from dino_ds.models.fused import listen_to_kernels
 
 CUDA = torch.device("cuda", 0)
 

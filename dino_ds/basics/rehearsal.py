@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 _devices: list[str] = []
 _observers: list[Callable[[str, int], None]] = []
-KernelListener = Callable[[int, float], AbstractContextManager[Any]]
-_kernel_listeners: list[KernelListener] = []
 
 
 def rehearsing() -> bool:
@@ -46,23 +43,3 @@ def note_collective(operation: str, size: int) -> None:
     """A collective would be called here, with so many bytes."""
     for observer in _observers:
         observer(operation, size)
-
-
-@contextmanager
-def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
-    """Enter `listener(kernels, bytes)` around operators that a GPU would compute as so many kernels, moving so many
-    bytes."""
-    _kernel_listeners.append(listener)
-    try:
-        yield
-    finally:
-        _kernel_listeners.remove(listener)
-
-
-@contextmanager
-def kernels_of_gpu(kernels: int, moved: float) -> Iterator[None]:
-    """Operators inside would be so many kernels on a GPU."""
-    with ExitStack() as stack:
-        for listener in _kernel_listeners:
-            stack.enter_context(listener(kernels, moved))
-        yield

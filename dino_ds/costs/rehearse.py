@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.ranges import listen
-from dino_ds.basics.rehearsal import listen_to_kernels, rehearsal, tell_of_collectives
+from dino_ds.basics.rehearsal import rehearsal, tell_of_collectives
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
@@ -39,12 +39,12 @@ from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
+from dino_ds.models.fused import listen_to_kernels
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.frozen import FrozenSource
 
-_EPOCH_STEPS = 1000
-_CPU = torch.device("cpu")
+_EPOCH_STEPS, _CPU = 1000, torch.device("cpu")
 
 
 def describe_student(recipe: Recipe) -> dict[str, Any]:

@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dino_ds.basics.rehearsal import device_kind, kernels_of_gpu, rehearsing
+from dino_ds.basics.rehearsal import device_kind, rehearsing
 from dino_ds.errors import one_line
 
 _TOLERANCE = 1e-5
+_PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
+KernelListener = Callable[[int, float], AbstractContextManager[Any]]
+_listeners: list[KernelListener] = []
 
 
 class Fused:
@@ -35,10 +39,11 @@ class Fused:
 
     def __call__(self, *arguments: Any) -> Any:
         if not rehearsing():
-            return self._compiled(*arguments)
+            with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):
+                return self._compiled(*arguments)
         given = zip(self._names, arguments, strict=False)
         moved = sum(self.passes.get(name, 1) * one.nbytes for name, one in given if isinstance(one, Tensor))
-        with kernels_of_gpu(self.kernels, moved):
+        with _kernels_of_gpu(self.kernels, moved):
             return self.function(*arguments)
 
 
@@ -82,3 +87,23 @@ def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
     """ln of the sum of exp(x) along a dimension, which stays. In this form Inductor reads x once."""
     largest = x.amax(dim=dim, keepdim=True)
     return largest + (x - largest).exp().sum(dim=dim, keepdim=True).log()
+
+
+@contextmanager
+def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
+    """Enter `listener(kernels, bytes)` around operators that a GPU would compute as so many kernels, moving so many
+    bytes."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def _kernels_of_gpu(kernels: int, moved: float) -> Iterator[None]:
+    """Operators inside would be so many kernels on a GPU."""
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener(kernels, moved))
+        yield

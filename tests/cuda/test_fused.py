@@ -40,23 +40,6 @@ def test_no_more_kernels_and_bytes_than_are_counted(case):
     assert sum(size for _, size in kernels) <= 1.01 * counted, kernels
 
 
-@pytest.mark.slow
-def test_nothing_is_compiled_again_for_other_numbers_of_rows():
-    """The hidden patches of a batch are as many as its masks say; two heads may have other numbers of prototypes."""
-    compare = torch.compile(prototypes._compare.function, backend="eager", fullgraph=True)
-    stats = torch._dynamo.utils.counters["stats"]
-    graphs = []
-    for step in range(3):
-        for k in (32, 48):
-            v = torch.rand(k)
-            for n in (16, 3 + step):
-                compare(torch.rand(1, n, k), torch.rand(n, k), v, v, torch.rand(n), 1)
-                compare(torch.rand(2, n, k), torch.rand(2, n, k), v, v, None, 1)
-                compare(torch.rand(8, n, k), torch.rand(n, k), v, v, None, 2)
-        graphs.append(stats["unique_graphs"])
-    assert graphs[0] == graphs[-1]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case[0].function.__name__)
 def test_compiled_is_the_same(case):
