@@ -217,7 +217,15 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
         (part, operation, between(a, b))
         for (_, _, a), (part, operation, b) in zip(few.collectives, many.collectives, strict=True)
     ]
-    return dataclasses.replace(many, images=images, parts=parts, collectives=sent, **numbers)
+    return StepCosts(
+        images=images,
+        parts=parts,
+        prototypes=many.prototypes,
+        window=many.window,
+        teachers=many.teachers,
+        collectives=sent,
+        **numbers,
+    )
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
