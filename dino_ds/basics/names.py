@@ -8,6 +8,8 @@ from pathlib import Path
 
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
 """The ways to name a model."""
+BEST_TEACHER = "best_teacher.safetensors"
+"""The file in a run folder with the teacher that was the best by one metric."""
 MOST_PROBLEMS = 100
 """Problems that are looked for in one file: finding the nearest names of more takes too long, and nobody reads them."""
 

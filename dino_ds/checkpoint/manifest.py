@@ -24,6 +24,8 @@ MANIFEST = "manifest.json"
 WHOLE = "whole_"
 """Beginning of the names of the files that hold the teacher, its heads and the centers."""
 STEP_NAME = re.compile(r"step_(\d{8,12})")
+KEPT = "kept"
+"""The key of `Manifest.state` with the step of an older checkpoint that stays, since its teacher is the best so far."""
 _MOST_BYTES = 2**28
 FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
 Whole = Annotated[int, Field(ge=0)]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -99,6 +100,15 @@ class Engine:
             crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons), step_key
         )
         return outputs
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The network as for features: no stochastic depth, BatchNorm by its averages. No window may be open."""
+        self._engine.eval()
+        try:
+            yield
+        finally:
+            self._engine.train()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the mean loss of one micro-batch."""

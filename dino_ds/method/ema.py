@@ -26,7 +26,6 @@ from dino_ds.models.network import Network
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
 
-
 _STATISTICS_SPAN = 0.1
 """Part of the passes so far over which BatchNorm's averages go at first, as "ema": those of untrained weights fade."""
 
@@ -218,8 +217,7 @@ class _PartitionedUpdater(_EmaUpdater):
     """Gathers the masters chunk by chunk, then moves whole parameters."""
 
     def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
-        self._masters = masters
-        self._device = device
+        self._masters, self._device = masters, device
         self._world = dist.get_world_size(masters.process_group)
         self._chunks: list[list[tuple[Tensor, int, int]]] = [[]]
         filled = 0
@@ -247,6 +245,4 @@ class _PartitionedUpdater(_EmaUpdater):
 
 
 def _names(masters: Masters) -> list[str]:
-    if isinstance(masters, WholeMasters):
-        return [name for name, _ in masters.parameters]
-    return [entry[0] for entry in masters.layout]
+    return [entry[0] for entry in (masters.parameters if isinstance(masters, WholeMasters) else masters.layout)]

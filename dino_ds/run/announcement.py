@@ -30,7 +30,7 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
     compiled = ", compiled blocks" if config.performance.compile != "off" else ""
     stopping = f", stopping after step {options.last_step}" if options.last_step < steps else ""
     run.log.info(
-        f"images   {options.images} in {data.root or data.source}; global batch {data.global_batch} = micro-batch "
+        f"images   {options.images} in {data.place}; global batch {data.global_batch} = micro-batch "
         f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
         f"{options.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
