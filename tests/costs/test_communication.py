@@ -96,6 +96,8 @@ def test_weights_that_are_not_kept_are_gathered_twice(reuse, recompute):
 def _step_with_rates_by_layer(sections: dict[str, Any]):
     """Collectives of a step and of one more move of the teacher, the optimizer's parameter groups, whether the teacher
     equals the masters, and all weights."""
+    import deepspeed
+
     changes = {"optimizer.layer_decay": "0.9", "model.depth": "6"}
     trial = build_trial(*resolve(tiny_recipe(**changes), tiny_ds(**sections), "test.json", 4))
     trial.run()
@@ -113,6 +115,7 @@ def _step_with_rates_by_layer(sections: dict[str, Any]):
         for offset, piece in pieces.items():
             whole[offset : offset + len(piece)] = piece
         equal &= torch.equal(whole.chunk(ranks)[rank], own.shard())
+    deepspeed.comm.configure(enabled=False)  # its logger stays for all engines of a process, and waits for each call
     return of_step.calls, of_teacher.calls, len(masters), equal, weights
 
 
