@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from dino_ds.basics.rehearsal import rehearsal
 from dino_ds.method.centering import SinkhornKnopp
 from dino_ds.models import logits as factored
+from dino_ds.models import prototypes
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 
@@ -29,17 +33,17 @@ def _compared(case: str, learned_lengths: bool, free: bool, frozen: bool) -> lis
     """Loss, entropy and the gradients of rows, prototypes and lengths."""
     views, how = CASES[case]
     generator = torch.Generator().manual_seed(0)
-    prototypes = Prototypes(C, K, learned_lengths, free)
-    prototypes.frozen = frozen
-    for parameter in prototypes.parameters():
+    head = Prototypes(C, K, learned_lengths, free)
+    head.frozen = frozen
+    for parameter in head.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     rows = torch.randn(views * IMAGES, C, generator=generator, requires_grad=True)
     weight = torch.randn(K, C, generator=generator)
     teacher = Logits(torch.randn(how.get("crops", 1) * IMAGES, C, generator=generator), weight, torch.ones(K))
     shift = torch.randn(K, generator=generator)
-    found = prototypes(rows, Comparison(teacher, shift, 0.6, 0.9, **how))
+    found = head(rows, Comparison(teacher, shift, 0.6, 0.9, **how))
     (3 * found.loss).backward()
-    return [found.loss.detach(), found.entropy, rows.grad, *(parameter.grad for parameter in prototypes.parameters())]
+    return [found.loss.detach(), found.entropy, rows.grad, *(parameter.grad for parameter in head.parameters())]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,6 +58,24 @@ def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, 
         found = _compared(case, *kind)
     torch.testing.assert_close(found[:2], expected[:2], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_is_the_same_by_few_programs(monkeypatch: pytest.MonkeyPatch):
+    """By Inductor's C++ in a GPU's place. Tiles of other numbers of images and batches of others share programs: one
+    for the first number, one for all others."""
+    torch._dynamo.reset()
+    expected, found = [], []
+    for images in (9, 7, 8, 5):
+        monkeypatch.setattr(sys.modules[__name__], "IMAGES", images)
+        monkeypatch.setattr(prototypes, "fuses", lambda of: False)
+        expected.append(_compared("dino", True, False, False))
+        monkeypatch.setattr(prototypes, "fuses", lambda of: True)
+        monkeypatch.setitem(factored._TILE, "fused", 20 * 4 * K)
+        before = counters["stats"]["unique_graphs"]
+        found.append(_compared("dino", True, False, False))
+    assert counters["stats"]["unique_graphs"] == before  # the last one made none
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [(7, 30), (0, 5), (1,)])
