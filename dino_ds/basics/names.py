@@ -89,3 +89,8 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
 def sidecar_of(weights: Path) -> Path:
     """The JSON next to a file of weights: teacher.json of teacher.safetensors, but vit.pth.json of vit.pth."""
     return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")
+
+
+def step_name(step: int) -> str:
+    """The name of the folder with what was saved or drawn after a step."""
+    return f"step_{step:08d}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds.basics.durable import discard, put_in_place, replace_file, sync
+from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file
 from dino_ds.checkpoint.manifest import (
     KEPT,
@@ -26,7 +27,6 @@ from dino_ds.checkpoint.manifest import (
     check_content,
     check_present,
     read_manifest,
-    step_name,
 )
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError

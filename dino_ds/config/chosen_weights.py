@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from dino_ds.basics.names import BEST_TEACHER, sidecar_of
+from dino_ds.basics.names import BEST_TEACHER, sidecar_of, step_name
 from dino_ds.basics.text_file import read_object
 from dino_ds.config.stages import home_of, split_origin
 from dino_ds.errors import CheckpointError, ConfigError
@@ -83,7 +83,7 @@ def step_to_begin_with(place: str, weights: str) -> int | None:
 
 
 def _checkpoint(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step_{step:08d}"
+    return run / "checkpoints" / step_name(step)
 
 
 def _check_named(weights: str) -> str:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_ds.checkpoint.manifest import read_manifest, step_name
+from dino_ds.basics.names import step_name
+from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
+from dino_ds.data.held_out import training_images
 from dino_ds.data.loader import ResumableSampler, steps_per_epoch
-from dino_ds.data.sources import training_source
 from dino_ds.health.records import last_checkpoint_step
 
 
@@ -20,7 +21,7 @@ def write_step_images(run_dir: Path, done: int) -> Path:
     """Write the global batch of the step after `done` to RUN/suspect_images-STEP.txt. Raises UserError if unknown."""
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
     data = recipe.data
-    source = training_source(data.model_copy(update={"download": False}))
+    source = training_images(data.model_copy(update={"download": False}), recipe.eval.val_share)
     per_epoch = steps_per_epoch(len(source), data.global_batch) * data.global_batch
     step, state = _saved_state(run_dir)
     position = Position(**state["position"])
