@@ -1,152 +1,122 @@
-"""The kernels that Inductor makes of a function for an H200 that is not there, and the bytes that they move."""
+"""Inductor's code for an H200 that is not there: read, not run.
+
+Dynamo traces on fake tensors of the host; graphs are then brought to the GPU. All of it is done in a process whose
+torch and Triton are made to believe in the GPU.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo.device_interface as interfaces
-import torch._inductor.compile_fx as compile_fx
-import torch._inductor.config as inductor_config
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from torch import Tensor, nn
+
+from tests.fake_cuda import CUDA
 
 _H200 = SimpleNamespace(
-    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=150 * 2**30,
-    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
+    name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=150 * 2**30, warp_size=32,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048, max_threads_per_block=1024,
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
-    L2_cache_size=60 * 2**20, uuid="0", is_integrated=0, is_multi_gpu_board=0, clock_rate=1980000,
-    memory_clock_rate=3201000, memory_bus_width=6144, gcnArchName="",
+    L2_cache_size=60 * 2**20, gcnArchName="", is_integrated=0, is_multi_gpu_board=0, uuid="0",
 )  # fmt: skip
-_BELIEVED = {
-    "is_available": lambda: True,
-    "current_device": lambda: 0,
-    "device_count": lambda: 1,
-    "get_device_capability": lambda device=None: (9, 0),
-    "get_device_properties": lambda device=None: _H200,
-    "_lazy_init": lambda: None,
-    "_exchange_device": lambda device: 0,
-    "_maybe_exchange_device": lambda device: 0,
-    "synchronize": lambda *_: None,
-    "current_stream": lambda *_: mock.MagicMock(),
-    "is_bf16_supported": lambda including_emulation=True: True,
-    "is_current_stream_capturing": lambda: False,
-    "get_device_name": lambda device=None: _H200.name,
-    "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
-    "set_rng_state": lambda *_, **__: None,
-    "mem_get_info": lambda *_: (10**11, 10**11),
-    "memory_allocated": lambda *_: 0,
-}
 
 
-class _Generated(BaseException):
-    """Ends a compilation once there is code."""
+class _Written(BaseException):
+    """The code is there."""
 
 
-class _Driver:
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-    def __getattr__(self, name: str) -> Callable[..., int]:
-        return lambda *_, **__: 0
+def on_an_h200(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function returns in a process of its own that believes in the GPU."""
+    with ProcessPoolExecutor(1, get_context("spawn"), _believe_in_an_h200) as process:
+        return process.submit(function, *arguments).result()
 
 
-def kernels_of(function: Callable[..., Any], *arguments: object) -> list[tuple[str, int]]:
-    """Name and bytes of each kernel of `function`, a shape standing for an FP32 tensor. Each load and each store in a
-    kernel's text counts as one of all its buffer: a kernel that reads a buffer in two loops reads it twice."""
-    graphs: list[str] = []
+def _believe_in_an_h200() -> None:
+    import torch._dynamo.device_interface as devices
+    import torch._inductor.fx_passes.joint_graph as joint_graph
+    import triton
+    from triton.backends.compiler import GPUTarget
 
-    def compile_it(module: torch.fx.GraphModule, given: Sequence[object]) -> Callable[..., Any]:
-        graphs.append(_code_of(module, given))
-        return module.forward
+    torch._C._ensureCUDADeviceGuardSet()
+    believed: dict[str, Any] = {
+        "is_available": True, "is_bf16_supported": True, "current_device": 0, "device_count": 1, "_lazy_init": None,
+        "get_device_capability": (9, 0), "get_device_properties": _H200, "get_device_name": _H200.name,
+        "is_current_stream_capturing": False, "_exchange_device": 0, "_maybe_exchange_device": 0, "synchronize": None,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "memory_allocated": 0,
+        "current_stream": mock.MagicMock(), "mem_get_info": (10**11, 10**11),
+    }  # fmt: skip
+    for name, answer in believed.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    cuda: Any = devices.CudaInterface
+    for name, answer in (("current_device", 0), ("device_count", 1), ("get_device_properties", _H200)):
+        setattr(cuda, name, staticmethod(lambda *_, answer=answer: answer))
+    cuda.exchange_device = cuda.maybe_exchange_device = staticmethod(lambda *_: 0)
+    driver = mock.MagicMock()
+    driver.get_current_target.return_value = GPUTarget("cuda", 90, 32)
+    driver.get_active_torch_device.return_value, driver.get_current_device.return_value = CUDA, 0
+    triton.runtime.driver.set_active(driver)
+    joint_graph.lazy_init = lambda *_, **__: None  # its patterns are traced on the device
+    nn.functional.scaled_dot_product_attention = (  # the choice of a kernel asks the driver
+        lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
+    )
 
-    def backend(module: torch.fx.GraphModule, given: Sequence[object]) -> Callable[..., Any]:
-        return aot_module_simplified(
-            module,
-            given,
-            fw_compiler=compile_it,
-            inference_compiler=compile_it,
-            decompositions=select_decomp_table(),
-            keep_inference_input_mutations=True,
-        )
 
-    torch._dynamo.reset()
-    with FakeTensorMode(), torch.no_grad():
-        tensors = [torch.empty(one) if isinstance(one, tuple) else one for one in arguments]
-        torch.compile(function, backend=backend, fullgraph=True)(*tensors)
-    (code,) = graphs
-    return list(_kernels_in(code))
+def code_of(graph: Any, backward: bool, inference: bool = False) -> str:
+    """What Inductor writes for a graph of the host's tensors, once they are on the GPU."""
+    import torch._inductor.config as options
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-
-def _code_of(module: torch.fx.GraphModule, given: Sequence[object]) -> str:
-    """Inductor's code for a graph of the CPU, on CUDA. Tensors are of a graph without devices: none is made anew."""
-    found: list[str] = []
-
-    def stop(graph: GraphLowering) -> None:
-        text = graph.codegen()[0]
-        found.append(getattr(text, "value", text))
-        raise _Generated
-
-    mode = torch._guards.detect_fake_mode(given)
+    graph, found = copy.deepcopy(graph), list[str]()
+    before = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = detect_fake_mode(before)
     with mode:
-        there = [
-            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="cuda:0")
-            if isinstance(one, torch.Tensor)
-            else one
-            for one in given
+        inputs = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=CUDA) if isinstance(t, Tensor) else t
+            for t in before
         ]
-    with (
-        _fake_h200(),
-        mock.patch.object(GraphLowering, "compile_to_module", stop),
-        contextlib.suppress(_Generated),
-        torch._guards.tracing(torch._guards.TracingContext(mode)),
-    ):
-        torch.fx.passes.fake_tensor_prop.FakeTensorProp(module, mode).propagate_dont_convert_inputs(*there)
-        compile_fx.compile_fx_inner(
-            module, there, cudagraphs=False, static_input_idxs=(), is_backward=False, graph_id=0, is_inference=True
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": CUDA}
+    graph.recompile()
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+
+    def written(self: Any) -> None:
+        found.append(self.codegen()[0].value)
+        raise _Written
+
+    plain = options.patch(fx_graph_cache=False, profile_bandwidth=True)
+    lowered = mock.patch.object(GraphLowering, "compile_to_module", written)
+    with plain, lowered, tracing(TracingContext(mode)), contextlib.suppress(_Written):
+        compile_fx_inner(
+            graph,
+            inputs,
+            cudagraphs=False,
+            static_input_idxs=(),
+            is_backward=backward,
+            graph_id=0,
+            is_inference=inference,
         )
     return found[0]
 
 
-@contextlib.contextmanager
-def _fake_h200() -> Iterator[None]:
-    torch._C._ensureCUDADeviceGuardSet()
-    cuda, worker = interfaces.CudaInterface, interfaces
-    before = driver._active
-    driver.set_active(_Driver())
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.multiple("torch.cuda", **_BELIEVED))
-            for name in ("get_device_properties", "current_device", "device_count"):
-                stack.enter_context(mock.patch.object(cuda, name, staticmethod(_BELIEVED[name])))
-            for name in ("exchange_device", "maybe_exchange_device"):
-                stack.enter_context(mock.patch.object(cuda, name, staticmethod(_BELIEVED[f"_{name}"])))
-            stack.enter_context(mock.patch.dict(worker.caching_worker_device_properties, {"cuda": [_H200]}))
-            stack.enter_context(mock.patch.dict(worker.caching_worker_current_devices, {"cuda": 0}))
-            stack.enter_context(mock.patch.object(joint_graph, "lazy_init"))
-            stack.enter_context(inductor_config.patch(fx_graph_cache=False, compile_threads=1))
-            yield
-    finally:
-        driver._active = before
+def kernels_in(code: str) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each kernel of FP32 buffers.
 
-
-def _kernels_in(code: str) -> Iterator[tuple[str, int]]:
+    Each load and each store in a kernel's text counts as one of all its buffer: a kernel that reads a buffer in two
+    loops reads it twice.
+    """
     sizes = {name: _elements(shape) for name, shape in re.findall(r"(\w+) = empty_strided_cuda\(\(([^)]*)\)", code)}
     sizes |= {name: _elements(shape) for name, shape in re.findall(r"assert_size_stride\((\w+), \(([^)]*)\)", code)}
     for names, shapes in re.findall(r"assert_size_stride_grouped\(\(([^)]*)\), \((.*?\))\), \(\(", code):
@@ -162,7 +132,4 @@ def _kernels_in(code: str) -> Iterator[tuple[str, int]]:
 
 
 def _elements(shape: str) -> int:
-    elements = 1
-    for size in re.findall(r"\d+", shape):
-        elements *= int(size)
-    return elements
+    return math.prod(int(size) for size in re.findall(r"\d+", shape))
