@@ -29,7 +29,7 @@ from dino_ds.costs.settings import RehearsalSettings
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
@@ -57,6 +57,7 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     return {
         "sizes": sizes,
+        "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
         "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
         "groups": [sum(p.numel() for p in group["params"]) for group in groups],
         "statistics": [one.value.numel() for one in objective.statistics.values()],
@@ -130,7 +131,7 @@ class _Rehearsal:
             self._window = [_inputs(recipe, groups, images) for _ in range(window)]
         network = build_meta(recipe, settings.performance, objective.queries, objective.student_features())
         with fake:
-            masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
+            masters = [(name, torch.empty(p.shape), p.requires_grad) for name, p in network.named_parameters()]
         _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
         segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
@@ -165,7 +166,7 @@ class _Rehearsal:
         recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
         for name, teacher in teachers.items():
             recorder.watch(f"teacher {name}", teacher._running)
-        recorder.free_gradients(self._network.parameters())
+        recorder.free_gradients(p for p in self._network.parameters() if p.requires_grad)
         self._engine.recorder = recorder
         with recorder, listen(recorder), tell_of_collectives(recorder.note_sent), _on_host(recorder):
             step.prepare(window)
@@ -195,14 +196,15 @@ class _PlayedEngine:
     unsynced_statistics = list
     recorder: Recorder
 
-    def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor, bool]]) -> None:
         self.config, self.device, self._network, self._masters, self.saved = config, _CPU, network, masters, 0
 
     def __call__(self, *inputs: Any) -> Any:
         return self._network(*inputs)
 
-    def masters(self) -> list[WholeMasters]:
-        return [WholeMasters(self._masters)]
+    def masters(self) -> list[Masters]:
+        trained, frozen = ([(name, t) for name, t, moves in self._masters if moves is kind] for kind in (True, False))
+        return [WholeMasters(trained), FrozenWeights(frozen)]
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self._network.named_buffers())

@@ -37,7 +37,8 @@ def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[
     part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
     parts: dict[str, list[nn.Parameter]] = {}
     for parameter in network.parameters():
-        parts.setdefault(part_of[id(parameter)], []).append(parameter)
+        if parameter.requires_grad:
+            parts.setdefault(part_of[id(parameter)], []).append(parameter)
     return list(parts.values())
 
 

@@ -20,9 +20,10 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
 from dino_ds.engine.lars import Lars, check_lars
-from dino_ds.engine.masters import Masters, masters_of
+from dino_ds.engine.device import device
+from dino_ds.engine.masters import FrozenWeights, Masters, masters_of, write_weights
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
-from dino_ds.engine.placement import release
+from dino_ds.engine.placement import frozen_values, release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
@@ -56,12 +57,14 @@ class Engine:
         _check_together(config, options)
         self.config, self._kind = config, options.kind
         self._name_of = {id(p): name for name, p in network.named_parameters()}
-        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
+        trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
         network.train()
 
         self._buffers = _Buffers(network)
+        self._frozen = frozen_values(network, device())
         optimizer = build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
         by_part = options.clip_by != WHOLE
         self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
@@ -173,7 +176,21 @@ class Engine:
 
     def masters(self) -> list[Masters]:
         """The places of this engine's FP32 master weights; see `dino_ds.engine.masters`."""
-        return masters_of(self._optimizer, self._engine.module, self._name_of)
+        trained = masters_of(self._optimizer, self._engine.module, self._name_of)
+        return [*trained, FrozenWeights(list(self._frozen.items()))] if self._frozen else trained
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Number of the student's weights that are trained, and of all."""
+        trained = sum(math.prod(shape) for shape in self._shapes.values())
+        return trained, trained + sum(value.numel() for value in self._frozen.values())
+
+    def load_frozen(self, values: Mapping[str, Tensor]) -> None:
+        """Set the weights that are never trained to those of a checkpoint, whole and FP32; every rank must call it."""
+        names = {name: p for name, p in self._engine.module.named_parameters() if name in self._frozen}
+        for name, own in self._frozen.items():
+            own.copy_(values[name])
+        write_weights(self._optimizer, {p: self._frozen[name] for name, p in names.items()})
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""

@@ -49,13 +49,20 @@ class PartitionedMasters:
     process_group: Any
 
 
-Masters = WholeMasters | FlatMasters | PartitionedMasters
+@dataclass(frozen=True)
+class FrozenWeights:
+    """Weights that are never trained: (name, FP32 value), whole on every rank; an EMA teacher shares these tensors."""
+
+    parameters: list[tuple[str, Tensor]]
+
+
+Masters = WholeMasters | FlatMasters | PartitionedMasters | FrozenWeights
 
 
 def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
     """The masters of `optimizer`, which deepspeed.initialize gave for `network`; one entry a group or sub-group."""
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
-        return [WholeMasters(list(network.named_parameters()))]
+        return [WholeMasters([(name, p) for name, p in network.named_parameters() if p.requires_grad])]
     if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
         return [WholeMasters([(names[id(p)], p) for p in group]) for group in optimizer.bit16_groups]
     return [*sharded_masters_of(optimizer, names)]
@@ -115,6 +122,22 @@ def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
     groups = optimizer.optimizer.param_groups
     owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
     return [groups[owners[i]] for i in range(len(owners))]
+
+
+@torch.no_grad()
+def write_weights(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Set weights that no optimizer has to whole `values`, which all ranks give; a collective under ZeRO 3."""
+    if not hasattr(optimizer, "fp16_groups"):
+        for parameter, value in values.items():
+            parameter.copy_(value)
+        return
+    import deepspeed
+
+    optimizer.checkpoint_event_prologue()
+    for parameter, value in values.items():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value)
+    optimizer.checkpoint_event_epilogue()
 
 
 def refresh_weights(optimizer: Any) -> None:

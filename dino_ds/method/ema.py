@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA
 from dino_ds.engine.distributed import gather_in_place
-from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
@@ -57,6 +57,10 @@ class EmaTeacher(Teacher):
     construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
     engine's precision.
 
+    Weights that the student never trains stay what they were before any rounding. Adapters (LoRA) are weights as all
+    others: A and B are averaged each for itself, as is usual, though the product of averages is not the average of
+    products.
+
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
 
@@ -70,6 +74,8 @@ class EmaTeacher(Teacher):
         super().__init__(network, options.dtype)
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
+        for name, value in (pair for m in masters if isinstance(m, FrozenWeights) for pair in m.parameters):
+            parameters[name].data = value
         self._updaters = self._updaters_of(masters, parameters)
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
@@ -247,6 +253,6 @@ class _PartitionedUpdater(_EmaUpdater):
 
 
 def _names(masters: Masters) -> list[str]:
-    if isinstance(masters, WholeMasters):
+    if isinstance(masters, WholeMasters | FrozenWeights):
         return [name for name, _ in masters.parameters]
     return [entry[0] for entry in masters.layout]

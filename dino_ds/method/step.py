@@ -150,6 +150,7 @@ class TrainingStep:
         Raises KeyError for what is not there.
         """
         self.teachers.load_state(state)
+        self.engine.load_frozen(self.teachers.exported.state())  # a checkpoint holds them once
         self.objective.load_state(state)
         for name, tensor in self.engine.buffers(saved=True).items():
             tensor.copy_(state[f"student.{name}"])
