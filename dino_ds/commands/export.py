@@ -48,7 +48,8 @@ def run(options: ExportOptions) -> None:
     default = home.place(options.weights, ending) if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
-    backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=options.weights)
+    how_to_load: dict[str, Any] = {"heads": options.heads, "backbone": options.backbone, "network": options.weights}
+    backbone = load(options.model, **how_to_load, adapters=options.adapters)
     results = _results(home) if options.weights == "teacher" else {}
     backbone.about |= results | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]

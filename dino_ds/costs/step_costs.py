@@ -85,9 +85,10 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class StudentFacts:
-    """The student's weights. sizes: elements by name; frozen: names of those that are never trained; cast: names of those of which a low-precision teacher keeps a
-    copy; groups: elements of each of the optimizer's parameter groups; statistics:
-    elements of each running mean of the objective; whole_step: whether targets depend on all micro-batches."""
+    """The student's weights. sizes: elements by name; frozen: names of those that are never trained; cast: names of
+    those of which a low-precision teacher keeps a copy; groups: elements of each of the optimizer's parameter groups;
+    statistics: elements of each running mean of the objective; whole_step: whether targets depend on all
+    micro-batches."""
 
     sizes: Mapping[str, int]
     frozen: frozenset[str]

@@ -19,8 +19,8 @@ from dino_ds.config.crops import Masks
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
-from dino_ds.engine.lars import Lars, check_lars
 from dino_ds.engine.device import device
+from dino_ds.engine.lars import Lars, check_lars
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of, write_weights
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.placement import frozen_values, release

@@ -137,7 +137,7 @@ class TrainedPlacer:
     """
 
     def __init__(self, network: nn.Module, seed: int, place: Placer) -> None:
-        self._prefix = {module: f"{name}." for name, module in network.named_modules()}
+        self._prefix = {module: f"{name}." if name else "" for name, module in network.named_modules()}
         self._frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
         self._seed, self._place = seed, place
 

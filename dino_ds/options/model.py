@@ -14,7 +14,7 @@ MapMethod = Literal["tsne", "umap", "pca"]
 ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
-ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
+ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript", "adapters"]
 
 _Source = Annotated[
     str | None,
@@ -102,6 +102,7 @@ class ExportOptions:
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
     push: str | None = option(None, "OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately")
     weights: ExportedNetwork = option("teacher", "the network of a run or checkpoint that is exported")
+    adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(
         None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"

@@ -16,6 +16,7 @@ from dino_ds.engine.device import DTYPES
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
+from dino_ds.models.specs.trained import describe_trained
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
@@ -35,6 +36,7 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         f"{options.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
         *_objective_lines(recipe),
+        *_trained_line(recipe, *run.step.engine.weights),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
@@ -51,6 +53,11 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _trained_line(recipe: Recipe, trained: int, weights: int) -> list[str]:
+    """A line on the part of the weights that is trained, where others are frozen."""
+    return [f"trained  {describe_trained(recipe.model.trained, trained, weights)}"] if trained < weights else []
 
 
 def _idle_teachers(recipe: Recipe, objective: Objective) -> list[str]:

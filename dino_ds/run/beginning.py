@@ -161,6 +161,10 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
     if theirs.optimizer.kind != ours.optimizer.kind:
         kinds = f"optimizer.kind {theirs.optimizer.kind} there, {ours.optimizer.kind} here"
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
+    parts = [recipe.model.trained for recipe in (theirs, ours)]
+    if parts[0] != parts[1]:
+        differ = _differences(vars(parts[0]), vars(parts[1])).replace("what", "model.train")
+        raise CheckpointError(f"{run} trained another part: {differ}; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
     if theirs.hides_patches != ours.hides_patches:

@@ -20,6 +20,7 @@ from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, unwritable
+from dino_ds.models.trained import merged
 from dino_ds.run.environment import describe_environment, versions
 from dino_ds.weights.about import about_teacher
 from dino_ds.weights.sidecar import write_with_sidecar
@@ -99,8 +100,6 @@ def write_teacher(
     path: Path, recipe: Recipe, distilled: dict[str, Any] | None, backbone: Mapping[str, Tensor], step: int
 ) -> None:
     """Write teacher.safetensors, the teacher's backbone after `step` steps in FP32 with timm's names, and teacher.json,
-    which says how it was made and from what it was distilled. Raises OSError."""
-    facts = about_teacher(recipe, distilled, step, versions())
-    write_with_sidecar(
-        path / "teacher.safetensors", lambda file: write_tensors(file, backbone, {"format": "pt"}), facts
-    )
+    which says how it was made and from what it was distilled; adapters are added to its weights. Raises OSError."""
+    facts, whole = about_teacher(recipe, distilled, step, versions()), merged(backbone, recipe.model.lora_alpha)
+    write_with_sidecar(path / "teacher.safetensors", lambda file: write_tensors(file, whole, {"format": "pt"}), facts)

@@ -31,6 +31,7 @@ from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
+from dino_ds.weights.adapters import put_on
 from dino_ds.weights.find import NetworkName, find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of
@@ -180,6 +181,7 @@ def load(
     heads: int | None = None,
     backbone: str | None = None,
     network: NetworkName = "teacher",
+    adapters: str | os.PathLike[str] | None = None,
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
@@ -187,14 +189,16 @@ def load(
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
     so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
     152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. A timm name downloads the
-    weights if they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone must
-    be named.
+    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. `adapters`:
+    a file of `dino-ds export --format adapters`, which is added to the weights. A timm name downloads the weights if
+    they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = os.fspath(path)
     weights = find_weights(path, None if backbone is None else _asked(str(backbone)), network)
+    if adapters is not None:
+        weights = put_on(weights, os.fspath(adapters), path)
     named = "Vision Transformer" if weights.spec is None else weights.spec.title
     try:
         if backbone not in (None, named):

@@ -28,6 +28,14 @@ class TrainedPart:
         return int(found[1]) if found else 0
 
 
+def describe_trained(part: TrainedPart, trained: int, weights: int) -> str:
+    """The part, and how many of all weights of backbone and heads it is."""
+    layers = ", ".join(part.layers) or "all linear layers"
+    what = f"{LORA}, rank {part.rank}, alpha {part.alpha:g}, in {layers}" if part.what == LORA else part.what
+    share = f"{trained:,} of {weights:,} weights ({trained / weights:.1%}), heads included"
+    return f"{what} of the backbone: {share}; the others keep their values"
+
+
 def parse_trained(text: str) -> str:
     """A value of model.train in its one spelling. Raises ValueError."""
     words = re.sub(r"[\s_]+", " ", str(text)).strip().lower()
