@@ -66,9 +66,7 @@ class ModelSection(Section):
     )
     lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "of train lora: rank of each adapter")
     lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(16.0, "of train lora: adapters count alpha / rank times")
-    lora_layers: Listed[str] = option(
-        (), "of train lora: linear layers of each block, such as qkv,proj; none given = all of them"
-    )
+    lora_layers: Listed[str] = option(("all",), "of train lora: linear layers of each block, such as qkv,proj")
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how positions are resized; DINO's released weights need dino"
     )
@@ -112,7 +110,8 @@ class ModelSection(Section):
     @property
     def trained(self) -> TrainedPart:
         """The part of the backbone that is trained."""
-        return TrainedPart(self.train, self.lora_rank, self.lora_alpha, self.lora_layers)
+        layers = () if self.lora_layers == ("all",) else self.lora_layers
+        return TrainedPart(self.train, self.lora_rank, self.lora_alpha, layers)
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""

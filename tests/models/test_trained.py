@@ -10,7 +10,7 @@ import torch
 
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
-from dino_ds.models.specs.backbones import VITS, ViTSpec, backbone_spec
+from dino_ds.models.specs.backbones import ViTSpec, backbone_spec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.specs.trained import TrainedPart, parse_trained
@@ -19,7 +19,9 @@ from tests.engine.harness import crops
 
 SWIGLU = ViTSpec(8, 32, 2, 2, swiglu=True, layer_scale=0.5, registers=2)
 ROTARY = ViTSpec(8, 32, 2, 2, mlp_ratio=8.0, swiglu=True, rope="separate", qkv_bias=True, registers=1)
-TIMM = ForeignSpec("deit_tiny_patch16_224", arguments=json.dumps(dict(depth=2, embed_dim=32, num_heads=2, patch_size=8)))
+TIMM = ForeignSpec(
+    "deit_tiny_patch16_224", arguments=json.dumps({"depth": 2, "embed_dim": 32, "num_heads": 2, "patch_size": 8})
+)
 LORA = TrainedPart("lora", rank=4, alpha=6.0)
 
 
@@ -119,7 +121,7 @@ def test_what_a_network_can_t_train_is_refused(backbone, part, words):
 def test_layers_whose_weights_are_used_directly_get_no_adapters():
     """timm's Eva adds biases to queries and values by its own call: an adapter there would change nothing."""
     with torch.device("meta"):
-        backbone = build_backbone(backbone_spec("eva_giant_patch14_224"), 224)
+        backbone = build_backbone(backbone_spec("eva02_tiny_patch14_224"), 224)
         layers = {name.rpartition(".")[2] for name in backbone.linear_layers()}
     assert layers == {"proj", "fc1", "fc2"}
 
