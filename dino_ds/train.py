@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import load_ds_config
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
 from dino_ds.config.stages import Given, stages_to_train
@@ -249,9 +248,7 @@ def _build(
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_start(recipe)
-    # Weights of a checkpoint take the place of others, whose file may be gone.
-    new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
-    step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
+    step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += _describe_start(begin, step, recipe)
 
     # What is saved, and what was.

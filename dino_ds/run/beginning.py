@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.begun_with import Origin, read_run_id
+from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
@@ -44,6 +45,13 @@ class Beginning:
         if self.before is None or self.continues:
             return None
         return str(self.before.folder), teacher_weights(self.before)
+
+    def built(self, recipe: Recipe) -> Recipe:
+        """The recipe by which the run is built: weights of its own checkpoint take the place of others, whose file may
+        be gone, unless these are a teacher's too."""
+        if self.own is None or recipe.objective.preserve_weight:
+            return recipe
+        return change_recipe(recipe, {"model.init_from": "none"})
 
     def check_ahead(self, last_step: int, run: str, ends: str) -> None:
         """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
