@@ -174,6 +174,18 @@ def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, pa
         assert predicted == pytest.approx(held, rel=0.02)
 
 
+def test_adapters_need_a_fraction_of_the_optimizer():
+    """Of ViT-L's backbone with adapters of rank 8 in all its linear layers: 3 % or less is trained, and so kept as
+    masters, moments and gradients; the plan counts the same weights, frozen or not."""
+    changes = {"model.backbone": "vit_large_patch16_224", "model.init_from": "x.pth"}
+    whole = student_facts(load_recipe(None, changes))
+    lora = student_facts(load_recipe(None, changes | {"model.train": "lora"}))
+    parts = [sum(n for key, n in one.trained.items() if key.startswith("backbone.")) for one in (whole, lora)]
+    assert parts[1] <= 0.03 * parts[0] and sum(lora.groups) == sum(lora.trained.values())
+    assert whole.trained == whole.sizes and lora.sizes.keys() - lora.trained.keys() == lora.frozen
+    assert sum(lora.sizes.values()) - sum(whole.sizes.values()) == parts[1]
+
+
 def peak_bytes(recipe, config) -> int:
     """The largest sum of all tensors while a trial is built and takes two steps."""
     gc.collect()  # what earlier tests left must not be freed meanwhile
