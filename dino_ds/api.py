@@ -67,11 +67,11 @@ class Run:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
-    def load(self, device: str = "cpu") -> Backbone:
-        """The teacher, as `dino_ds.load` has it. Raises CheckpointError where none was saved."""
+    def load(self, device: str = "cpu", weights: str = "newest") -> Backbone:
+        """The teacher, as `dino_ds.load` has it: newest, best or step_N. Raises CheckpointError if there is none."""
         from dino_ds.weights.load import load
 
-        return load(self.path, device=device)
+        return load(self.path, device=device, weights=weights)
 
     def report(self) -> Path:
         """Write the run's page, as `dino_ds.report` does."""

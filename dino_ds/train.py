@@ -31,9 +31,9 @@ from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
+from dino_ds.data.held_out import training_images
 from dino_ds.data.image_cache import check_cache
 from dino_ds.data.loader import steps_per_epoch
-from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError, unwritable
@@ -62,7 +62,7 @@ from dino_ds.run.announcement import announce
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
 from dino_ds.run.ending import closing_lines
-from dino_ds.run.folder_files import write_description, write_teacher
+from dino_ds.run.folder_files import write_description
 from dino_ds.run.from_recipe import draw_crops, loop_options, nan_inputs
 from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.length_checks import check_lengths
@@ -74,6 +74,7 @@ from dino_ds.run.other_settings import describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
+from dino_ds.run.teacher_files import TeacherFiles
 
 
 class _Request(NamedTuple):
@@ -197,7 +198,7 @@ def _open_folder(
     """
     data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        source = build_source(data.source, data.root, "train", data.download)
+        source = training_images(data, recipe.eval.val_share)
         _check_count(source, data)
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
@@ -236,7 +237,7 @@ def _build(
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
     # Where it begins and ends; the recipe of a stage counts from there.
-    begin = choose_beginning(folder, checkpoints, other_images, request.options.from_, request.given)
+    begin = choose_beginning(folder, checkpoints, other_images, request.options, request.given)
     recipe, max_steps = folder.recipe, request.options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
@@ -255,16 +256,15 @@ def _build(
     teacher = distilled(step.teachers)
     about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
     description = describe_settings(recipe, config) | about
-    write = functools.partial(write_teacher, folder.path, recipe, teacher)
-    saver = Saver(checkpoints, step, state, evaluations, description, write, recipe.save_in_background)
+    files = TeacherFiles(folder.path, recipe, teacher)
+    saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if begin.own is not None:
         check_same_teacher(begin.own.manifest, teacher)
         notes += [*notes_on_changes(begin.own.manifest, recipe, config), *other_images.notes(begin.own.manifest)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, request.caller)
-
-    options = loop_options(recipe, len(source), epoch_steps, last_step, predicted_gib)
+    options = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
     nothing = functools.partial(nan_inputs, recipe, config.micro_batch, step.engine.device)
     draw = functools.partial(draw_crops, recipe)
     run = Run(folder.path, options, step, state, evaluations, pictures, log, nan_inputs=nothing, draw_crops=draw)

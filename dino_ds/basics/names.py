@@ -8,6 +8,8 @@ from pathlib import Path
 
 MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugging Face folder or a timm name"
 """The ways to name a model."""
+BEST_TEACHER = "best_teacher.safetensors"
+"""The file in a run folder with the teacher that was the best by one metric."""
 MOST_PROBLEMS = 100
 """Problems that are looked for in one file: finding the nearest names of more takes too long, and nobody reads them."""
 
@@ -87,3 +89,8 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
 def sidecar_of(weights: Path) -> Path:
     """The JSON next to a file of weights: teacher.json of teacher.safetensors, but vit.pth.json of vit.pth."""
     return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")
+
+
+def step_name(step: int) -> str:
+    """The name of the folder with what was saved or drawn after a step."""
+    return f"step_{step:08d}"

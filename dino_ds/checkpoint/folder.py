@@ -16,8 +16,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from dino_ds.basics.durable import discard, put_in_place, replace_file, sync
+from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file
 from dino_ds.checkpoint.manifest import (
+    KEPT,
     MANIFEST,
     STEP_NAME,
     Manifest,
@@ -25,7 +27,6 @@ from dino_ds.checkpoint.manifest import (
     check_content,
     check_present,
     read_manifest,
-    step_name,
 )
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError
@@ -43,7 +44,8 @@ class Choice:
 
 
 class Checkpoints:
-    """Checkpoints of a run: the last `keep` good ones stay, and every one whose step is a multiple of `keep_every`."""
+    """Checkpoints of a run: the last `keep` good ones stay, every one whose step is a multiple of `keep_every`, and the
+    one that the newest knows as KEPT."""
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
         self.folder = run_dir / "checkpoints"
@@ -174,8 +176,9 @@ class Checkpoints:
         """Remove the checkpoints before `newest` that need not stay, on rank 0. Only good ones are counted."""
         good = [step for step in self._steps() if step <= newest and self._looks_good(step)]
         oldest = good[: self._keep][-1]
+        best = read_manifest(self.folder / step_name(newest)).state.get(KEPT)
         for step in self._steps():
-            if step < oldest and not (self._keep_every and step % self._keep_every == 0):
+            if step < oldest and step != best and not (self._keep_every and step % self._keep_every == 0):
                 self._remove(self.folder / step_name(step))
         for path in self.folder.glob(_ASIDE + "step_*"):
             match = STEP_NAME.fullmatch(path.name.removeprefix(_ASIDE))

@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from torch import Tensor
 
+from dino_ds.basics.names import step_name
 from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file, rank_file
 from dino_ds.errors import CheckpointError, one_line
 
@@ -24,13 +25,11 @@ MANIFEST = "manifest.json"
 WHOLE = "whole_"
 """Beginning of the names of the files that hold the teacher, its heads and the centers."""
 STEP_NAME = re.compile(r"step_(\d{8,12})")
+KEPT = "kept"
+"""The key of `Manifest.state` with the step of an older checkpoint that stays, since its teacher is the best so far."""
 _MOST_BYTES = 2**28
 FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
 Whole = Annotated[int, Field(ge=0)]
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
 
 
 class Manifest(BaseModel):

@@ -146,7 +146,7 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
         from dino_ds.weights.start import as_source
 
         recipe = as_source(recipe, run_dir)
-    if recipe.data.root is None:
+    if recipe.data.root is None and not recipe.data.mixture:
         return recipe
     from dino_ds.data.own_images import with_own_images
 
@@ -155,6 +155,7 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
 
 def _check_start(options: Any, files: dict[str, Any]) -> None:
     """Check before the slow imports what would only stop half a minute later. Raises UserError."""
+    from dino_ds.data.mixture import place_of
     from dino_ds.data.root import check_photos, check_root
 
     recipe = files["recipe"]
@@ -166,7 +167,9 @@ def _check_start(options: Any, files: dict[str, Any]) -> None:
     # Ranks of other machines look later, all together: the first ones would wait for them.
     on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
     if recipe.data.source == "folder" and on_first_machine:
-        check_root(recipe.data.root)
+        root = recipe.data.root
+        for place in [place_of(part, root) for part in recipe.data.parts] or [root]:
+            check_root(place)
     _check_weights(recipe)
     RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
 

@@ -17,7 +17,7 @@ from dino_ds.basics.digits import short
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, recipe_images
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
@@ -125,7 +125,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"
-    train = build_source(source, root, "train", False)
+    train = recipe_images(recipe.data) if recipe else build_source(source, root, "train", False)
     if (source == "folder" or ":" in source) and test_root is None:
         return train, None
     return train, build_source(source, test_root or root, "test", False)

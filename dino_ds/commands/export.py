@@ -18,7 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Home, home_of
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.evals.results import RESULTS, name_images, read_results
-from dino_ds.options.model import ExportOptions
+from dino_ds.options.model import ExportedNetwork, ExportOptions
 
 if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
@@ -50,8 +50,10 @@ def run(options: ExportOptions) -> None:
     default = home.place(options.weights, ending) if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(options.out).expanduser() if options.out else default
     _check_place(source, options.format, place)
-    how_to_load: dict[str, Any] = {"heads": options.heads, "backbone": options.backbone, "network": options.weights}
-    backbone = load(options.model, **how_to_load, adapters=options.adapters)
+    network: ExportedNetwork = "student" if options.weights == "student" else "teacher"
+    backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=network)
+    if options.adapters is not None:
+        backbone.add_adapters(options.adapters)
     results = _results(home) if options.weights == "teacher" else {}
     backbone.about |= results | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
@@ -144,7 +146,8 @@ def _results(home: Home) -> dict[str, Any]:
         recipe = load_recipe(str(home.folder / "config.yaml"), {})
     except ConfigError:  # of another version
         return {"evaluations": evaluations}
-    data = name_images(recipe.data.source, recipe.data.root)
+    parts = [name_images("folder", part.place) for part in recipe.data.parts]
+    data = " and ".join(parts) or name_images(recipe.data.source, recipe.data.root)
     return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
 
 

@@ -25,6 +25,7 @@ from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform
 from dino_ds.data.decode import open_image
+from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
@@ -33,7 +34,7 @@ from dino_ds.data.listing import FolderLabels
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import training_source
 from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
@@ -55,7 +56,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     """
     png = _check(options.out)
     data = recipe.data
-    source = build_source(data.source, data.root, "train", data.download)
+    source = training_source(data)
     recipe, words = _with_some_range(recipe, source)
     check_transform(recipe, source)
     channels = recipe.model.in_chans
@@ -116,7 +117,7 @@ def _unless_skipped(fact: Facts, wanted: int) -> Facts:
 def _unless_beyond(facts: list[Facts], source: Source, value_range: ValueRange | None) -> tuple[list[Facts], list[str]]:
     """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
     deep = {
-        place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high)
+        place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
         for place, fact in enumerate(facts)
         if fact.problem is None and fact.type != "uint8"
     }
@@ -134,7 +135,7 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
     advice = advise_normalisation(measured, Normalisation.of(recipe), given) if measured else ""
     return {
         "source": recipe.data.source,
-        "root": recipe.data.root,
+        "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
         **summary,
         "class_folder": _class_folder(source, recipe.data.root),
         "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
@@ -175,10 +176,11 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
     multicrop = MultiCrop.of(recipe)
     options = LoaderOptions.of(recipe, global_batch=1)
     dataset = MultiCropDataset(source, multicrop, options)
-    for keys in islice(ResumableSampler(len(source), options, Position()), len(source)):
+    order = ResumableSampler(len(source), options, Position(), draws_in(source))
+    for keys in islice(order, len(source)):
         [(epoch, index)] = keys
         try:
-            array = open_image(source, index, data.max_pixels, data.known_range, channels).decode()
+            array = open_image(source, index % len(source), data.max_pixels, data.known_range, channels).decode()
         except UnreadableImage:
             continue
         if array.shape[2] != channels:

@@ -100,7 +100,7 @@ def is_free(key: str) -> bool:
     schema = Recipe.model_fields[section].annotation if section in Recipe.model_fields else Recipe
     field = getattr(schema, "model_fields", {}).get(leaf)
     facts = field.json_schema_extra if field is not None else None
-    return section == "eval" or (isinstance(facts, dict) and not facts.get("learned", True))
+    return not (facts if isinstance(facts, dict) else {}).get("learned", section != "eval")
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -52,6 +52,7 @@ def _started_in(run_dir: Path) -> str | None:
 
 
 def _is_there(path: str) -> bool:
-    """Whether a file or a folder is at `path`, or at the beginning of a pattern."""
+    """Whether a file or a folder is at `path`, at the beginning of a pattern, or before the name of a dataset."""
+    path = path.partition(":/")[0]
     plain = re.split(r"[*?\[{]", path)[0]
     return os.path.lexists(path) or (plain != path and os.path.isdir(os.path.dirname(plain) or "."))

@@ -14,6 +14,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
+from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import (
     Count,
     Length,
@@ -31,7 +32,6 @@ from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import (
     CropsSection,
     DataSection,
-    EvalSection,
     GramSection,
     HeadSection,
     ObjectiveSection,
@@ -96,7 +96,7 @@ class Recipe(Section):
             self._length_problems: "length stage_start data model objective optimizer gram",
             self._optimizer_problems: "optimizer",
             self._channel_problems: "data model",
-            self._eval_problems: "eval",
+            self._eval_problems: "eval data",
         }
         problems = [problem for check, of in checks.items() if not unsure & set(of.split()) for problem in check()]
         problems += term_problems(self, unsure)
@@ -172,8 +172,7 @@ class Recipe(Section):
         return crop_problems(self.crops, self.model)
 
     def _eval_problems(self) -> list[str]:
-        k, images = self.eval.k, self.eval.bank_images
-        return [f"eval.k {k} is more than eval.bank_images {images}"] if k > images else []
+        return eval_problems(self.eval, self.data)
 
     def _channel_problems(self) -> list[str]:
         given = {"data.mean": self.data.mean, "data.std": self.data.std}

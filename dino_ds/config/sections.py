@@ -11,15 +11,12 @@ from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
-    BENCHMARKS,
-    EVALUATIONS,
     SOURCES,
     BatchSize,
     BelowOne,
     ChannelsField,
     Count,
     Depth,
-    Evaluations,
     Few,
     Fraction01,
     FunctionName,
@@ -43,6 +40,7 @@ from dino_ds.config.fields import (
     check_range,
     option,
 )
+from dino_ds.config.mixture import BalanceField, MixtureField, Part, parse_mixture
 
 
 class DataSection(Section):
@@ -50,7 +48,13 @@ class DataSection(Section):
         "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
     )
     root: PathText | None = option(
-        None, "a folder of images, .txt list, .tar, .parquet (patterns too), or torchvision's data", learned=False
+        None, "a folder of images, .txt list, .tar, .parquet, .h5 (patterns too), or torchvision's data", learned=False
+    )
+    mixture: MixtureField = option(
+        (), "several sources and their shares of each epoch: mine=0.7,theirs=0.3, folders of data.root or paths"
+    )
+    balance: BalanceField = option(
+        "none", "classes, or clusters:FILE (.csv of name,cluster): within each source each is drawn equally often"
     )
     download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
@@ -77,6 +81,16 @@ class DataSection(Section):
     )
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The sources of `mixture`; none without one."""
+        return parse_mixture(self.mixture)
+
+    @property
+    def place(self) -> str:
+        """Human-readable place of the images."""
+        return ", ".join(self.mixture) or self.root or self.source
+
+    @property
     def known_range(self) -> tuple[float, float] | None:
         """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
         return None if self.value_range == "auto" else self.value_range
@@ -95,6 +109,9 @@ class DataSection(Section):
     def _check(self) -> DataSection:
         if self.download and (self.source == "photos" or self.own_files):
             raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
+        own = [one.place for one in self.parts if one.value_range]
+        if own and self.known_range is None:
+            raise ValueError(f"mixture: {own[0]} has values of its own: give data.value_range for all other images")
         return self
 
 
@@ -267,15 +284,3 @@ class TeacherSection(Section):
         "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
     )
     others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
-
-
-class EvalSection(Section):
-    every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
-    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
-    root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
-    k: Count = option(20, "neighbours")
-    temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
-    bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
-    test_images: Count = option(2000, "test images, at most")
-    benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
-    pictures_every: LengthField = option(Length(5, "epochs"), "how often attention and PCA are drawn; 0 steps = never")

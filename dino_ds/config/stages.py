@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.config.begun_with import Origin, changed_settings, check_settings
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
@@ -101,8 +102,8 @@ def split_origin(place: str) -> tuple[Path, int | None]:
 
 
 class Home(NamedTuple):
-    """The folder that a model lies in, which may be a run's, and how what is made of an older teacher is told from what
-    is made of the newest one: by "step_00000500" of a checkpoint, else ""."""
+    """The folder that a model lies in, which may be a run's, and how what is made of another teacher is told from what
+    is made of the newest one: by "step_00000500" of a checkpoint, "best_teacher" of that file, else ""."""
 
     folder: Path
     name: str
@@ -120,6 +121,8 @@ class Home(NamedTuple):
 def home_of(model: str) -> Home:
     """The place of a model that is given as a run folder, as one of its checkpoints, or otherwise."""
     path = Path(model).expanduser()
+    if path.name == BEST_TEACHER and (path.parent / "config.yaml").is_file():
+        return Home(path.parent, path.stem)
     folder, step = split_origin(str(path if len(path.parts) > 2 else path.absolute()))
     return Home(path, "") if step is None else Home(folder, path.name)
 

@@ -131,9 +131,7 @@ def step_traffic(
     zero = config.raw["zero_optimization"]
     parameters = _gathers(sizes, config, zero, world_size) if config.stage == 3 else []
     if config.stage in (1, 2):
-        total = sum(sizes.values())
-        calls = groups + total // int(zero.get("allgather_bucket_size", _BUCKET))
-        parameters = [Traffic("new weights", "all-gather", element_bytes(config) * total, calls, world_size)]
+        parameters = [Traffic("new weights", "all-gather", element_bytes(config) * sum(sizes.values()), 1, world_size)]
     if offloads_optimizer(zero):  # DeepSpeed's own norms, of each group
         norms = Traffic("gradient norm", "all-reduce", groups * (8 if config.stage == 3 else 4), groups, world_size)
     else:
@@ -193,5 +191,5 @@ def _teacher(total: int, groups: int, config: DsConfig, world_size: int) -> list
     """The FP32 masters, unless every rank has them: without ZeRO, and at stages 1 and 2 in FP32."""
     if config.stage == 0 or (config.stage < 3 and config.precision == "fp32"):
         return []
-    calls = groups + (total // _TEACHER_CHUNK if config.stage == 3 else 0)
+    calls = groups + total // _TEACHER_CHUNK if config.stage == 3 else 1
     return [Traffic("teacher", "all-gather", _FP32 * total, calls, world_size)]

@@ -131,22 +131,12 @@ class _Rehearsal:
             self._window = [_inputs(recipe, groups, images) for _ in range(window)]
         network = build_meta(recipe, settings.performance, objective.queries, objective.student_features())
         with fake:
-            masters = [(name, torch.empty(p.shape), p.requires_grad) for name, p in network.named_parameters()]
+            masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
         _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
         segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
-        config = DsConfig(
-            {},
-            images,
-            window,
-            0,
-            settings.precision,
-            False,
-            0.0,
-            settings.checkpoint_blocks,
-            False,
-            settings.performance,
-        )
+        kept, how = settings.checkpoint_blocks, settings.performance
+        config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, False, how)
         self._engine = _PlayedEngine(network.train(), config, masters)
         engine = cast(Engine, self._engine)
         teachers = build_teachers(recipe, config, engine, objective, frozen)
@@ -196,15 +186,21 @@ class _PlayedEngine:
     unsynced_statistics = list
     recorder: Recorder
 
-    def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor, bool]]) -> None:
+    def __init__(self, network: Network, config: DsConfig, masters: list[tuple[str, Tensor]]) -> None:
         self.config, self.device, self._network, self._masters, self.saved = config, _CPU, network, masters, 0
 
     def __call__(self, *inputs: Any) -> Any:
         return self._network(*inputs)
 
     def masters(self) -> list[Masters]:
-        trained, frozen = ([(name, t) for name, t, moves in self._masters if moves is kind] for kind in (True, False))
-        return [WholeMasters(trained), FrozenWeights(frozen)]
+        own: dict[str, Any] = dict(self._network.named_parameters())
+        for name, value in self._masters:
+            own[name].fp32_value = value
+        frozen = [(name, p) for name, p in own.items() if not p.requires_grad]
+        return [
+            WholeMasters([pair for pair in self._masters if own[pair[0]].requires_grad]),
+            FrozenWeights(frozen, None),
+        ]
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self._network.named_buffers())

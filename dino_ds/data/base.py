@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
@@ -22,7 +23,8 @@ class UnreadableImage(Exception):
 class Source(Protocol):
     """Images by index, always in the same order; picklable, since loader processes get a copy.
 
-    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder.
+    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder; one whose
+    images are not all drawn equally often has `draws` (`dino_ds.data.draws`).
     """
 
     @property
@@ -42,3 +44,28 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """One printable line: the file's path, or such as cifar10/train/17."""
         ...
+
+
+class JoinedPart(NamedTuple):
+    """One of the sources that a `Joined` has, at the place that was given; `value_range`: black and white of its images
+    deeper than 8 bits, or None where they are the run's."""
+
+    place: str
+    source: Source
+    value_range: tuple[float, float] | None
+
+
+class Joined(ABC):
+    """A source that joins others: the questions that other sources have no answer to."""
+
+    @property
+    @abstractmethod
+    def joined(self) -> Sequence[JoinedPart]: ...
+
+    @abstractmethod
+    def another(self, index: int, number: int) -> int:
+        """An image of the same source as `index`, by any number."""
+
+    @abstractmethod
+    def range_of(self, index: int) -> tuple[float, float] | None:
+        """The `value_range` of the source of an image."""

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
-from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.base import Joined, Source, UnreadableImage
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.image_cache import CachedImage, ImageCache
@@ -180,12 +180,14 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self, multicrop: MultiCrop, epoch: int, index: int
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
         """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it:
-        others sampled for (seed, epoch, index) replace them. Raises DataError after 100 in a row."""
-        seed, bad = self._options.seed, list[str]()
+        others sampled for (seed, epoch, index) replace them, of a mixture from the same part. Raises DataError after
+        100 in a row."""
+        seed, bad, images = self._options.seed, list[str](), len(self._source)
+        another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):
             # Not the neighbour: files that are broken together lie together.
-            again = crop_seed(seed, epoch, index + attempt * len(self._source))
-            actual = again % len(self._source) if attempt else index
+            again = crop_seed(seed, epoch, index + attempt * images)
+            actual = another(index % images, again) if attempt else index % images
             try:
                 image = self._open(actual)
                 crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index))

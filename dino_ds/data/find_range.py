@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from dino_ds.basics.digits import range_text
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Source
+from dino_ds.data.base import Joined, JoinedPart, Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.data.normalisation import Normalisation
@@ -28,16 +29,17 @@ STORE_ALIKE = "store all images alike, or give a data.value_range that fits them
 
 
 class DeepImage(NamedTuple):
-    """One of more than 8 bits: its values as they are stored."""
+    """One of more than 8 bits: its values as they are stored, and the range of its source where that has its own."""
 
     name: str
     type: str
     low: float
     high: float
+    own_range: ValueRange | None = None
 
     def why_skipped(self, value_range: ValueRange | None) -> str:
         """Why no run with this range reads it; "" if it does."""
-        return why_not_scaled(np.dtype(self.type), self.low, self.high, value_range)
+        return why_not_scaled(np.dtype(self.type), self.low, self.high, self.own_range or value_range)
 
 
 def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
@@ -49,7 +51,7 @@ def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, rem
     for one in found:
         if why := one.why_skipped(value_range):
             skipped.append(f"{one.name} ({why})")
-        elif value_range and 0 < one.high - one.low < _LEAST_USED * (value_range[1] - value_range[0]):
+        elif (span := one.own_range or value_range) and 0 < one.high - one.low < _LEAST_USED * (span[1] - span[0]):
             faint.append(f"{one.name} ({one.type} values, {one.low:.10g} to {one.high:.10g})")
     among = f"of {len(found)} images looked at that are deeper than 8 bits"
     notes = [f"{len(skipped)} {among} are skipped as unreadable, such as {skipped[0]}: {remedy}"] if skipped else []
@@ -168,13 +170,34 @@ def with_value_range(
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             known = recipe.data.known_range or earlier()
-            sample = look_at_values([source], recipe.model.in_chans)
-            _check_images(recipe, source, sample)
+            sample = _look_at_parts(recipe, source)
             chosen, words = (known, "") if known else sample.decide()
             found = chosen, [*([words] if words else []), *find_misfits(sample.deep, chosen)]
     chosen, notes = distributed.gather_objects(found)[0]
     data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
     return recipe.model_copy(update={"data": data}), notes
+
+
+def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
+    """A sample of a source; of a mixture one of each part, all together. Raises as `with_value_range` does."""
+    found = Sample()
+    parts = source.joined if isinstance(source, Joined) else [JoinedPart("", source, None)]
+    for part in parts:
+        sample = look_at_values([part.source], recipe.model.in_chans)
+        with _naming(part.place):
+            _check_images(recipe, part.source, sample)
+        found.images += sample.images
+        found.channels += sample.channels
+        found.deep += [one._replace(own_range=part.value_range) for one in sample.deep]
+    return found
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"data.mixture: {place}: {error}" if place else str(error)) from None
 
 
 def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:

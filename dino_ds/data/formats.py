@@ -19,11 +19,12 @@ ENDINGS = PILLOW | {one.name: one.endings for one in _OWN}
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
 """Endings of all files that are taken for images."""
 HDF5 = (".h5", ".hdf5", ".he5")
+"""Endings of HDF5 files, which hold many images (`dino_ds.data.hdf5`)."""
 OTHER_KINDS = (
     *b".heic .heif .jxl .exr .dng .cr2 .cr3 .nef .arw .psd .npz .nii .svs".split(),
     *(ending.encode() for ending in HDF5),
 )
-"""Endings of images that nothing here reads: left out, but not in silence."""
+"""Endings of images that nothing here reads in a folder: left out, but not in silence."""
 
 
 def open_raster(data: bytes, channels: int | None) -> Raster | None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_ds.data.base import Source
+from dino_ds.data.base import Joined, Source
+from dino_ds.data.draws import draws_in
 
 _SAMPLE = 1024
 _READ = 64
@@ -32,13 +33,17 @@ class ImageSet:
 
     The sample has the 1,024 smallest hashes and the contents the 64 smallest, so that two sets sample the same names:
     sets of up to 1,024 images are compared whole, larger ones by a part that is the same every time. A source without
-    `read`, and a description that an earlier version has written, have no contents.
+    `read`, and a description that an earlier version has written, have no contents. `parts`: descriptions of the
+    sources of a mixture, by their places; `groups`: a hash of the class or cluster of each image where they are
+    balanced.
     """
 
     count: int
     names: str
     sample: dict[int, int]
     contents: dict[int, int] = field(default_factory=dict)
+    parts: dict[str, ImageSet] = field(default_factory=dict)
+    groups: str = ""
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
@@ -47,17 +52,24 @@ class ImageSet:
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
-                digest = hashlib.blake2b(_name(source, index, root), digest_size=8).digest()
+                digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
                 order.update(digest)
                 yield int.from_bytes(digest, "little"), index
 
         chosen = heapq.nsmallest(_SAMPLE, hashes())
         sizes = {value: _size(source, index) for value, index in chosen}
-        return ImageSet(len(source), order.hexdigest(), sizes, _contents(source, chosen[:_READ]))
+        joined = source.joined if isinstance(source, Joined) else ()
+        parts = {part.place: ImageSet.of(part.source, None) for part in joined}
+        draws = draws_in(source)
+        groups = "" if draws is None else draws.digest
+        found = _contents(source, chosen[:_READ])
+        return ImageSet(len(source), order.hexdigest(), sizes, found, parts, groups)
 
     def to_json(self) -> dict[str, Any]:
         sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
-        return {"count": self.count, "names": self.names, "sample": sample, "contents": contents}
+        plain = {"count": self.count, "names": self.names, "sample": sample, "contents": contents}
+        parts = {place: part.to_json() for place, part in self.parts.items()}
+        return plain | ({"parts": parts} if parts else {}) | ({"groups": self.groups} if self.groups else {})
 
     @staticmethod
     def from_json(saved: Mapping[str, Any] | None) -> ImageSet | None:
@@ -65,13 +77,29 @@ class ImageSet:
         try:
             assert saved is not None
             sample, contents = _unpacked("<Qq", saved["sample"]), _unpacked("<QQ", saved.get("contents", ""))
-            found = ImageSet(int(saved["count"]), str(saved["names"]), sample, contents)
+            parts = {str(place): ImageSet.from_json(part) for place, part in saved.get("parts", {}).items()}
+            known = {place: part for place, part in parts.items() if part is not None}
+            groups = str(saved.get("groups", ""))
+            found = ImageSet(int(saved["count"]), str(saved["names"]), sample, contents, known, groups)
             return found if found.count > 0 else None
         except (AssertionError, AttributeError, KeyError, TypeError, ValueError, struct.error, binascii.Error):
             return None
 
     def changes(self, now: ImageSet) -> str:
-        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none."""
+        """Differences of `now`, such as "64 -> 96 images: 40 added, 8 removed, 0 of another size"; "" for none.
+
+        Those of a mixture are named by source where its places have stayed.
+        """
+        if self.parts and self.parts.keys() == now.parts.keys():
+            changed = ((place, part.changes(now.parts[place])) for place, part in self.parts.items())
+            found = [f"{place}: {change}" for place, change in changed if change]
+        else:
+            found = [change for change in [self._changes(now)] if change]
+        if not found and self.groups and now.groups and self.groups != now.groups:
+            found = [f"{now.count} images as before: some are of another class or cluster"]
+        return "; ".join(found)
+
+    def _changes(self, now: ImageSet) -> str:
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
         # Beyond the largest hash of a full sample nothing is known of that set.
         last = min(max(one.sample, default=0) if one.count > _SAMPLE else 2**64 for one in (self, now))
@@ -149,7 +177,8 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _name(source: Source, index: int, root: str | None) -> bytes:
+def name_of(source: Source, index: int, root: str | None) -> bytes:
+    """The name that identifies an image of a source, as it is below `root`."""
     if member := getattr(source, "member", None):
         name: str = member(index)
     else:

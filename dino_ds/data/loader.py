@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Sampler
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.draws import Draws, draws_in
 from dino_ds.data.feed import DataTimeout, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
@@ -40,7 +41,8 @@ _POLL_SECONDS = 0.001
 
 
 class BatchKeys(list[tuple[int, int]]):
-    """(epoch, index) of the images of a micro-batch; `resolution`: the number of the one that its step has."""
+    """(epoch, index) of the images of a micro-batch, the r-th repeat of image i within an epoch as i + r * images;
+    `resolution`: the number of the one that its step has."""
 
     resolution = 0
 
@@ -50,11 +52,11 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     Micro-step m of a step, on rank r, reads the places [m * micro * ranks + r * micro, + micro) of the global batch.
     What does not fill a global batch at the end of an epoch is left out; each epoch leaves out other images. `start` is
-    where a step begins.
+    where a step begins. `draws` says how often each image is drawn, or is None where all are equally often.
     """
 
-    def __init__(self, images: int, options: LoaderOptions, start: Position) -> None:
-        self._images, self._options, self._start = images, options, start
+    def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
+        self._images, self._options, self._start, self._draws = images, options, start, draws
         self._chunk = options.micro_batch * options.world_size
         assert options.global_batch % self._chunk == 0
         self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
@@ -87,12 +89,18 @@ class ResumableSampler(Sampler[BatchKeys]):
     def _after(self, before: int, resolution: int) -> tuple[int, int]:
         return (before + 1) % (self._options.global_batch // self._chunk), resolution
 
+    def _order(self, epoch: int) -> Tensor:
+        """The images of an epoch in their order, the same on all ranks."""
+        if self._draws is not None:
+            return self._draws.epoch(self._options.seed, epoch, self._per_epoch)
+        return _permutation(self._images, self._options.seed, epoch)
+
     def __iter__(self) -> Iterator[BatchKeys]:
         position, permuted, order = self._first(), -1, torch.empty(0)
         micro, begun = self._options.micro_batch, self._begun
         while True:
             if position.epoch != permuted:
-                order, permuted = _permutation(self._images, self._options.seed, position.epoch), position.epoch
+                order, permuted = self._order(position.epoch), position.epoch
             first = position.samples + self._options.rank * micro
             keys = BatchKeys((position.epoch, index) for index in order[first : first + micro].tolist())
             keys.resolution = self._resolution(*begun, position)
@@ -111,7 +119,7 @@ class Loader:
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions, start: Position) -> None:
         self._source, self._patience, self._cache = source, options.patience, options.cache
         self._dataset = MultiCropDataset(source, multicrop, options)
-        self._sampler = ResumableSampler(len(source), options, start)
+        self._sampler = ResumableSampler(len(source), options, start, draws_in(source))
         self._options = worker_options(options.workers)
         self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
         self._restarted = self._gave_up = False

@@ -10,6 +10,7 @@ from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.formats import EXTENSIONS
+from dino_ds.data.hdf5 import split_dataset
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000
@@ -37,10 +38,12 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
     """
     changes, data, settings = dict[str, str](), recipe.data, recipe.eval
     root = data.root
-    if root is not None and "data.source" not in given and not data.own_files and _holds_images(root, data.source):
+    asked = "data.source" not in given and not data.own_files
+    if asked and (data.mixture or (root is not None and _holds_images(root, data.source))):
         changes["data.source"] = "folder"
-        notes.append(f"data.root {root} names images: data.source is folder, not {data.source} as in the recipe")
-    own = changes or (data.own_files and {"data.root", "data.source"} & set(given))
+        what = "data.mixture" if data.mixture else f"data.root {root}"
+        notes.append(f"{what} names images: data.source is folder, not {data.source} as in the recipe")
+    own = changes or (data.own_files and {"data.root", "data.source", "data.mixture"} & set(given))
     if own and settings.root is None and settings.evals != "auto" and "eval.evals" not in given:
         kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
         if left_out := [name for name in settings.evals if name not in kept]:
@@ -54,7 +57,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
 
 def _holds_images(root: str, source: str) -> bool:
     """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
-    path = os.path.expanduser(root)
+    path, _ = split_dataset(os.path.expanduser(root))
     if source == "photos":
         return True  # those of the package have no root
     if not os.path.isdir(path):

@@ -17,6 +17,7 @@ from dino_ds.data.elsewhere import images_elsewhere
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.formats import EXTENSIONS, HDF5
+from dino_ds.data.hdf5 import Hdf5Images, split_dataset
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.raster import band_axis
@@ -24,25 +25,30 @@ from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-ARCHIVES: dict[str, Callable[[list[str]], EncodedImages]] = {".tar": TarShards, ".parquet": ParquetImages}
+ARCHIVES: dict[str, Callable[[list[str]], EncodedImages]] = {
+    ".tar": TarShards,
+    ".parquet": ParquetImages,
+    **dict.fromkeys(HDF5, Hdf5Images),
+}
 """Endings of files that hold many images, and the source that reads several such files."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
-_FORMS = f"a folder of images, a .txt list of paths, {' or '.join(ARCHIVES)} files"
+_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet or .h5 files"
 
 
 def open_files(root: str) -> EncodedImages:
-    """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
+    """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}); HDF5 files
+    may be followed by the name of a dataset (file.h5:/images).
 
     A folder of ARCHIVES, without images or folders beside them, is read as these. Raises DataError.
     """
     check_root(root)
-    path = os.path.expanduser(root)
+    path, dataset = split_dataset(os.path.expanduser(root))
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
-        return _open_all(expand(path), root)
+        return _open_all(expand(path), root, dataset)
     if os.path.isfile(path):
-        return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root)
+        return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root, dataset)
     inside = _archives_in(path) if os.path.isdir(path) else []
     return _open_all(inside, root) if inside else ImageFolder(root)
 
@@ -58,7 +64,7 @@ def check_photos(source: str, root: str | None) -> None:
 
 def check_root(root: str) -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
-    path = os.path.expanduser(root)
+    path, _ = split_dataset(os.path.expanduser(root))
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root))
     if os.path.isdir(path) and _is_empty(path):
@@ -131,10 +137,12 @@ def _options(inner: str) -> Iterator[str] | None:
     return iter(inner.split(",")) if "," in inner else None
 
 
-def _open_all(paths: list[str], root: str) -> EncodedImages:
+def _open_all(paths: list[str], root: str, dataset: str | None = None) -> EncodedImages:
     wrong = next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None)
     if wrong is not None:
         raise DataError(_wrong_file(wrong, root))
+    if dataset is not None:
+        return Hdf5Images(paths, dataset)
     ending, *others = sorted({Path(path).suffix.lower() for path in paths}, reverse=True)
     if others:
         kinds = " and ".join([ending, *others])
@@ -150,8 +158,6 @@ def _wrong_file(path: str, root: str) -> str:
     if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
         return f"{name} is a single image: give the folder that it is in, --data.root {folder}"
-    if ending in HDF5:
-        return f"{name} is HDF5, which is not read: {_SPLIT}, or give your own class that reads it as --data.source"
     return f"{name} (data.root {root}) is none of {_FORMS}; unpack archives and compressed files first"
 
 

@@ -9,16 +9,41 @@ from typing import Any, Literal
 from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.own_code import find_own
 from dino_ds.config.fields import SOURCES
+from dino_ds.config.sections import DataSection
+from dino_ds.data.balance import draws_of
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.mixture import Mixture
 from dino_ds.data.photos import PhotoPatches
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.data.torchvision_sets import TorchvisionImages
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
-__all__ = ["Source", "UnreadableImage", "build_source"]
+__all__ = ["Source", "UnreadableImage", "build_source", "recipe_images", "training_source"]
 
 _METHODS = ("__len__", "load", "name")
 _MOST_IMAGES = 10**9
+
+
+def training_source(data: DataSection) -> Source:
+    """The images of a recipe, with `draws` where they are not all drawn equally often; its notes say how.
+
+    Raises ConfigError and DataError as `recipe_images` does, and where data.balance does not fit.
+    """
+    source = recipe_images(data)
+    draws, notes = draws_of(source, data.balance)
+    if draws is not None:
+        for name, value in {"draws": draws, "notes": [*getattr(source, "notes", ()), *notes]}.items():
+            setattr(source, name, value)
+    return source
+
+
+def recipe_images(data: DataSection) -> Source:
+    """The images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture` do."""
+    if not data.mixture:
+        return build_source(data.source, data.root, "train", data.download)
+    if data.source != "folder":
+        raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
+    return Mixture(data.parts, data.root)
 
 
 def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:

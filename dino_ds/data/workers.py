@@ -122,7 +122,8 @@ def main_module_left_out(unless_defines: Source) -> Iterator[None]:
     """New processes import the parent's main script: here all of DeepSpeed in each worker, for nothing."""
     main = sys.modules["__main__"]
     spec, file = main.__spec__, getattr(main, "__file__", None)
-    if type(unless_defines).__module__ == "__main__" or file is None:
+    defined = getattr(unless_defines, "whole", unless_defines)  # of a part of a source
+    if type(defined).__module__ == "__main__" or file is None:
         yield
         return
     try:

@@ -41,6 +41,7 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
         # Of a window that was spoilt to stop, it would be no error: `Engine.scale_is_exhausted` tells who knows.
         zero_optimizer.loss_scaler.raise_error_at_min_scale = False
     _read_finiteness_once(zero_optimizer)
+    _gather_weights_at_once(logged="comms_logger" in config.raw)
     return engine, zero_optimizer
 
 
@@ -58,13 +59,27 @@ def _read_finiteness_once(optimizer: Any) -> None:
     stage_1_and_2.is_invalid_grad_norm = _AskedOnce(is_invalid_grad_norm)
 
 
+def _gather_weights_at_once(logged: bool) -> None:
+    """Let ZeRO 1 and 2 gather the new weights of all parameter groups, 58 of a ViT-L with learning rates by layer, by
+    one collective; one a group, with the same result, where DeepSpeed's own are `logged`."""
+    from deepspeed.runtime import bf16_optimizer, utils
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    for module in (stage_1_and_2, bf16_optimizer):
+        module.all_gather_dp_groups = utils.all_gather_dp_groups if logged else _gather_groups
+
+
+def _gather_groups(groups_flat: Any, partitioned_param_groups: Any, dp_process_group: list[Any], **_: int) -> None:
+    shards = [parts[distributed.rank()] for parts in partitioned_param_groups]
+    distributed.gather_in_place(groups_flat, shards, dp_process_group[0])
+
+
 class _AskedOnce:
     """A question about a tensor that is asked anew only of another tensor."""
 
     def __init__(self, ask: Callable[[Any], bool]) -> None:
-        self._ask = ask
+        self._ask, self._answer = ask, False
         self._asked_of: Any = None
-        self._answer = False
 
     def __call__(self, tensor: Any) -> bool:
         if tensor is not self._asked_of:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,16 +17,32 @@ from torch.autograd.function import once_differentiable
 from dino_ds.basics.rehearsal import note_collective, rehearsing
 from dino_ds.errors import ConfigError, UserError
 
+_thread = threading.local()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it this thread is as the only rank: what is computed does not depend on others, nor wait for them."""
+    _thread.alone = True
+    try:
+        yield
+    finally:
+        _thread.alone = False
+
+
+def _is_alone() -> bool:
+    return rehearsing() or getattr(_thread, "alone", False)
+
 
 def rank() -> int:
     """This process's number over all nodes; from the launcher's environment before the process group exists."""
-    if rehearsing():
+    if _is_alone():
         return 0
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    if rehearsing():
+    if _is_alone():
         return 1
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
@@ -93,12 +110,9 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
-    """Fill each of `whole` (ranks * n,) from every rank's shard (n,), a part of the same memory, by one collective.
-
-    Every rank of `group` must call it.
-    """
+    """Fill each of `whole` (ranks * n,) from shards (n,), parts of the same memory, by one collective of `group`."""
     with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
-        for flat, shard in zip(whole, shards, strict=True):
+        for flat, shard in zip(whole, shards, strict=True) if dist.get_world_size(group) > 1 else ():
             dist.all_gather_into_tensor(flat, shard, group=group)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -19,11 +20,10 @@ from dino_ds.config.crops import Masks
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
-from dino_ds.engine.device import device
 from dino_ds.engine.lars import Lars, check_lars
-from dino_ds.engine.masters import FrozenWeights, Masters, masters_of, write_weights
+from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
-from dino_ds.engine.placement import frozen_values, release
+from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
 from dino_ds.errors import ConfigError
@@ -64,7 +64,6 @@ class Engine:
         network.train()
 
         self._buffers = _Buffers(network)
-        self._frozen = frozen_values(network, device())
         optimizer = build_optimizer(network, options)  # torch's own: DeepSpeed's are compiled at run time
         by_part = options.clip_by != WHOLE
         self._engine, self._optimizer = initialize(network, optimizer, config, clips=not by_part)
@@ -102,6 +101,15 @@ class Engine:
             crops, drop_keys, {name: dict(mask) for name, mask in masks.items()}, dict(comparisons), step_key
         )
         return outputs
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The network as for features: no stochastic depth, BatchNorm by its averages. No window may be open."""
+        self._engine.eval()
+        try:
+            yield
+        finally:
+            self._engine.train()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of the mean loss of one micro-batch."""
@@ -176,21 +184,9 @@ class Engine:
 
     def masters(self) -> list[Masters]:
         """The places of this engine's FP32 master weights; see `dino_ds.engine.masters`."""
+        frozen = [(name, p) for name, p in self._engine.module.named_parameters() if not p.requires_grad]
         trained = masters_of(self._optimizer, self._engine.module, self._name_of)
-        return [*trained, FrozenWeights(list(self._frozen.items()))] if self._frozen else trained
-
-    @property
-    def weights(self) -> tuple[int, int]:
-        """Number of the student's weights that are trained, and of all."""
-        trained = sum(math.prod(shape) for shape in self._shapes.values())
-        return trained, trained + sum(value.numel() for value in self._frozen.values())
-
-    def load_frozen(self, values: Mapping[str, Tensor]) -> None:
-        """Set the weights that are never trained to those of a checkpoint, whole and FP32; every rank must call it."""
-        names = {name: p for name, p in self._engine.module.named_parameters() if name in self._frozen}
-        for name, own in self._frozen.items():
-            own.copy_(values[name])
-        write_weights(self._optimizer, {p: self._frozen[name] for name, p in names.items()})
+        return [*trained, FrozenWeights(frozen, self._optimizer)] if frozen else trained
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""

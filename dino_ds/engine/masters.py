@@ -51,9 +51,10 @@ class PartitionedMasters:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """Weights that are never trained: (name, FP32 value), whole on every rank; an EMA teacher shares these tensors."""
+    """The student's weights that `optimizer` never trains; the FP32 `fp32_value` of each is an EMA teacher's own."""
 
-    parameters: list[tuple[str, Tensor]]
+    parameters: list[tuple[str, Any]]
+    optimizer: Any
 
 
 Masters = WholeMasters | FlatMasters | PartitionedMasters | FrozenWeights
@@ -122,22 +123,6 @@ def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
     groups = optimizer.optimizer.param_groups
     owners = getattr(optimizer, "sub_group_to_group_id", None) or {i: i for i in range(len(groups))}
     return [groups[owners[i]] for i in range(len(owners))]
-
-
-@torch.no_grad()
-def write_weights(optimizer: Any, values: Mapping[nn.Parameter, Tensor]) -> None:
-    """Set weights that no optimizer has to whole `values`, which all ranks give; a collective under ZeRO 3."""
-    if not hasattr(optimizer, "fp16_groups"):
-        for parameter, value in values.items():
-            parameter.copy_(value)
-        return
-    import deepspeed
-
-    optimizer.checkpoint_event_prologue()
-    for parameter, value in values.items():
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            parameter.copy_(value)
-    optimizer.checkpoint_event_epilogue()
 
 
 def refresh_weights(optimizer: Any) -> None:

@@ -49,8 +49,7 @@ ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of the parameters that `network` trains, at learning rate 0; `fused`: AdamW and SGD in one
-    kernel."""
+    """The optimizer of what `network` trains, at learning rate 0; `fused`: AdamW and SGD in one kernel."""
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)

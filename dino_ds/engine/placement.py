@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.device import DTYPES, device
@@ -21,14 +21,11 @@ PERSISTENT_BELOW = 100_000
 """Parameters of up to this many elements, norms and biases, stay whole on every rank: DeepSpeed's default."""
 
 
-_FROZEN = "fp32_value"
-
-
 class Placement:
     """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
 
     Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks; its
-    buffers are on the device as they are. Weights without gradient keep their FP32 values too, for `frozen_values`.
+    buffers are on the device as they are.
     """
 
     def __init__(self, config: DsConfig) -> None:
@@ -38,23 +35,11 @@ class Placement:
     def __call__(self, module: nn.Module) -> None:
         own = list(module.parameters(recurse=False))
         for parameter in own:
-            parameter.data = parameter.data.to(self._device)
-            if not parameter.requires_grad:
-                setattr(parameter, _FROZEN, parameter.data)
-            parameter.data = parameter.data.to(self._dtype)
+            parameter.data = parameter.data.to(self._device, self._dtype)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(self._device))
         if self._partition is not None and own:
             self._partition(own)
-
-
-def frozen_values(network: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """FP32 values, whole on every rank, of the weights of `network` that want no gradient, by name.
-
-    In a network that was not placed they are its own. In FP32 they may be the student's weights themselves.
-    """
-    frozen = ((name, p) for name, p in network.named_parameters() if not p.requires_grad)
-    return {name: getattr(p, _FROZEN, p.detach()).to(device, torch.float32) for name, p in frozen}
 
 
 class InferencePlacement:

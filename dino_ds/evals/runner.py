@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,23 +10,27 @@ from types import SimpleNamespace
 from typing import Any
 
 from dino_ds.basics.digits import short
+from dino_ds.config.evaluation import EVALUATION_OF
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
+from dino_ds.data.held_out import held_out_images
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.advice import changes_that_help, with_recipe_keys
+from dino_ds.evals.best import Best
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import GaveUp, keep_generators, raw_pixels
+from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.method.teacher import Teacher
 from dino_ds.run.run import AtStep, Moment
+from dino_ds.run.teacher_files import best_step
 from dino_ds.weights.load import Backbone
 
-_SMALLEST_PATCH, _SMALL_IMAGE = 4, 64
-"""Sides in pixels: the smallest patch that is advised, and the largest crops that call for weak augmentation."""
 Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
@@ -35,9 +38,9 @@ Results = dict[str, dict[str, Any]]
 class EvalRunner(AtStep):
     """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
 
-    It keeps the k-NN accuracies (percent) of raw pixels, of the untrained network and of the newest teacher, and its
-    step. All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not
-    possible.
+    `best` tracks the best teacher and `held_out` measures a loss, each None where the recipe does not ask for it. It
+    keeps the k-NN accuracies (percent) of raw pixels, of the untrained network and of the newest teacher, and its step.
+    All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
     """
 
     def __init__(
@@ -61,6 +64,10 @@ class EvalRunner(AtStep):
         self.untrained: float | None = None
         self.latest: float | None = None
         self._latest_step: int | None = None
+        self.best: Best | None = None
+        self.held_out: HeldOutLoss | None = None
+        self._improved = False
+        self._began_as = "untrained network"
         for name in names:
             self._check(name)
 
@@ -74,13 +81,17 @@ class EvalRunner(AtStep):
         every = settings.every.in_steps(data.global_batch, epoch_steps)
         named = not data.own_files or settings.root is not None
         names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
-        if every == 0 or not names:
+        if every == 0:
             return None
+        best = Best.from_recipe(settings, names)
         test = None
         with distributed.raise_on_all_ranks():
+            held_out = held_out_images(recipe, train)
             if named:
                 root = settings.root if data.own_files else data.root
                 test = build_source(data.source, root, "test", data.download)
+        if not names and held_out is None:
+            return None
         how = Settings(
             ks=(settings.k,),
             temperature=settings.temperature,
@@ -91,7 +102,14 @@ class EvalRunner(AtStep):
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
-        runner._advice += _changes_that_help(recipe)
+        if best is not None:
+            counts = len(test or ()), len(held_out or ())
+            best.measured_on = (settings.k, settings.bank_images, settings.test_images, *counts)
+        runner.best = best
+        if recipe.model.init_from is not None or recipe.stage_start is not None:
+            runner._began_as = "start"
+        runner.held_out = None if held_out is None else HeldOutLoss(recipe, held_out)
+        runner._advice += changes_that_help(recipe)
         runner._notes += note_on_shared(names, train, test, "eval.root")
         if settings.root is not None and not data.own_files:
             runner._notes.append(
@@ -104,7 +122,7 @@ class EvalRunner(AtStep):
         try:
             context = preflight_eval(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
-            raise _with_recipe_keys(name, error) from None
+            raise with_recipe_keys(name, error) from None
         if name == "knn":
             self.chance = 100.0 / len(context.train_source.classes or ())
             images = len(context.train_indices), len(context.test_indices)
@@ -115,18 +133,50 @@ class EvalRunner(AtStep):
 
     def run(self, moment: Moment) -> bool:
         """Metrics, lines of the log, and RUN/evaluations.json."""
+        self._improved, losses = False, dict[str, float]()
         results = self.evaluate(moment)
+        if results is not None and self.held_out is not None:
+            found = self.held_out.measure(moment)
+            results, losses = (None, losses) if found is None else (results, found)
         if results is None:
             return False
-        if results:
-            moment.log.write({"step": moment.step, **self.metrics(results)})
-        moment.log.info(*self.lines(results))
+        stalled = self._track(moment, results, losses)
+        if results or losses:
+            moment.log.write({"step": moment.step, **self.metrics(results), **losses, **stalled})
+        moment.log.info(*self.lines(results), *describe_losses(losses, moment.step))
         if distributed.rank() == 0:
             try:
                 write_results(moment.run_dir / RESULTS, results)
             except (OSError, ValueError) as error:
                 moment.log.info(f"warning  {RESULTS} can't be written: {error}; training continues")
         return True
+
+    def _track(self, moment: Moment, results: Results, losses: dict[str, float]) -> dict[str, int]:
+        """Show the newest value to the tracker of the best; metrics of it."""
+        if self.best is None:
+            return {}
+        if moment.at_start:
+            self.best.begin()
+        name = self.best.metric
+        found = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
+        value = self.latest if name == "knn" and name in results else found.get(name)
+        due = moment.at_start or moment.step % self._every == 0
+        self._improved = self.best.see(moment.step, value, due, moment.at_start)
+        return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
+
+    def missed(self, step: int, at_start: bool) -> bool:
+        if self.best is None:
+            return False
+        return at_start or (self.best.seen not in (None, step) and step % self._every == 0)
+
+    def improved(self) -> bool:
+        return self._improved
+
+    def finished(self) -> str:
+        return self.best.finished if self.best is not None else ""
+
+    def ending(self, run_dir: Path) -> list[str]:
+        return self.best.lines(best_step(run_dir)) if self.best is not None else []
 
     def evaluate(self, moment: Moment) -> Results | None:
         """The results at a moment, or None, on all ranks, if a stop was requested on one of them.
@@ -145,7 +195,6 @@ class EvalRunner(AtStep):
                 model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False
             )
 
-        # The baseline that any learning must beat.
         pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalisation=self._normalisation)
         context, results, raw = context_of(model), Results(), self.raw
         for name in self._names:
@@ -158,7 +207,7 @@ class EvalRunner(AtStep):
                     (raw,) = evaluate(name, context_of(pixels)).values()
             except (ConfigError, DataError) as error:
                 if moment.step == 0:
-                    raise _with_recipe_keys(name, error) from None
+                    raise with_recipe_keys(name, error) from None
                 context.notes.append(f"{name} can't be evaluated at step {moment.step}: {error}")
                 continue
             about = {"step": moment.step, "images": moment.images}
@@ -195,7 +244,7 @@ class EvalRunner(AtStep):
 
     def knn_summary(self) -> str:
         """k-NN next to its baselines: raw pixels, chance, and the network before training."""
-        untrained = f", untrained network {self.untrained:.1f} %" if self.untrained is not None else ""
+        untrained = f", {self._began_as} {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
 
     def warning(self, cut: bool = False) -> str | None:
@@ -208,7 +257,7 @@ class EvalRunner(AtStep):
         learned = ""
         if self.untrained is not None:
             helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
-            learned = f"; the untrained network's was {self.untrained:.1f} %, so training {helped} yet"
+            learned = f"; the {self._began_as}'s was {self.untrained:.1f} %, so training {helped} yet"
         advice = ["train to the end (--max_steps cut this run short)", *self._advice[1:]] if cut else self._advice
         return (
             f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
@@ -228,23 +277,15 @@ class EvalRunner(AtStep):
 
     def state_dict(self) -> dict[str, Any]:
         measured = {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "step": self._latest_step}
-        return {**measured, "of": self._compared}
+        best = {} if self.best is None else {"best": self.best.state_dict()}
+        return {**measured, "of": self._compared, **best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
         if "of" not in state or state["of"] == self._compared:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
             self._latest_step = state.get("step")
-
-
-def _changes_that_help(recipe: Recipe) -> list[str]:
-    """Advice on images' features that the recipe does not follow already."""
-    spec, crops, found = recipe.model.spec(), recipe.crops, []
-    if "patch_size" in spec.obeys and spec.stride > _SMALLEST_PATCH:
-        found.append(f"with smaller patches than {spec.stride} pixels (--model.patch_size)")
-    if crops.global_size <= _SMALL_IMAGE and crops.augment != "low_res":
-        found.append("with --crops.augment low_res, for images of 32 to 64 pixels")
-    return found
+        self._notes += self.best.load_state_dict(state.get("best")) if self.best is not None else []
 
 
 @contextmanager
@@ -257,17 +298,3 @@ def live_teacher(teacher: Teacher, image_size: int, normalisation: Normalisation
     model.normalisation = normalisation
     with teacher.evaluating():
         yield model
-
-
-def _with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
-    """The message of an evaluation with recipe keys in the place of the flags of `dino-ds eval`."""
-    words = {
-        "(--images)": "(eval.bank_images, eval.test_images)",
-        "--images": "--eval.bank_images",
-        "with --test_root DIR": "with --eval.root DIR, or leave this out with --eval.evals auto",
-        "--test_root": "--eval.root",
-        "--benchmark_root": "--eval.benchmark_root",
-        "--k": "--eval.k",
-    }
-    text = re.sub("|".join(map(re.escape, words)), lambda flag: words[flag[0]], str(error))
-    return type(error)(f"eval.evals {name}: {text}")

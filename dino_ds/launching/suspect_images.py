@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_ds.checkpoint.manifest import read_manifest, step_name
+from dino_ds.basics.names import step_name
+from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
+from dino_ds.data.held_out import training_images
 from dino_ds.data.loader import ResumableSampler, steps_per_epoch
-from dino_ds.data.sources import build_source
 from dino_ds.health.records import last_checkpoint_step
 
 
@@ -19,19 +21,19 @@ def write_step_images(run_dir: Path, done: int) -> Path:
     """Write the global batch of the step after `done` to RUN/suspect_images-STEP.txt. Raises UserError if unknown."""
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
     data = recipe.data
-    source = build_source(data.source, data.root, "train", download=False)
+    source = training_images(data.model_copy(update={"download": False}), recipe.eval.val_share)
     per_epoch = steps_per_epoch(len(source), data.global_batch) * data.global_batch
     step, state = _saved_state(run_dir)
     position = Position(**state["position"])
     # A skipped step uses its images up as well.
     for _ in range(done - step + _skipped_steps(run_dir, done) - state["skipped_steps"]):
         position = position.advance(data.global_batch, per_epoch)
-    sampler = ResumableSampler(len(source), LoaderOptions.of(recipe, micro_batch=data.global_batch), position)
-    images = next(iter(sampler))
+    options, draws = LoaderOptions.of(recipe, micro_batch=data.global_batch), draws_in(source)
+    images = next(iter(ResumableSampler(len(source), options, position, draws)))
     path = run_dir / f"suspect_images-{done + 1}.txt"
     head = f"# step {done + 1}, epoch {images[0][0]}: the {len(images)} images of its global batch, in order"
     note = "# loader processes (data.workers) may have been reading images of the steps after it"
-    path.write_text("\n".join([head, note, *(source.name(index) for _, index in images)]) + "\n")
+    path.write_text("\n".join([head, note, *(source.name(index % len(source)) for _, index in images)]) + "\n")
     return path
 
 

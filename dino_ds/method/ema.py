@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA
 from dino_ds.engine.distributed import gather_in_place
+from dino_ds.engine.frozen import write_weights
 from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.network import Network
+from dino_ds.models.trained import share_value
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
-
 
 _STATISTICS_SPAN = 0.1
 """Part of the passes so far over which BatchNorm's averages go at first, as "ema": those of untrained weights fade."""
@@ -74,8 +75,9 @@ class EmaTeacher(Teacher):
         super().__init__(network, options.dtype)
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
-        for name, value in (pair for m in masters if isinstance(m, FrozenWeights) for pair in m.parameters):
-            parameters[name].data = value
+        self._frozen = [m for m in masters if isinstance(m, FrozenWeights)]
+        for name, parameter in (pair for m in self._frozen for pair in m.parameters):
+            share_value(parameters[name], parameter)
         self._updaters = self._updaters_of(masters, parameters)
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
@@ -157,6 +159,8 @@ class EmaTeacher(Teacher):
             return
         super().load_state(state)
         self._cast()
+        for frozen in self._frozen:  # a checkpoint holds them once
+            write_weights(frozen)
 
 
 def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
@@ -224,8 +228,7 @@ class _PartitionedUpdater(_EmaUpdater):
     """Gathers the masters chunk by chunk, then moves whole parameters."""
 
     def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
-        self._masters = masters
-        self._device = device
+        self._masters, self._device = masters, device
         self._world = dist.get_world_size(masters.process_group)
         self._chunks: list[list[tuple[Tensor, int, int]]] = [[]]
         filled = 0

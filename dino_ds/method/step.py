@@ -131,6 +131,23 @@ class TrainingStep:
         self.applied_steps += 1
         self._begin_step()
 
+    @torch.no_grad()
+    def measure(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a micro-batch and its scalars, with the schedule's values of the next step; between steps.
+
+        Nothing is dropped at random, and nothing moves: no statistic, buffer or counter. Every rank must call it."""
+        schedule, (crops, _, masks) = self.schedule, inputs
+        with self.engine.evaluating(), torch.compiler.set_stance("force_eager"):
+            outputs = self.teachers(crops, masks, schedule)
+            (targets,) = self.objective.targets([outputs], [masks], schedule)
+            seen = {name: crops[name] for name in self._student_groups}
+            hidden = student_masks(self._groups, masks)
+            found = self.engine(seen, None, hidden, self.objective.comparisons(targets), None)
+            loss, scalars = self.objective.loss(found, targets, schedule)
+        self.objective.drop()
+        self._restore_buffers()
+        return loss, scalars
+
     def _moving_buffers(self) -> list[Tensor]:
         """The buffers of student and teachers that forward passes move."""
         return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
@@ -150,7 +167,6 @@ class TrainingStep:
         Raises KeyError for what is not there.
         """
         self.teachers.load_state(state)
-        self.engine.load_frozen(self.teachers.exported.state())  # a checkpoint holds them once
         self.objective.load_state(state)
         for name, tensor in self.engine.buffers(saved=True).items():
             tensor.copy_(state[f"student.{name}"])

@@ -87,12 +87,6 @@ class Backbone(nn.Module, ABC):
     def segments(self) -> Sequence[nn.Module]:
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
-    def linear_layers(self) -> dict[str, nn.Linear]:
-        """The linear layers inside the segments, by name, that are called as modules: their results may be changed."""
-        inside = {module for segment in self.segments() for module in segment.modules()}
-        found = [(name, module) for name, module in self.named_modules() if module in inside]
-        return {name: module for name, module in found if isinstance(module, nn.Linear)}
-
     def drawn(self) -> Backbone | None:
         """A copy on the CPU with the initial weights that its class draws, or None if they are drawn module by module,
         as `dino_ds.models.weights` does."""

@@ -54,17 +54,6 @@ class ForeignBackbone(Backbone):
     def segments(self) -> Sequence[nn.Module]:
         return self._segments
 
-    def linear_layers(self) -> dict[str, nn.Linear]:
-        """Those that a trial image on the meta device passes: some networks use the weights of others directly."""
-        found, called = super().linear_layers(), set[nn.Module]()
-        hooks = [layer.register_forward_pre_hook(lambda module, _: called.add(module)) for layer in found.values()]
-        with torch.no_grad():
-            side, weight = self.image_size, next(self.parameters())
-            self.features(torch.zeros(2, self._foreign.in_chans, side, side, device=weight.device))
-        for hook in hooks:
-            hook.remove()
-        return {name: layer for name, layer in found.items() if layer in called}
-
     def drawn(self) -> Backbone:
         with torch.device("cpu"):
             return ForeignBackbone(self._foreign, self.image_size, self.options)

@@ -22,6 +22,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import Backbone
 from dino_ds.models.blocks import ActivatedLinear
+from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.specs.trained import ALL, LORA, NORMS, TrainedPart
 from dino_ds.models.weights import Placer
 
@@ -101,8 +102,27 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
         parameter.requires_grad_(trained)
 
 
+def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
+    """The linear layers inside the segments, by name, that are called as modules: their results may be changed.
+
+    Of a network of others these are the ones that a trial image passes: some use the weights of layers directly.
+    """
+    inside = {module for segment in backbone.segments() for module in segment.modules()}
+    found = {n: one for n, one in backbone.named_modules() if one in inside and isinstance(one, nn.Linear)}
+    if not isinstance(backbone, ForeignBackbone):
+        return found
+    called = set[nn.Module]()
+    hooks = [layer.register_forward_pre_hook(lambda module, _: called.add(module)) for layer in found.values()]
+    side, weight = backbone.image_size, next(backbone.parameters())
+    with torch.no_grad():
+        backbone.features(torch.zeros(2, backbone.spec.in_chans, side, side, device=weight.device))
+    for hook in hooks:
+        hook.remove()
+    return {name: layer for name, layer in found.items() if layer in called}
+
+
 def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
-    known = {name: layer for name, layer in backbone.linear_layers().items() if type(layer) in _ADAPTED}
+    known = {name: layer for name, layer in linear_layers(backbone).items() if type(layer) in _ADAPTED}
     title, there = backbone.spec.title, sorted({name.rpartition(".")[2] for name in known})
     if not known:
         raise ConfigError(
@@ -151,7 +171,25 @@ class TrainedPlacer:
             module.lora_b = nn.Parameter(torch.zeros(shapes[1]))
         for name, parameter in module.named_parameters(recurse=False):
             parameter.requires_grad_(f"{prefix}{name}" not in self._frozen)
+        keep_values(module)
         self._place(module)
+        for parameter in _frozen_in(module):
+            parameter.fp32_value = parameter.fp32_value.to(parameter.device)
+
+
+def keep_values(module: nn.Module) -> None:
+    """Let the frozen weights that `module` owns itself keep their FP32 values, whatever is made of them."""
+    for parameter in _frozen_in(module):
+        parameter.fp32_value = parameter.data
+
+
+def share_value(teachers: Tensor, students: Any) -> None:
+    """Make the FP32 value of a student's frozen weight the teacher's own weight, on the teacher's device."""
+    students.fp32_value = teachers.data = students.fp32_value.to(teachers.device)
+
+
+def _frozen_in(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
 
 
 def adapters_in(tensors: Mapping[str, _T]) -> dict[str, _T]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dino_ds.config.fields import Amount, Count, Listed, Positive, option
-from dino_ds.options.definition import Heads, Json, Model, command, options
+from dino_ds.options.definition import Heads, Json, Model, Weights, command, options
 
 _Steps = Annotated[Count, Field(description="steps that are measured")]
 _Threads = Annotated[
@@ -51,6 +51,7 @@ class BenchInferenceOptions:
     """latency p50, p95, p99 and images/s of a teacher's features: FP32, bf16, compiled, onnxruntime, interleaved"""
 
     model: Model
+    weights: Weights = "newest"
     random: bool = option(False, "MODEL is an architecture: random weights, 224 pixels; they change no speed")
     batches: Listed[Count] = option((1, 4, 16, 64), "images of a call")
     size: Count | None = option(None, "pixels of a side, a multiple of the patch size", shown="the model's")

@@ -36,7 +36,7 @@ class LookDataOptions:
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, the command to type, and predicted hours"""
 
-    root: str | None = option(None, "as data.root: folder, list, shards, Parquet", bare=True)
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5", bare=True)
     source: str = option("folder", "as data.source of a recipe")
     gpu: str | None = option(None, "kind of GPU, such as rtx4090-24g (see plan)", shown="this machine's")
     gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
@@ -52,7 +52,7 @@ class ShardOptions:
     """images of any source -> tar shards with an index and checksums; continues after an interruption"""
 
     source: str = option("folder", "as data.source of a recipe")
-    root: str | None = option(None, "as data.root: folder, list, shards, Parquet")
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5")
     split: Literal["train", "test"] = option("train", "of a torchvision data set")
     out: str = option(..., "folder of the shards")
     shard_size: str = option("256MiB", "images of a shard (10000) or about its size (256MiB)")

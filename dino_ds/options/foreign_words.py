@@ -7,10 +7,11 @@ from dino_ds.config.fields import EVALUATIONS_ELSEWHERE
 
 OPTIONS = by_word({
     # Images.
-    "no images are held back, since training needs no labels; labelled test images for k-NN are a folder of their own: "
+    "write --eval.val_share 0.05 for a held-out loss; labelled test images for k-NN are a folder of their own: "
     "--eval.root DIR": "val_split validation_split test_split val_ratio val_size holdout",
-    "each epoch has every image once, in an order of --seed; to see some more often, name them several times in a list "
-    "of files: --data.root list.txt": "sampler class_weights class_balanced balanced weighted_sampler shuffle",
+    "each epoch has every image once, in an order of --seed; rare ones come more often with --data.balance classes (or "
+    "clusters:FILE), sources by their shares with --data.mixture": "sampler class_weights class_balanced balanced "
+    "weighted_sampler shuffle",
     "an incomplete last batch is always dropped": "drop_last dataloader_drop_last",
     "the loader sets it; --data.workers is what can be chosen": "pin_memory persistent_workers prefetch_factor",
     "training needs no labels; evaluations count the classes of the folders": "num_classes labels",
@@ -38,7 +39,7 @@ OPTIONS = by_word({
     "a recipe names the network: --config vits16; --model.backbone NAME takes another (docs/backbones.md)": "model "
     "model_name architecture encoder network",
     "existing weights: --model.init_from FILE, or timm's name; a stopped run continues with --resume": "pretrained "
-    "weights checkpoint ckpt ckpt_path checkpoint_path resume_from resume_from_checkpoint load_from load_checkpoint "
+    "checkpoint ckpt ckpt_path checkpoint_path resume_from resume_from_checkpoint load_from load_checkpoint "
     "pretrained_weights model_name_or_path initial_checkpoint auto_resume",
     'there is no LoRA; --model.freeze_backbone "N epochs" trains the head first, --optimizer.layer_decay 0.9 moves '
     "lower blocks less": "lora lora_r lora_rank lora_alpha use_peft adapter",
@@ -56,11 +57,12 @@ OPTIONS = by_word({
     'write --save_every "{n} steps", or epochs': "save_steps save_freq save_interval checkpoint_every save_strategy "
     "every_n_train_steps",
     'write --save_every "{n} epochs"': "saveckp_freq every_n_epochs",
-    'no best checkpoint is chosen; --keep_every "10 epochs" keeps them for good, and metrics.jsonl has the k-NN of '
-    "each time of --eval.every": "keep_best save_best save_best_only save_top_k monitor metric_for_best_model "
-    "load_best_model_at_end",
-    "there is no early stopping: the schedules end with --length; --eval.every says how often k-NN is measured, and "
-    "touch RUN/stop saves and ends a run": "early_stopping early_stop patience early_stopping_patience",
+    "the teacher with the best k-NN is kept, best_teacher.safetensors; by another metric: --eval.keep_best METRIC": (
+        "save_best save_best_only save_top_k monitor metric_for_best_model load_best_model_at_end"
+    ),
+    'write --eval.stop_after "5 evaluations": the run then ends without progress; touch RUN/stop saves and ends one': (
+        "early_stopping early_stop patience early_stopping_patience"
+    ),
     'write --eval.every "{n} steps", or epochs': "eval_freq eval_steps eval_interval val_interval eval_strategy "
     "check_val_every_n_epoch val_check_interval evaluation_strategy eval_period_iterations",
     "dino-ds eval MODEL evaluates": "eval_only evaluate do_eval test_only",

@@ -6,14 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
-from dino_ds.options.definition import Heads, Json, Model, command
+from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
 PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]
 MapMethod = Literal["tsne", "umap", "pca"]
 ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
+"""The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
 ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript", "adapters"]
 
 _Source = Annotated[
@@ -27,6 +29,7 @@ class EvalOptions:
     """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
 
     model: Model
+    weights: Weights = "newest"
     evals: Listed[Evaluation] = option(("knn",), "comma-separated list of")
     source: _Source = None
     root: str | None = option(None, "labelled training images, as data.root", shown="the run's")
@@ -48,6 +51,7 @@ class EmbedOptions:
     """a vector for every image, in one file: for search, clustering, or a classifier of your own"""
 
     model: Model
+    weights: Weights = "newest"
     out: str = option(..., "file to write, whose ending says how: .parquet, .npy, .csv or .pt")
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
@@ -64,6 +68,7 @@ class PicturesOptions:
     """what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves"""
 
     model: Model
+    weights: Weights = "newest"
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
@@ -83,6 +88,7 @@ class AttentionVideoOptions:
     """a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images"""
 
     model: Model
+    weights: Weights = "newest"
     clip: str = option(..., "a video, animated GIF or WebP, folder or pattern of images", bare=True)
     out: str | None = option(None, "what to write: a file, for png a folder", shown="CLIP_attention.mp4")
     format: ClipForm | None = option(None, "", shown="as --out ends, else mp4; gif without PyAV")
@@ -101,7 +107,9 @@ class ExportOptions:
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
     push: str | None = option(None, "OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately")
-    weights: ExportedNetwork = option("teacher", "the network of a run or checkpoint that is exported")
+    weights: ExportedNetwork | WeightsName = option(
+        "teacher", "of a run or checkpoint: teacher (the newest) or student; of a run: best or step_N"
+    )
     adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(

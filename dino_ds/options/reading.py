@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.config.chosen_weights import NEWEST, chosen_model
 from dino_ds.config.default_folder import default_folder
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
@@ -50,7 +51,8 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
             else:
                 files["notes"] = list[str]()
                 files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
-            if command.needs_images and files["recipe"].data.source == "folder" and not files["recipe"].data.root:
+            data = files["recipe"].data
+            if command.needs_images and data.source == "folder" and not data.root and not data.mixture:
                 problems.append(_no_images(bool(given.get("resume"))))
         except ConfigError as error:
             problems.append(str(error))
@@ -71,6 +73,10 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
+    if hasattr(options, "model") and getattr(options, "weights", NEWEST) not in (NEWEST, "teacher", "student"):
+        chosen = chosen_model(options.model, options.weights)  # from here on it is a path as one may give it
+        default = next(field.default for field in dataclasses.fields(options) if field.name == "weights")
+        options = dataclasses.replace(options, model=chosen, weights=default)
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
         files["train_words"] = flags.train_words
@@ -92,6 +98,8 @@ def _read_train(
         raise ConfigError(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
+    if options.weights != NEWEST and options.from_ is None and options.stages is None:
+        raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it, or --stages")
     if not options.run_dir and config is None and options.from_ is not None and options.stages is None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     place, note = options.run_dir, ""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
+from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import Count, Resume, option
 from dino_ds.options.definition import Json, command
 
@@ -40,6 +41,9 @@ class TrainOptions:
     stages: str | None = option(
         None, "RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ..."
     )
+    weights: Annotated[
+        WeightsName, Field(description="what --from and each of --stages begins with: newest, best, or step_N")
+    ] = "newest"
     max_steps: Count | None = option(
         None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
     )

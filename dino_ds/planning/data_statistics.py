@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.decode import EncodedImage, open_image
+from dino_ds.data.decode import EncodedImage, open_image, range_at
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
@@ -43,7 +43,8 @@ class Facts:
     """Facts of one image: upright size in pixels, mode and format of its file, bytes of the file or None without one.
 
     `type` of the values as stored, `low` and `high` if they are deeper than 8 bits; means of each channel's values and
-    of their squares. `problem` is why it can't be read; then the rest means nothing.
+    of their squares; `own_range`: black and white of its source, in a mixture where that has its own. `problem` is why
+    it can't be read; then the rest means nothing.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Facts:
     mean: tuple[float, ...] = ()
     square: tuple[float, ...] = ()
     problem: str | None = None
+    own_range: ValueRange | None = None
 
 
 def look_at(
@@ -95,7 +97,8 @@ class _FactsOf(Dataset[Facts]):
             return Facts(index, problem=error.reason)
         mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
         mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
-        return Facts(index, image.width, image.height, mode, form, size, **found)
+        own = range_at(self._source, index, None)
+        return Facts(index, image.width, image.height, mode, form, size, own_range=own, **found)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -126,7 +129,7 @@ def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRa
     for fact in facts:
         if fact.problem is not None or len(fact.mean) not in (1, channels):
             continue
-        black, white = (0.0, 255.0) if fact.type == "uint8" else value_range or (fact.low, fact.high)
+        black, white = (0.0, 255.0) if fact.type == "uint8" else fact.own_range or value_range or (fact.low, fact.high)
         mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
         scale = max(white - black, 1e-30)
         moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))

@@ -18,7 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import training_source
 from dino_ds.engine import distributed
 from dino_ds.errors import UserError
 from dino_ds.planning.doctor_software import FAILURE, Finding, judge
@@ -36,11 +36,11 @@ _LIMIT_SECONDS = 120.0
 def measure_data(recipe: Recipe) -> Iterator[Finding]:
     """The rates at which one process reads and decodes a random sample of the images."""
     data = recipe.data
-    if data.source == "folder" and not data.root:
+    if data.source == "folder" and not data.root and not data.mixture:
         yield judge("data", "not looked at: give --data.root")
         return
     try:
-        source = build_source(data.source, data.root, "train", data.download)
+        source = training_source(data)
         with_value_range(recipe, source)
     except UserError as error:
         yield judge("data", f"data.source {data.source}", str(error), level=FAILURE)

@@ -43,7 +43,7 @@ def run(options: ProfileOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path:
     recipe, config = resolve(recipe, ds, ds_path, batch)
     trial = build_trial(recipe, config)
     data = recipe.data
-    real = data.root is not None or data.source == "photos" or ":" in data.source
+    real = data.root is not None or data.mixture or data.source == "photos" or ":" in data.source
     profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[options.tool]
     if real:
         # Closed also after an error: the end of the process would wait for the workers for ever.
@@ -56,7 +56,7 @@ def run(options: ProfileOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path:
     images = batch * distributed.world_size()
     about = {
         "backbone": recipe.model.backbone,
-        "data": (recipe.data.root or recipe.data.source) if real else "noise",
+        "data": recipe.data.place if real else "noise",
         "batch": batch,
         "processes": distributed.world_size(),
         "stage": config.stage,

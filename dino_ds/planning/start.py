@@ -203,22 +203,23 @@ def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, 
     """The first overrides with which a start fits that does not, and what they make of it."""
     if not _problem(recipe, start.config, machine):
         return None
-    found: dict[int, Start] = {}
 
-    def fits(flags: Mapping[str, str]) -> bool:
+    def smaller(flags: Mapping[str, str]) -> Start | None:
+        """The start with these overrides, or None if it does not fit either."""
         ds = change_ds_config(dict(start.ds), start.path, flags)
         try:
-            smaller = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
+            found = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
         except ConfigError:
-            return False
-        found[id(flags)] = smaller
-        return not _problem(recipe, smaller.config, machine)
+            return None
+        return None if _problem(recipe, found.config, machine) else found
 
     for choices in _smaller(recipe, start, machine):
         # A smaller batch takes less, and each one takes a rehearsal: first whether any fits, then which is the largest.
-        if choices and fits(choices[-1]):
-            flags = choices[bisect.bisect_left(choices[:-1], True, key=fits)]
-            return flags, found[id(flags)]
+        if choices and smaller(choices[-1]):
+            flags = choices[bisect.bisect_left(choices[:-1], True, key=lambda flags: smaller(flags) is not None)]
+            fitting = smaller(flags)  # rehearsed already
+            assert fitting is not None
+            return flags, fitting
     return None
 
 

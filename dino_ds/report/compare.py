@@ -95,7 +95,7 @@ def _figures(facts: Sequence[Facts], scalars: dict[str, str], mark: bool) -> lis
         "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
         "k-NN at step": lambda one: number((one["knn"] or {}).get("step")),
         "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
-        "untrained / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),
+        "start / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),
         "images per second": lambda one: number(one["images_per_second"], 3),
         "waiting for data": lambda one: percent(None if one[wait] is None else 100 * one[wait]),
         "peak memory": lambda one: gib(one["memory_gib"]),
@@ -120,7 +120,8 @@ def _scalars(runs: Sequence[RunFiles]) -> dict[str, str]:
 
 
 def _baselines(knn: dict[str, float]) -> str:
-    return " / ".join(percent(knn.get(key)) for key in ("untrained", "raw_pixels", "chance"))
+    start = knn.get("untrained", knn.get("start"))
+    return " / ".join(percent(value) for value in (start, knn.get("raw_pixels"), knn.get("chance")))
 
 
 def _marked(values: Sequence[float | None], show: Callable[[float | None], str], mark: bool = True) -> list[Cell]:

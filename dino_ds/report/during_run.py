@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.durable import replace_file
+from dino_ds.basics.names import step_name
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import load_image
@@ -71,7 +72,7 @@ class PeriodicPictures(AtStep):
     def _draw(self, moment: Moment) -> None:
         """PNG files, and the same for TensorBoard."""
         pictures, device = moment.run_dir / "pictures", moment.device
-        folder = pictures / f"step_{moment.step:08d}"
+        folder = pictures / step_name(moment.step)
         teacher = live_teacher(moment.teacher, self._image_size, self._normalisation)
         with keep_generators(device), teacher as model:
             figures = draw_patches(model, *self._read(model, device)) if model.has_patches else {}

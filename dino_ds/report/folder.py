@@ -22,6 +22,7 @@ from dino_ds.report.pictures.series import Metrics, read_metrics
 T = TypeVar("T")
 _LARGEST_NUMBER = 1e100
 _GIB = 2**30
+_BEST = "best_teacher.json"
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
 """Files that training writes after a hang, a bug and bad steps."""
 
@@ -37,8 +38,9 @@ class Evaluation:
 
 @dataclass
 class RunFiles:
-    """One run. state: finished, stopped (before its length), failed, running or unfinished; traces: files that tell
-    more of incidents; notes: what is missing or broken."""
+    """One run. best: metric, value, start and step of the best teacher, {} without one; state: finished, stopped
+    (before its length), failed, running or unfinished; traces: files that tell more of incidents; notes: what is
+    missing or broken."""
 
     path: Path
     name: str
@@ -51,6 +53,7 @@ class RunFiles:
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
     checkpoints: dict[int, float] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
     traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
     notes: list[str] = field(default_factory=list)
@@ -95,6 +98,11 @@ def read_run(path: Path) -> RunFiles:
     run.evaluations = _evaluations(path, notes)
     run.pictures = sorted(file for file in (path / "pictures").rglob("*.png") if file.is_file())
     run.checkpoints = _checkpoints(path / "checkpoints")
+    if (path / _BEST).is_file():
+        about: dict[str, Any] = _read(notes, path / _BEST, read_object, {}, "the best teacher is not shown")
+        found = about.get("best")
+        if isinstance(found, dict):
+            run.best = {key: found.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
     run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
     return run
@@ -120,8 +128,10 @@ def _read_log(path: Path) -> RunLog:
 
 
 def with_titles(metrics: Metrics, recipe: Recipe) -> Metrics:
-    """Metrics whose loss terms have the titles that their specs give them."""
-    return replace(metrics, titles={term.name: term.title for term in known_terms(recipe)})
+    """Metrics that know the titles of loss terms, as their specs give them, and what the run began with."""
+    began = recipe.model.init_from is not None or recipe.stage_start is not None
+    titles = {term.name: term.title for term in known_terms(recipe)}
+    return replace(metrics, titles=titles, began_with_weights=began)
 
 
 def _read_recipe(run: RunFiles) -> None:
@@ -177,7 +187,7 @@ def _state(run: RunFiles) -> str:
     if run.log.ended == "finished" and run.step < (run.log.planned_steps or 0):
         return "stopped"
     if run.log.ended:
-        return run.log.ended
+        return "finished" if run.log.ended == "ended" else run.log.ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:

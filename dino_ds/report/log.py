@@ -35,7 +35,7 @@ KINDS = (
 )
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)Z ")
 _FACTS = re.compile(r"(images|length|engine|kernels|memory|saves) {2,}(.*)")
-_ENDS = {"done": "finished", "stopped": "stopped", "error": "failed", "images": ""}
+_ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "images": ""}
 _STEPS = re.compile(r"(\d+) steps = (\d+) images = ([\d.]+) epochs")
 _MEMORY = re.compile(r"predicted peak ([\d.]+) GiB at (.+?): (.+)")
 _PART = re.compile(r"(.+) ([\d.]+)")
@@ -52,8 +52,8 @@ class Incident:
 
 @dataclass
 class RunLog:
-    """facts: the newest lines of a start, by their first word; ended: finished, stopped, failed or "" where no line
-    tells; incidents: in their order, at most 50 of a kind; counts: of all."""
+    """facts: the newest lines of a start, by their first word; ended: finished, ended (by eval.stop_after), stopped,
+    failed or "" where no line tells; incidents: in their order, at most 50 of a kind; counts: of all."""
 
     facts: dict[str, str] = field(default_factory=dict)
     ended: str = ""

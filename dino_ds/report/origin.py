@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Any
 
+from dino_ds.basics.names import step_name
 from dino_ds.config.begun_with import ORIGIN, Origin
 from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import recipe_options
@@ -50,7 +51,7 @@ def reproduction(run: RunFiles) -> dict[str, Any]:
     ]
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
-        files += ["--from", f"{origin.run}/checkpoints/step_{origin.step:08d}"]
+        files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
     last = starts[-1] if starts else {"launcher": "", "ranks": run.environment.get("ranks")}
     pins = ""
     if isinstance(versions, dict):

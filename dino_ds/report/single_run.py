@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from dino_ds.config.recipe import Recipe
 from dino_ds.method.specs.of_recipe import known_terms
 from dino_ds.report.folder import Evaluation, RunFiles
@@ -15,8 +17,10 @@ from dino_ds.report.origin import changed_settings, environment_rows, reproducti
 from dino_ds.report.pictures.charts import (
     KNN_BASELINES,
     LARGE,
+    SHARE,
     Series,
     find_series,
+    find_shares,
     knn_chart,
     loss_charts,
     rolling_chart,
@@ -74,13 +78,21 @@ def _cards(facts: dict[str, Any], metrics: Metrics) -> list[tuple[str, str, str]
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait = facts["data_wait_fraction"]
     waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
+    best = facts["best"]
     return [
+        *([_best_card(best)] if best else []),
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
         ("loss, nats", nats(facts["loss"]), _loss_parts(metrics)),
         ("images per second", number(facts["images_per_second"], 3), waiting),
         ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
     ]
+
+
+def _best_card(best: dict[str, Any]) -> tuple[str, str, str]:
+    value, start = (number(best[key]) if isinstance(best[key], float) else "" for key in ("value", "start"))
+    began = f", {start} at the start" if start else ""
+    return f"best {best['metric']}", value, f"step {best['step']}{began}: best_teacher.safetensors"
 
 
 def _loss_parts(metrics: Metrics) -> str:
@@ -99,12 +111,17 @@ def _images(run: RunFiles) -> str:
     count, _, place = run.log.facts.get("images", "").partition(";")[0].partition(" in ")
     if not count.isdecimal():
         return "images that log.txt does not name"
-    return f"{int(count):,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+    words = f"{int(count):,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+    shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
+    achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
+    return words + (f" (drawn: {achieved})" if achieved else "")
 
 
 def _baselines(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    names = {"teacher": "teacher", **KNN_BASELINES}
-    return [(names[key], percent(knn[key]), [(3 if key == "teacher" else 8, knn[key])]) for key in names if key in knn]
+    """Bars on one axis: the newest and the best teacher, and what they are compared with."""
+    names = {"teacher": "teacher", "best": "best teacher", **KNN_BASELINES}
+    shown = [key for key in names if key in knn and not (key == "best" and knn[key] == knn.get("teacher"))]
+    return [(names[key], percent(knn[key]), [(3 if "teacher" in names[key] else 8, knn[key])]) for key in shown]
 
 
 def _alarms(run: RunFiles) -> list[str]:

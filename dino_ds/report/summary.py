@@ -31,6 +31,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in find_others(metrics) if not key.startswith(EVALUATED)},
         "knn": summarise_knn(metrics),
+        "best": run.best or None,
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),
         "memory_gib": _most(metrics["memory_gib"]),

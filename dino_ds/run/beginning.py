@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.begun_with import Origin, read_run_id
+from dino_ds.config.chosen_weights import step_to_begin_with
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, split_origin
@@ -16,6 +18,7 @@ from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.of_recipe import heads_of
+from dino_ds.options.run import TrainOptions
 from dino_ds.run.other_images import OtherImages
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
@@ -77,9 +80,14 @@ class Beginning:
 
 
 def choose_beginning(
-    folder: RunFolder, checkpoints: Checkpoints, images: OtherImages, place: str | None, given: Given | None
+    folder: RunFolder,
+    checkpoints: Checkpoints,
+    images: OtherImages,
+    options: TrainOptions,
+    given: Given | None,
 ) -> Beginning:
-    """The beginning of a start in `folder`, on every rank. `place`: the run that a stage begins with, or a checkpoint.
+    """The beginning of a start in `folder`, on every rank. `options` name the run that a stage begins with, or a
+    checkpoint.
 
     Of a new stage, `folder` knows on return where it comes from, and its recipe counts from there. Raises ConfigError
     or CheckpointError where there is nothing to begin with, or it is of another network than the stage's.
@@ -100,13 +108,15 @@ def choose_beginning(
             )
     if folder.recipe.stage_start is None:
         return Beginning()
-    if place is None or given is None:
+    if options.from_ is None or given is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
-    return _of_stage(folder, images, place, given)
+    with distributed.raise_on_all_ranks():
+        step = step_to_begin_with(options.from_, options.weights)
+    return _of_stage(folder, images, split_origin(options.from_)[0], step, given)
 
 
-def _of_stage(folder: RunFolder, images: OtherImages, place: str, given: Given) -> Beginning:
-    (run, step), recipe = split_origin(place), folder.recipe
+def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, given: Given) -> Beginning:
+    recipe = folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 
     def accept(manifest: Manifest) -> None:

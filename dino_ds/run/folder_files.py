@@ -6,24 +6,17 @@ import json
 import os
 import stat
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
-from dino_ds.checkpoint.files import write_tensors
+from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.config.begun_with import ENVIRONMENT, ORIGIN, Origin
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import dump_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.models.trained import merged
-from dino_ds.run.environment import describe_environment, versions
-from dino_ds.weights.about import about_teacher
-from dino_ds.weights.sidecar import write_with_sidecar
+from dino_ds.run.environment import describe_environment
 
 _FILES = (
     "config.yaml",
@@ -33,6 +26,8 @@ _FILES = (
     "log.txt",
     "teacher.safetensors",
     "teacher.json",
+    BEST_TEACHER,
+    "best_teacher.json",
     "evaluations.json",
     "bad_batches.jsonl",
 )
@@ -94,12 +89,3 @@ def _becomes_visible(path: Path) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def write_teacher(
-    path: Path, recipe: Recipe, distilled: dict[str, Any] | None, backbone: Mapping[str, Tensor], step: int
-) -> None:
-    """Write teacher.safetensors, the teacher's backbone after `step` steps in FP32 with timm's names, and teacher.json,
-    which says how it was made and from what it was distilled; adapters are added to its weights. Raises OSError."""
-    facts, whole = about_teacher(recipe, distilled, step, versions()), merged(backbone, recipe.model.lora_alpha)
-    write_with_sidecar(path / "teacher.safetensors", lambda file: write_tensors(file, whole, {"format": "pt"}), facts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Joined, Source
 from dino_ds.data.feed import Batch
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.normalisation import Normalisation
@@ -16,13 +19,15 @@ from dino_ds.run.run import LoopOptions
 
 
 def loop_options(
-    recipe: Recipe, images: int, epoch_steps: int, last_step: int, predicted_gib: float | None
+    recipe: Recipe, source: Source, epoch_steps: int, last_step: int, predicted_gib: float | None
 ) -> LoopOptions:
     """The plain values that the loop goes by."""
     batch, every = recipe.data.global_batch, recipe.save_every
+    parts = source.joined if isinstance(source, Joined) else ()
+    ends = itertools.accumulate(len(part.source) for part in parts)
     return LoopOptions(
         seed=recipe.seed,
-        images=images,
+        images=len(source),
         global_batch=batch,
         epoch_steps=epoch_steps,
         last_step=last_step,
@@ -34,6 +39,7 @@ def loop_options(
         teacher_groups=tuple(group.name for group in recipe.groups if recipe.taught_by in group.teachers),
         balanced=recipe.objective.centering == "sinkhorn",
         predicted_gib=predicted_gib,
+        part_ends=dict(zip((part.place for part in parts), ends, strict=True)),
     )
 
 

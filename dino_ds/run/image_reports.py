@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -105,6 +107,12 @@ def constant_images(crops: list[Tensor]) -> Tensor:
         seen = crop[:, :, ::step, ::step]
         flat.append((seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < _NO_CONTRAST)
     return torch.stack(flat).all(0)
+
+
+def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
+    """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
+    below = [indices.new_zeros(()), *((indices % max(ends.values()) < end).sum() for end in ends.values())]
+    return [(now - before) / len(indices) for before, now in pairwise(below)]
 
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:

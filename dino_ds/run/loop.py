@@ -15,7 +15,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_steps import BadSteps
-from dino_ds.run.image_reports import constant_images
+from dino_ds.run.image_reports import constant_images, part_shares
 from dino_ds.run.intervals import SaveClock
 from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
@@ -34,7 +34,7 @@ class Loop:
         self._clock = self._reports.clock
         options, start = run.options, run.step.applied_steps
         self._saves = SaveClock(options.save_every, start, options.epoch_steps, options.hours_between_failures)
-        self._window: list[tuple[MicroStep, list[str], Tensor]] = []
+        self._window: list[tuple[MicroStep, list[str], Tensor, list[Tensor]]] = []
         self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position
         self._data_timed_out = False
@@ -43,20 +43,32 @@ class Loop:
         """Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
+        self._evaluate_start()
         if step.applied_steps == 0:
-            if not self._run_if_due(run.evaluations, last=False):
-                self._end_early()
             self._run_if_due(run.pictures, last=False)
         with closing(open_feed()) as feed:
             self._clock.read()
             try:
-                while step.applied_steps < run.options.last_step:
+                while step.applied_steps < run.options.last_step and not self._finished():
                     self._micro_batch(feed)
             except NumericError:  # of all ranks
                 self._log.info(*self._saver.saving.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
+
+    def _evaluate_start(self) -> None:
+        """Evaluate the weights that training begins with, or those of a resumed step where that was interrupted."""
+        run, done, at_start = self._run, self._run.step.applied_steps, self._saver.saved_step == 0
+        if run.evaluations is None or not (done == 0 or run.evaluations.missed(done, at_start)):
+            return
+        if not self._run_now(run.evaluations, at_start):
+            self._end_early()
+        if run.evaluations.improved():
+            self._log.info(*self._saver.save_best())
+
+    def _finished(self) -> bool:
+        return self._run.evaluations is not None and bool(self._run.evaluations.finished())
 
     def _micro_batch(self, feed: Feed) -> None:
         step = self._run.step
@@ -93,7 +105,7 @@ class Loop:
         run = self._run
         constant = constant_images([crop for name in run.options.teacher_groups for crop in batch.crops[name]])
         out = run.step.micro_batch(inputs, feed.prefetch)
-        self._window.append((out, batch.names, constant))
+        self._window.append((out, batch.names, constant, part_shares(batch.indices, run.options.part_ends)))
         run.advance()
         return out
 
@@ -109,8 +121,8 @@ class Loop:
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
-        for micro, names, constant in self._window:
-            self._reports.trained(micro, names, constant)
+        for micro, names, constant, shares in self._window:
+            self._reports.trained(micro, names, constant, shares)
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
@@ -130,9 +142,11 @@ class Loop:
             stop = not self._run_if_due(run.evaluations, last) and not last
         if evaluate or done == 1:
             self._log.picture("crops", run.draw_crops(batch), done)
+        last = last or (evaluate and self._finished())
         if not stop:
             self._run_if_due(run.pictures, last)
-        if self._saves.due(done) or last or stop:
+        improved = evaluate and run.evaluations is not None and run.evaluations.improved()
+        if self._saves.due(done) or last or stop or improved:
             self._save(wait=last or stop)
         if stop:
             self._end_early()
@@ -145,7 +159,7 @@ class Loop:
         if timed_out:
             run.step.engine.restore_scaler_state()
         else:
-            self._bad_steps.report([(out, names) for out, names, _ in window])
+            self._bad_steps.report([(out, names) for out, names, *_ in window])
         if timed_out or any(asked for asked, _ in answers):
             self._saver.check_folder()
             if run.step.applied_steps > self._saver.saved_step:
@@ -164,14 +178,17 @@ class Loop:
 
     def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
         """False where a stop was requested before its end."""
-        run, done = self._run, self._run.step.applied_steps
-        if what is None or not what.due(done, last):
+        if what is None or not what.due(self._run.step.applied_steps, last):
             return True
+        return self._run_now(what)
+
+    def _run_now(self, what: AtStep, at_start: bool = False) -> bool:
+        run, step = self._run, self._run.step
+        done = step.applied_steps
         self._beat.enter("evaluate", done)
         with self._clock.paused():
-            images = done * run.options.global_batch
-            teacher, device = run.step.teachers.exported, run.step.engine.device
-            return what.run(Moment(teacher, device, done, images, run.path, run.log, self._stop_requested))
+            where = step.teachers.exported, step.engine.device, done, done * run.options.global_batch
+            return what.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
 
     def _stop_requested(self) -> bool:
         """Whether a stop was requested; the monitor process sees by each call that the work makes progress."""

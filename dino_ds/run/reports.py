@@ -29,7 +29,9 @@ class Reports:
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
         self.images = ImageReports(run, saver)
-        self._meter = Meter(("loss", *run.step.objective.scalars, "constant_images"), run.step.engine.device)
+        self._shares = tuple(f"share/{place}" for place in run.options.part_ends)
+        meters = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
+        self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
         self._throughput = ThroughputMonitor(HostReader())
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
@@ -40,10 +42,10 @@ class Reports:
             for entropy in run.step.objective.entropies
         ]
 
-    def trained(self, micro: MicroStep, names: list[str], constant: Tensor) -> None:
-        """Add a micro-batch of an applied step; `constant` (b,) comes from `constant_images`."""
+    def trained(self, micro: MicroStep, names: list[str], constant: Tensor, shares: list[Tensor]) -> None:
+        """Add a micro-batch of an applied step; `constant` (b,) is `constant_images`', `shares` are `part_shares`'."""
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
-        self._meter.add(micro.loss, *scalars, constant.float().mean())
+        self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
         self.images.trained(names, constant)
 
     def write(self, out: MicroStep) -> None:
@@ -92,6 +94,7 @@ class Reports:
             "skipped_steps": run.state.skipped_steps,
             "bad_images": len(run.state.bad_images),
             "constant_images": means["constant_images"],
+            **{name: means[name] for name in self._shares},
         }
 
     def _ask_alarms(self, record: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ The loop knows evaluations and pictures by `AtStep` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,7 +24,8 @@ from dino_ds.run.metrics import RunLog
 class Moment:
     """A place between two steps of a run; `images` counts those that its teacher has seen so far.
 
-    Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress.
+    Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress. at_start:
+    the run or stage has made no step yet; training: the whole step, for what needs more than the teacher.
     """
 
     teacher: Teacher
@@ -34,6 +35,8 @@ class Moment:
     run_dir: Path
     log: RunLog
     stop_requested: Callable[[], bool]
+    at_start: bool = False
+    training: TrainingStep | None = None
 
 
 class AtStep(Protocol):
@@ -47,12 +50,28 @@ class AtStep(Protocol):
         """Do it and write down what it gives; False where a stop was requested before the end."""
         ...
 
+    def missed(self, step: int, at_start: bool) -> bool:
+        """Whether to run before training goes on from `step`, where the start that came there did not."""
+        return False
+
+    def improved(self) -> bool:
+        """Whether the newest result is the best so far: a checkpoint then keeps its weights."""
+        return False
+
+    def finished(self) -> str:
+        """The reason for the run to end here, as finished, or ""."""
+        return ""
+
     def short(self) -> str:
         """The newest result in a few words for the progress line, or "" without one."""
         return ""
 
     def summary(self, cut: bool = False) -> list[str]:
         """Lines for the end of the run, which `--max_steps` may have `cut`."""
+        return []
+
+    def ending(self, run_dir: Path) -> list[str]:
+        """Lines for the end of the run, about what its folder keeps."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +110,7 @@ class LoopOptions:
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
     None for as often as pays. teacher_groups: names of the crop groups whose outputs are the targets; balanced: whether
-    these targets are Sinkhorn-Knopp's. predicted_gib: memory of a rank, or None where it was not estimated.
+    these targets are Sinkhorn-Knopp's. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
     seed: int
@@ -107,6 +126,7 @@ class LoopOptions:
     teacher_groups: tuple[str, ...]
     balanced: bool
     predicted_gib: float | None
+    part_ends: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

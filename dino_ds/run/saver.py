@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from dino_ds.basics.durable import is_gone
 from dino_ds.checkpoint.folder import Checkpoints
-from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
+from dino_ds.checkpoint.manifest import KEPT, SavedCheckpoint, read_manifest
 from dino_ds.checkpoint.saving import Saving
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, StorageError
@@ -19,12 +19,22 @@ from dino_ds.method.step import TrainingStep
 from dino_ds.run.run import AtStep, RunState
 
 
+class Files(Protocol):
+    """The files of a run folder with the newest and the best teacher: `dino_ds.run.teacher_files`."""
+
+    def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None: ...
+
+    def settle(
+        self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
+    ) -> list[str]: ...
+
+
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. write_teacher: writes the
-    tensors of the teacher's backbone, and the step that they are of, into the run folder. `saving` commits saves.
+    description: fields of Manifest that are the same in all checkpoints of this start. files: puts the tensors of the
+    teacher's backbone into the run folder. `saving` commits saves.
     Methods that return lines return them for the log.
     """
 
@@ -33,25 +43,31 @@ class Saver:
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
-    write_teacher: Callable[[dict[str, Tensor], int], None]
+    files: Files
     background: bool
 
     def __post_init__(self) -> None:
         self._run_dir = self.checkpoints.folder.parent
         self.saved_step = 0
         """Step of the newest checkpoint that this start has loaded or saved."""
+        self._unwritten: list[str] = []
+        """Reasons, yet to be told, why the best teacher could not be written after a save."""
         self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
         """Raises StorageError where there is no room for one checkpoint."""
         teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
-        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), teacher)
+        files = 1 if self._best() is None else 2
+        self.saving.check_space(self.step.engine.state().tensors, self.step.state(), files * teacher)
 
     def tidy(self) -> list[str]:
         """Clear up what earlier starts have left beyond the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
-                return self.checkpoints.tidy(self.saved_step)
+                notes, best = self.checkpoints.tidy(self.saved_step), self._best()
+                if best is not None and distributed.rank() == 0:
+                    notes += self.files.settle(best, self.saved_step, self._exported)
+                return notes
             except OSError as error:
                 raise StorageError(f"{error.filename}: {error.strerror}: the run cannot be resumed") from None
 
@@ -72,9 +88,12 @@ class Saver:
         """
         step, part = self.step, self.step.engine.state()
         state = {**self.state.state_dict(), "knn": self.evaluations.state_dict() if self.evaluations else {}}
+        state |= {KEPT: best["step"]} if (best := self._best()) and best["step"] else {}
         manifest = {**self.description, "step": step.applied_steps, "state": state}
         self.saved_step = step.applied_steps
-        return self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+        lines = self.saving.save(part.tensors, part.layout, self.step.state(), manifest, wait)
+        reasons, self._unwritten = self._unwritten, []
+        return lines + [f"warning  the best teacher can't be written: {reason}" for reason in reasons]
 
     def metrics(self) -> dict[str, float]:
         """Time and size of the last checkpoint of this process, for metrics.jsonl."""
@@ -123,12 +142,35 @@ class Saver:
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
-        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint."""
-        saved, prefix = SavedCheckpoint(folder, read_manifest(folder)), "teacher.backbone."
-        backbone = {name.removeprefix(prefix): t for name, t in saved.whole().items() if name.startswith(prefix)}
-        for name in self.step.teachers.exported.backbone.training_only:
-            backbone.pop(name, None)
-        self.write_teacher(backbone, saved.manifest.step)
+        """Write RUN/teacher.safetensors and RUN/teacher.json from a checkpoint, and the best teacher if it is new."""
+        saved = SavedCheckpoint(folder, read_manifest(folder))
+        step, best = saved.manifest.step, (saved.manifest.state["knn"] or {}).get("best")
+        self.files.write(self._exported(saved.whole()), step)
+        if best:
+            try:
+                self.files.settle(best, step, self._exported)
+            except OSError as error:  # its checkpoint is there, and no reason to end a run
+                self._unwritten.append(f"{error.strerror or error}; its checkpoint stays, the next save tries again")
+
+    def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""
+        prefix, left_out = "teacher.backbone.", self.step.teachers.exported.backbone.training_only
+        found = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+        return {name: tensor for name, tensor in found.items() if name not in left_out}
+
+    def _best(self) -> dict[str, Any] | None:
+        """The facts of the best teacher so far, its step is None before the first; or None if none is to be kept."""
+        return self.evaluations.state_dict().get("best") if self.evaluations else None
+
+    def save_best(self) -> list[str]:
+        """Write the teacher as it is as the best one, where no checkpoint of this step will; lines for the log."""
+        lines, best = list[str](), self._best()
+        if distributed.rank() == 0 and best is not None:
+            try:
+                self.files.write(self._exported(self.step.state()), self.step.applied_steps, best)
+            except OSError as error:
+                lines = [f"warning  the best teacher can't be written: {error.strerror or error}; training continues"]
+        return lines
 
 
 def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:

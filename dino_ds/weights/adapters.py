@@ -7,7 +7,7 @@ A file holds both matrices of each adapted layer, `LAYER.lora_a` and `LAYER.lora
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import NetworkName, checkpoint_of, is_checkpoint, unmerged_parts
 from dino_ds.weights.frozen import digest
 from dino_ds.weights.read import read_file
-from dino_ds.weights.tensors import Weights, check_numbers, few
+from dino_ds.weights.tensors import check_numbers, few
 
 ALPHA, BASE = "lora_alpha", "base_sha256"
 
@@ -60,8 +60,11 @@ def find_adapters(place: str, network: NetworkName = "teacher") -> Adapters:
     return Adapters(tensors, model.lora_alpha, digest(_adapted(backbone, tensors)))
 
 
-def put_on(weights: Weights, file: str, name: str) -> Weights:
-    """`weights`, which came from `name`, with the adapters of a file added to them. Raises CheckpointError."""
+def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]:
+    """The weights `own` of a backbone, which came from `name`, with the adapters of a file added to them.
+
+    Raises CheckpointError.
+    """
     path = Path(file).expanduser()
     tensors, facts = read_file(path)
     alpha, base = facts.get(ALPHA), facts.get(BASE)
@@ -70,7 +73,6 @@ def put_on(weights: Weights, file: str, name: str) -> Weights:
             f"{path} is not a file of adapters with the JSON next to it, as dino-ds export --format adapters writes"
         )
     check_numbers(path, tensors)
-    own = weights.backbone
     strange = [key for key in tensors if not _fits(key, tensors, own)]
     if strange:
         raise CheckpointError(f"{path}: {name} has no layers that these adapters fit: {few(sorted(strange))}")
@@ -79,7 +81,7 @@ def put_on(weights: Weights, file: str, name: str) -> Weights:
             f"{path}: these adapters were trained on other weights than those of {name}: give the weights that their "
             "run began with (model.init_from)"
         )
-    return replace(weights, backbone=merged({**own, **tensors}, alpha), notes=[*weights.notes, f"with adapters {path}"])
+    return merged({**own, **tensors}, alpha)
 
 
 def _fits(name: str, tensors: Mapping[str, Tensor], backbone: Mapping[str, Tensor]) -> bool:

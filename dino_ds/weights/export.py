@@ -190,7 +190,7 @@ def export_adapters(model: Backbone, out: Path) -> str:
     _write_file(
         out, lambda file: safetensors.torch.save_file(adapters.tensors, file, metadata={"format": "pt"}), adapters.facts
     )
-    return f"dino_ds.load(WEIGHTS, adapters={str(out)!r}), or dino-ds export WEIGHTS --adapters {out} --format timm"
+    return f"dino_ds.load(WEIGHTS).add_adapters({str(out)!r}), or dino-ds export WEIGHTS --adapters {out} --format timm"
 
 
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import MODEL_FORMS, did_you_mean, nearest, suggestion
-from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint, step_name
+from dino_ds.basics.names import MODEL_FORMS, did_you_mean, nearest, step_name, suggestion
+from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.saved_state import MASTER, SavedParameters

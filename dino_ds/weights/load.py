@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_ds.basics.names import MODEL_FORMS
+from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import load_image, prepared
 from dino_ds.data.encoded import NamedFiles
@@ -90,6 +91,16 @@ class Backbone(nn.Module):
         except UnreadableImage as error:
             known = "" if self.value_range else "; this model was trained on 8-bit images: scale it to uint8"
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
+
+    def add_adapters(self, file: str | os.PathLike[str]) -> Backbone:
+        """This model, once the adapters in a file of `dino-ds export --format adapters` are added to its weights.
+
+        Raises CheckpointError for other files, and for adapters that were trained on other weights.
+        """
+        own = {name: tensor.cpu() for name, tensor in self.network.state_dict().items()}
+        self.network.load_state_dict(put_on(own, os.fspath(file), self.source))
+        self.notes = [*self.notes, f"with adapters {os.fspath(file)}"]
+        return self
 
     def forward(self, images: Tensor) -> Tensor:
         """The same as `features`."""
@@ -181,7 +192,7 @@ def load(
     heads: int | None = None,
     backbone: str | None = None,
     network: NetworkName = "teacher",
-    adapters: str | os.PathLike[str] | None = None,
+    weights: str = "newest",
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
 
@@ -189,31 +200,29 @@ def load(
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
     so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
     152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. `adapters`:
-    a file of `dino-ds export --format adapters`, which is added to the weights. A timm name downloads the weights if
-    they are not in the cache. Raises CheckpointError for anything else, and where heads or the backbone must be named.
+    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. A timm name downloads the
+    weights if they are not in the cache. `weights`: of a run folder, "best" or "step_N" in place of "newest". Raises
+    CheckpointError for anything else, and where heads or the backbone must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
-    path = os.fspath(path)
-    weights = find_weights(path, None if backbone is None else _asked(str(backbone)), network)
-    if adapters is not None:
-        weights = put_on(weights, os.fspath(adapters), path)
-    named = "Vision Transformer" if weights.spec is None else weights.spec.title
+    path = chosen_model(path, weights)
+    given = find_weights(path, None if backbone is None else _asked(str(backbone)), network)
+    named = "Vision Transformer" if given.spec is None else given.spec.title
     try:
         if backbone not in (None, named):
             raise CheckpointError(f"--backbone {backbone}, and the file is of a {named}: leave it out")
-        if heads is not None and weights.spec is not None:
+        if heads is not None and given.spec is not None:
             raise CheckpointError(f"--heads {heads}: a {named} is not a ViT; leave it out")
-        found = describe(weights, heads)
-        if weights.spec is None and heads not in (None, found.arch.heads):
+        found = describe(given, heads)
+        if given.spec is None and heads not in (None, found.arch.heads):
             raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        filled = _filled(found, weights.backbone)
+        filled = _filled(found, given.backbone)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    notes = [*weights.notes, *found.notes]
-    model = Backbone(filled, found.image_size, path, weights.about, weights.heads, notes)
-    model.mask_token = weights.mask_token
+    notes = [*given.notes, *found.notes]
+    model = Backbone(filled, found.image_size, path, given.about, given.heads, notes)
+    model.mask_token = given.mask_token
     return model.to(device)
 
 

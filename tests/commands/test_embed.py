@@ -20,8 +20,9 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.commands import embed, embedding_parts
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, training_source
 from dino_ds.errors import ConfigError, DataError, StorageError
 from dino_ds.options.model import EmbedOptions
 from dino_ds.report.model_options import range_for
@@ -234,6 +235,21 @@ def test_the_page_s_search_and_classifier_run(place, tmp_path, monkeypatch, caps
         exec(code, names)
     *found, classified = capsys.readouterr().out.splitlines()
     assert len(found) == 3 and all(" -> [" in line for line in found) and "are right" in classified
+
+
+def test_the_page_s_clusters_balance_training(place, tmp_path, monkeypatch):
+    """The clusters that docs/data.md makes of an embedding are taken for the same images."""
+    pytest.importorskip("sklearn")
+    options = _options(place, tmp_path / "features.npy")
+    embed.run(options)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    (code,) = re.findall(r"```python\n(import csv\n.*?)```", page, re.S)
+    exec(code, {})
+    data = {"data.root": str(place / "images"), "data.balance": "clusters:clusters.csv"}
+    source = training_source(load_recipe("vits16", data).data)
+    assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
+    assert BAD not in source.draws.epoch(0, 0, len(source)) % len(source)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def _refusal(words: list[str]) -> str:
         ("train --per_device_train_batch_size 8", "--ds.train_micro_batch_size_per_gpu"),
         ("train --out x", "write --run_dir x"),
         ("train --fp16 true", "--ds.fp16.enabled"),
-        ("train --data.sampler balanced", "a list of files: --data.root list.txt"),
+        ("train --data.sampler balanced", "rare ones come more often with --data.balance classes"),
         ("train --experiment-name a", "--run_dir runs/a"),
         # Without dashes; a key of the recipe keeps its own answer.
         ("train data=/x", "unexpected word 'data=/x': write --data.root /x"),

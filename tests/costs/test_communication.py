@@ -99,13 +99,20 @@ def test_weights_that_are_not_kept_are_gathered_twice(reuse, recompute):
         assert sent["all-gather"] == pytest.approx(predicted["all-gather"], abs=0.1 * weights)
 
 
-def _collectives_of_the_teacher(layer_decay: str) -> tuple[Counter[str], int, bool]:
-    """Collectives of one move, the optimizer's parameter groups, and whether the teacher equals the masters."""
-    changes = {"optimizer.layer_decay": layer_decay, "model.depth": "6"}
-    trial = build_trial(*resolve(tiny_recipe(**changes), tiny_ds(1, bf16={"enabled": True}), "test.json", 4))
+def _step_with_rates_by_layer(sections: dict[str, Any]):
+    """Collectives of a step and of one more move of the teacher, the optimizer's parameter groups, whether the teacher
+    equals the masters, and all weights."""
+    import deepspeed
+
+    changes = {"optimizer.layer_decay": "0.9", "model.depth": "6"}
+    trial = build_trial(*resolve(tiny_recipe(**changes), tiny_ds(**sections), "test.json", 4))
     trial.run()
+    with _Collectives() as of_step:
+        trial.run()
     ema, masters = trial.step.teachers["ema"], trial.step.engine.masters()
-    with _Collectives() as counted:
+    weights = {name: p.detach().clone() for name, p in trial.step.engine._engine.module.named_parameters()}
+    weights |= {f"teacher.{name}": tensor.clone() for name, tensor in ema.state().items()}
+    with _Collectives() as of_teacher:
         ema.move(momentum=0.0)
     (rank, ranks), equal = (torch.distributed.get_rank(), torch.distributed.get_world_size()), True
     for own in masters:
@@ -114,14 +121,25 @@ def _collectives_of_the_teacher(layer_decay: str) -> tuple[Counter[str], int, bo
         for offset, piece in pieces.items():
             whole[offset : offset + len(piece)] = piece
         equal &= torch.equal(whole.chunk(ranks)[rank], own.shard())
-    return counted.calls, len(masters), equal
+    deepspeed.comm.configure(enabled=False)  # its logger stays for all engines of a process, and waits for each call
+    return of_step.calls, of_teacher.calls, len(masters), equal, weights
 
 
-def test_the_teacher_is_gathered_at_once_however_many_parameter_groups_there_are():
-    """Learning rates by layer make a dozen of these six blocks; each rank moves its own part, exactly."""
-    for layer_decay, at_least in (("1", 2), ("0.9", 12)):
-        for calls, groups, equal in run_on_ranks(_collectives_of_the_teacher, layer_decay):
-            assert calls == {"all-gather": 1} and groups >= at_least and equal
+BF16 = {"bf16": {"enabled": True}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}  # DeepSpeed's BF16_Optimizer
+LOGGED = {"comms_logger": {"enabled": True, "verbose": False, "prof_all": True, "debug": False}}
+
+
+@pytest.mark.parametrize("sections", [{"stage": 1, **BF16, **FP32_SUMS}, {"stage": 2, **BF16}])
+def test_weights_and_teacher_are_gathered_at_once_however_many_parameter_groups_there_are(sections):
+    """Learning rates by layer make a dozen of these six blocks. DeepSpeed's own gathers, one a group, which stay where
+    its logger counts collectives, give the same weights to the bit."""
+    ours, theirs = (run_on_ranks(_step_with_rates_by_layer, sections | logged) for logged in ({}, LOGGED))
+    for mine, other in zip(ours, theirs, strict=True):
+        calls, of_teacher, groups, equal, weights = mine
+        assert (calls["all-gather"], of_teacher) == (2, {"all-gather": 1}) and groups >= 12 and equal
+        assert other[0]["all-gather"] == groups + 1
+        assert all(torch.equal(tensor, other[-1][name]) for name, tensor in weights.items())
 
 
 def _of_a_recipe(changes: dict[str, str], stage: int) -> tuple[Counter[str], Counter[str], list[Traffic]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dino_ds.basics.ranges import tell
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs import kept
+from dino_ds.costs import step_costs as costs_of_a_step
 from dino_ds.costs.memory import GIB, Memory, bucket_bytes, estimate_memory, gradient_bytes, state_bytes
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs, student_facts
 from dino_ds.engine.optim import parameter_groups
@@ -276,14 +278,17 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
     assert other["crops"] == one["crops"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third(on_gpu):
     """At most 15 % below it, and 30 % above: scratch for tiles grows no more where they are full. What a search
     has found by the line is rehearsed exactly before it is recommended."""
     recipe = tiny_recipe(**SMALL | IBOT)
-    for images in (6, 24, 100):
+    for images in (6, 24, 80):
         config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
-        line, exact = (estimate_memory(recipe, config, 1, on_gpu, exact=exactly).gib for exactly in (False, True))
+        line = estimate_memory(recipe, config, 1, on_gpu, exact=False).gib
+        with mock.patch.dict(costs_of_a_step._LINES, {on_gpu: (2, images)}):
+            exact = estimate_memory(recipe, config, 1, on_gpu).gib
         assert 0.85 * exact <= line <= 1.3 * exact
 
 

@@ -79,6 +79,12 @@ def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
     assert_same(interpreted, some, views)
 
 
+@pytest.mark.full
+def test_a_crop_of_224_pixels(interpreted):
+    """The grid and the offsets of training."""
+    assert_same(interpreted, crops(1, 224), [view for view in drawn(2, seed=5) if view.blur_radius and view.jitter][:1])
+
+
 @pytest.mark.parametrize("channels", [1, 5])
 @pytest.mark.slow
 def test_other_channels_and_float_crops(interpreted, channels):
@@ -123,17 +129,24 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
     find_kernels.cache_clear()
 
 
+# Photographs, and other images.
+TARGETS = [(90, "*u8", 3), *((capability, "*u8", 3) for capability in (80, 100, 120)), (90, "*fp32", 5)]
+
+
 @pytest.mark.slow
-def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
-    """For an A100 by the compiler that a GPU machine uses; nothing is spilled to memory."""
+@pytest.mark.parametrize(
+    "capability, crops, channels", [TARGETS[0], *(pytest.param(*cell, marks=pytest.mark.full) for cell in TARGETS[1:])]
+)
+def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability, crops, channels):
+    """By the compiler that a GPU machine uses, for an A100, an H200, a B200 and workstations; nothing is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from dino_ds.data import photometric_triton as kernels
 
-    target = triton.backends.compiler.GPUTarget("cuda", 80, 32)
-    types = {"crops": "*u8", **dict.fromkeys(("table", "sums", "out", "source", "target", "normalise"), "*fp32")}
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    types = {"crops": crops, **dict.fromkeys(("table", "sums", "out", "source", "target", "normalise"), "*fp32")}
     types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
     types |= {"scale": "fp32"}
-    constants = {"CHANNELS": 3, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": True}
+    constants = {"CHANNELS": channels, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": channels == 3}
     for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
@@ -141,4 +154,5 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch):
         source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
         compiled = triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False})
         assert len(compiled.asm["cubin"]) > 1000
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
         assert "st.local" not in compiled.asm["ptx"]

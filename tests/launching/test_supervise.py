@@ -25,6 +25,7 @@ import dino_ds.launching.supervise as module
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
+from dino_ds.data.held_out import training_images
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
@@ -150,6 +151,16 @@ def test_three_deaths_at_one_step_end_it_and_name_its_images(supervised, capsys,
             with closing(Loader(source, crops, options, Position())) as loader:
                 loaded += next(islice(loader, 4 * 2 + micro_step, None)).names
     assert [line for line in named if not line.startswith("#")] == loaded
+
+
+def test_suspect_images_are_none_of_those_held_out(tmp_path):
+    images = image_folder(tmp_path / "images")
+    held_out = {"eval.val_share": "0.3", "eval.every": "1 steps"}
+    recipe = load_recipe(None, {**TINY, "data.root": str(images), **held_out})
+    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
+    named = write_step_images(tmp_path, 0).read_text().splitlines()[2:]
+    trained = training_images(recipe.data, recipe.eval.val_share)
+    assert named and set(named) <= {trained.name(index) for index in range(len(trained))}
 
 
 @pytest.mark.slow

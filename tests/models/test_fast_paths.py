@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch._inductor
 from torch._dynamo.utils import counters
+from torch.nn.attention import SDPBackend
 
 from dino_ds.models import attention
 from dino_ds.models.base import CLS
@@ -172,13 +173,24 @@ def without_cudnn():
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
+def _kernels_on_cuda():
+    """The kernels that torch may take on a GPU, in the order in which it tries them."""
+    enabled = {
+        SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
+        SDPBackend.FLASH_ATTENTION: torch.backends.cuda.flash_sdp_enabled,
+        SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.mem_efficient_sdp_enabled,
+        SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
+    }
+    tried = (SDPBackend(number) for number in torch._C._get_sdp_priority_order())
+    return [kernel.name.partition("_")[0].lower() for kernel in tried if kernel in enabled and enabled[kernel]()]
+
+
 def test_cudnn_attention_runs_only_where_it_is_asked_for(without_cudnn):
     """Its gradients were NaN for one query on an H200; flash goes first then, and others where that can't be used."""
-    cuda = torch.backends.cuda
-    assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()) == (False, True, True)
+    assert _kernels_on_cuda() == ["flash", "efficient", "math"]
     with attention._kernel("cudnn"):
-        assert (cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()) == (True, False)
-    assert not cuda.cudnn_sdp_enabled()
+        assert _kernels_on_cuda() == ["cudnn"]
+    assert _kernels_on_cuda() == ["flash", "efficient", "math"]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from dino_ds.models.specs.backbones import ViTSpec, backbone_spec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.specs.trained import TrainedPart, parse_trained
-from dino_ds.models.trained import TrainedPlacer, adapters_in, keep_trained, merged
+from dino_ds.models.trained import TrainedPlacer, adapters_in, keep_trained, linear_layers, merged
 from tests.engine.harness import crops
 
 SWIGLU = ViTSpec(8, 32, 2, 2, swiglu=True, layer_scale=0.5, registers=2)
@@ -122,7 +122,7 @@ def test_layers_whose_weights_are_used_directly_get_no_adapters():
     """timm's Eva adds biases to queries and values by its own call: an adapter there would change nothing."""
     with torch.device("meta"):
         backbone = build_backbone(backbone_spec("eva02_tiny_patch14_224"), 224)
-        layers = {name.rpartition(".")[2] for name in backbone.linear_layers()}
+        layers = {name.rpartition(".")[2] for name in linear_layers(backbone)}
     assert layers == {"proj", "fc1", "fc2"}
 
 

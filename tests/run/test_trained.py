@@ -136,7 +136,7 @@ def test_adapters_go_onto_the_weights_they_were_trained_on(started, reference, t
     out = tmp_path / "adapters.safetensors"
     dino_ds_export(ExportOptions(model=str(reference / "lora"), format="adapters", out=str(out)))
     merged, start = load(reference / "lora"), started / "start/teacher.safetensors"
-    again = load(start, adapters=out)
+    again = load(start).add_adapters(out)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(again.features(images), merged.features(images))
     assert not torch.equal(load(start).features(images), merged.features(images))
@@ -147,16 +147,16 @@ def test_adapters_go_onto_the_weights_they_were_trained_on(started, reference, t
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert "trained  lora, rank 4, alpha 16, in all linear layers of the backbone: " in log_of(reference / "lora")
     with pytest.raises(CheckpointError, match="were trained on other weights than those of"):
-        load(reference / "last", adapters=out)
+        load(reference / "last").add_adapters(out)
     with pytest.raises(CheckpointError, match="is not a file of adapters"):
-        load(start, adapters=start)
+        load(start).add_adapters(start)
     with pytest.raises(CheckpointError, match="no adapters: it was trained with"):
         dino_ds_export(
             ExportOptions(model=str(reference / "last"), format="adapters", out=str(tmp_path / "x.safetensors"))
         )
     save_file({}, tmp_path / "empty.safetensors")
     with pytest.raises(CheckpointError, match="is not a file of adapters"):
-        load(start, adapters=tmp_path / "empty.safetensors")
+        load(start).add_adapters(tmp_path / "empty.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,6 @@ class PlainEngine:
     def freeze_backbone(self, frozen: bool) -> None:
         self._network.freeze_backbone(frozen)
 
-    def load_frozen(self, values: Mapping[str, Tensor]) -> None:
-        """It trains all weights."""
-
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self._network.named_buffers())
 

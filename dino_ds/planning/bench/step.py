@@ -38,7 +38,7 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     settings = _settings(recipe, ds, ds_path, options.compare)
     if options.data and options.compare:
         raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
-    if options.data and recipe.data.source == "folder" and not recipe.data.root:
+    if options.data and recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture:
         raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(options.batch, options.threads)
     resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.decode import EncodedImage, open_image
+from dino_ds.data.decode import EncodedImage, open_image, range_at
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
@@ -123,7 +123,7 @@ class _Stages:
         if read is None:
             array = open_image(self._source, index, limit, value_range, channels).decode()
             return {"load": time.perf_counter() - begin}, array
-        data = read(index)
+        data, value_range = read(index), range_at(self._source, index, value_range)
         middle = time.perf_counter()
         array = EncodedImage(data, self._source.name(index), limit, value_range, channels).decode()
         return {"read": middle - begin, "decode": time.perf_counter() - middle}, array

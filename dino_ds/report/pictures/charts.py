@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The same as --c1 to --c8 of report/templates/page.css."""
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
-KNN_BASELINES = {"untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
+KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED = "eval/"
 """Prefix of the keys that evaluations during training write, except those of k-NN."""
 
@@ -111,6 +111,7 @@ _SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
 _NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
 _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
+SHARE = "share/"
 
 
 def find_series(runs: Sequence[Metrics]) -> list[Series]:
@@ -118,8 +119,14 @@ def find_series(runs: Sequence[Metrics]) -> list[Series]:
     keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
     evaluated = [Series(key, key.removeprefix(EVALUATED)) for key in keys if key.startswith(EVALUATED)]
     titles = {name: title for metrics in runs for name, title in metrics.titles.items()}
-    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith(EVALUATED)]
-    return [*scalars[:_MOST_OTHERS], *SMALL, *evaluated[:_MOST_OTHERS]]
+    shares = [Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100) for key in find_shares(keys)]
+    scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith((EVALUATED, SHARE))]
+    return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]
+
+
+def find_shares(keys: Iterable[str]) -> list[str]:
+    """Keys of the part of the images that came from each source of a mixture."""
+    return [key for key in keys if key.startswith(SHARE)]
 
 
 def find_others(metrics: Metrics) -> list[str]:
@@ -170,7 +177,7 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 
-    The untrained network is the teacher at step 0.
+    The first value is that of the untrained network, or of the weights that the run began with (start).
     """
     curve = metrics[KNN]
     if not len(curve.finite):
@@ -178,8 +185,8 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
     newest = int(curve.x[np.isfinite(curve.y)][-1])
     found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
-    if curve.x[0] == 0:
-        found["untrained"] = float(curve.y[0])
+    if metrics.began_with_weights or curve.x[0] == 0:
+        found["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in found.items() if math.isfinite(value)}
 

@@ -96,12 +96,14 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 @dataclass(frozen=True)
 class Metrics:
     """Curves over the step by the key of metrics.jsonl; `lines` that were read, `broken` ones that were skipped;
-    `titles` of the loss terms by name, as far as the run's recipe is known."""
+    `titles` of the loss terms by name, as far as the run's recipe is known; began_with_weights: the recipe says
+    that they were not drawn."""
 
     curves: dict[str, Curve]
     lines: int
     broken: int
     titles: Mapping[str, str] = field(default_factory=dict)
+    began_with_weights: bool = False
 
     def __getitem__(self, key: str) -> Curve:
         return self.curves.get(key, EMPTY)

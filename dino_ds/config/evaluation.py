@@ -1,0 +1,110 @@
+"""The recipe's section about evaluations during training, the best teacher and the end without progress. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from dino_ds.config.fields import (
+    BENCHMARKS,
+    EVALUATIONS,
+    Count,
+    Evaluations,
+    Length,
+    LengthField,
+    NotNegative,
+    PathText,
+    Section,
+    Temperature,
+    option,
+)
+from dino_ds.config.sections import DataSection
+
+KeepBest = Literal["auto", "none", "knn", "linear", "ridge", "retrieval_map", "rankme", "val_loss"]
+EVALUATION_OF: dict[str, str] = {
+    "knn": "knn",
+    "linear": "linear",
+    "ridge": "ridge",
+    "retrieval_map": "retrieval",
+    "rankme": "statistics",
+}
+"""The evaluation that gives each metric by which teachers are compared; the held-out loss is none of them."""
+VAL_LOSS = "val_loss"
+"""The metric of which less is better."""
+
+
+def _parse_evaluation_count(value: object) -> object:
+    """Read "5 evaluations", or a number."""
+    if value is None or str(value).lower() == "none":
+        return None
+    match = re.fullmatch(r"\s*([0-9]{1,9})\s*(evaluations?)?\s*", str(value))
+    if match is None:
+        raise ValueError(f"{str(value)[:40]!r} is not a number of evaluations: write '5 evaluations'")
+    return int(match[1])
+
+
+EvaluationCount = Annotated[Count | None, BeforeValidator(_parse_evaluation_count)]
+
+
+class EvalSection(Section):
+    every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
+    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
+    root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
+    k: Count = option(20, "neighbours")
+    temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
+    bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
+    test_images: Count = option(2000, "test images, and held-out images of val_loss, at most")
+    benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
+    keep_best: KeepBest = option(
+        "auto", "metric whose best teacher is kept as best_teacher.safetensors; auto = knn if evaluated, else none"
+    )
+    stop_after: EvaluationCount = option(
+        None, "evaluations without a better value of keep_best's metric after which the run ends; none = its length"
+    )
+    min_delta: NotNegative = option(0.0, "change of the metric that stop_after counts as better")
+    val_root: PathText | None = option(None, "images of a held-out loss, as data.root, without labels")
+    val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
+        0.0, "part of the training images held out for that loss, by a hash of their names", learned=True
+    )
+    pictures_every: LengthField = option(Length(5, "epochs"), "how often attention and PCA are drawn; 0 steps = never")
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are images for a held-out loss."""
+        return self.val_root is not None or self.val_share > 0
+
+
+def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
+    """Settings that contradict each other, or could never have an effect."""
+    found, metric, never = [], section.keep_best, section.every.value == 0
+    if section.k > section.bank_images:
+        found.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")
+    if section.val_root is not None and section.val_share:
+        found.append("eval.val_root and eval.val_share both name images of the held-out loss: leave one out")
+    if section.val_root is not None and not data.own_files:
+        found.append(f"eval.val_root goes with images of your own, not with data.source {data.source}: take val_share")
+    if metric == VAL_LOSS and not section.holds_out:
+        found.append("eval.keep_best val_loss needs held-out images: add eval.val_root FOLDER or eval.val_share 0.05")
+    evaluation = EVALUATION_OF.get(metric)
+    if evaluation and section.evals != "auto" and evaluation not in section.evals:
+        found.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
+    if evaluation not in (None, "knn") and section.evals == "auto":
+        found.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
+    given = {
+        "eval.val_root": section.val_root,
+        "eval.val_share": section.val_share,
+        "eval.stop_after": section.stop_after,
+        "eval.keep_best": metric if metric not in ("auto", "none") else None,
+    }
+    found += [
+        f"{name} {value} has no effect with eval.every 0: leave it out"
+        for name, value in given.items()
+        if value and never
+    ]
+    if section.stop_after and metric == "none":
+        found.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
+    if section.min_delta and not section.stop_after:
+        found.append("eval.min_delta has no effect without eval.stop_after: add that, or leave it out")
+    return found

@@ -1,0 +1,127 @@
+"""The objective's own loss on images that are never trained on: always the same crops, against the teacher's targets.
+
+Every micro-batch stands alone, whatever the number of ranks: what compares images (Sinkhorn-Knopp, KoLeo) does so
+within it, and the means over images are the same to the bit on any number of ranks that compute alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source
+from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.prefetcher import to_device
+from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
+from dino_ds.engine import distributed
+from dino_ds.errors import DataError
+from dino_ds.evals.features import keep_generators
+from dino_ds.method.step import Inputs
+from dino_ds.run.run import Moment
+
+_BATCH = 32
+"""Images of a micro-batch, or of a smaller global batch; up to as many more, so that none has a single one."""
+_MOST_NAMES = 5
+
+
+class HeldOutLoss:
+    """`measure` gives the metrics of a moment: val_loss, and every scalar of the terms with their KL as val_NAME.
+
+    Crops and masks follow from the images and a fixed seed. Raises DataError for fewer than two images.
+    """
+
+    def __init__(self, recipe: Recipe, source: Source) -> None:
+        self._recipe, self._source = recipe, source
+        count = min(len(source), recipe.eval.test_images)
+        if count < 2:
+            raise DataError(f"a held-out loss needs two images, and there is {count}: name more, or a larger share")
+        parts = max(1, count // min(_BATCH, max(2, recipe.data.global_batch)))
+        chosen = evenly_spaced_indices(len(source), count)
+        self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]
+        self._noted = False
+
+    def measure(self, moment: Moment) -> dict[str, float] | None:
+        """The metrics, {} where images can't be read any more, or None where a stop was requested; on all ranks.
+
+        Training's state and random numbers stay as they are. Raises DataError at the start of a run.
+        """
+        assert moment.training is not None
+        found, bad = dict[int, list[float]](), list[str]()
+        ranks, mine = distributed.world_size(), distributed.rank()
+        rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
+        own = [parts[mine % len(parts)] for parts in rounds]  # one that another rank has: every rank joins each pass
+        with keep_generators(moment.device), closing(self._batches(own, moment)) as batches:
+            for number, (part, batch) in enumerate(zip(own, batches, strict=True)):
+                error = batch if isinstance(batch, DataError) else None
+                answers = distributed.gather_objects((moment.stop_requested(), error))
+                if any(stop for stop, _ in answers):
+                    return None
+                if error := next((error for _, error in answers if error), None):
+                    if moment.at_start:
+                        raise error
+                    moment.log.info(f"evals    no held-out loss at step {moment.step}: {error}")
+                    return {}
+                assert isinstance(batch, LoaderBatch)
+                bad += batch.bad
+                values = self._measure(batch, moment)
+                if mine < len(rounds[number]):
+                    found[number * ranks + mine] = [float(len(part)), *values]
+        return self._means(found, bad, moment)
+
+    def _measure(self, batch: LoaderBatch, moment: Moment) -> list[float]:
+        """The loss and the scalars of the objective for one micro-batch."""
+        assert moment.training is not None
+        ready = to_device(batch, moment.device)
+        with distributed.alone():
+            loss, scalars = moment.training.measure(Inputs(ready.crops, None, ready.masks))
+        return [float(loss), *(float(scalars[name]) for name in moment.training.objective.scalars)]
+
+    def _means(self, found: dict[int, list[float]], bad: list[str], moment: Moment) -> dict[str, float]:
+        """Means over all images, summed in the order of the micro-batches and not of the ranks."""
+        assert moment.training is not None
+        answers, objective = distributed.gather_objects((found, bad)), moment.training.objective
+        rows = dict(sorted((number, row) for one, _ in answers for number, row in one.items())).values()
+        unreadable = sorted({name for _, names in answers for name in names})
+        if unreadable and not self._noted:
+            such = ", ".join(unreadable[:_MOST_NAMES])
+            moment.log.info(f"evals    {len(unreadable)} held-out images can't be read, others stand for them: {such}")
+            self._noted = True
+        images = sum(row[0] for row in rows)
+        names = ("loss", *objective.scalars)
+        means = {name: sum(row[0] * row[i] for row in rows) / images for i, name in enumerate(names, 1)}
+        means |= {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
+        return {f"val_{name}": value for name, value in means.items()}
+
+    def _batches(self, own: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+        """A LoaderBatch for each list of images; or a DataError in its place."""
+        options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
+        keys = [[(0, index) for index in part] for part in own]
+        dataset = MultiCropDataset(self._source, MultiCrop.of(self._recipe), options)
+        loader: Any = DataLoader(
+            dataset, batch_sampler=keys, collate_fn=_as_it_is, **worker_options(self._recipe.data.workers)
+        )
+        with main_module_left_out(unless_defines=self._source):
+            batches = iter(loader)
+        try:
+            yield from batches
+        finally:
+            stop_workers(batches)
+
+
+def describe_losses(losses: dict[str, float], step: int) -> list[str]:
+    """A line for the log, none without losses."""
+    if not losses:
+        return []
+    rest = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if name != "val_loss")
+    return [f"val_loss at step {step}: {losses['val_loss']:.4f}{f' ({rest})' if rest else ''}"]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,213 @@
+"""HDF5 files as data.root: arrays and encoded images, safe with many processes, and nothing outside the file."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import re
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.config.crops import dino_groups
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.decode import open_image
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError, UserError
+from dino_ds.launching.probe import _count_images
+
+h5py = pytest.importorskip("h5py")
+NOISE = np.random.default_rng(0).integers(0, 256, (7, 20, 24, 3), dtype=np.uint8)
+
+
+def opened(root):
+    return build_source("folder", str(root), "train", False)
+
+
+def values(source, index=0, channels=3):
+    return open_image(source, index, 10**6, (0, 4095), channels).values()
+
+
+def written(path, **datasets):
+    with h5py.File(path, "w") as file:
+        for name, data in datasets.items():
+            file[name] = data
+    return path
+
+
+def png(pixels):
+    stream = io.BytesIO()
+    Image.fromarray(pixels).save(stream, "PNG")
+    return np.frombuffer(stream.getvalue(), np.uint8)
+
+
+def encoded(path, kind=None):
+    """The NOISE as PNG files in rows of bytes, variable or (opaque) all of one length."""
+    rows = [png(one) for one in NOISE]
+    longest = max(map(len, rows))
+    with h5py.File(path, "w") as file:
+        dataset = file.create_dataset("files", (7,), kind or np.dtype(f"V{longest}"))
+        for i, row in enumerate(rows):
+            dataset[i] = row if kind else np.void(row.tobytes().ljust(longest, b"\0"))
+    return path
+
+
+def test_a_lone_dataset_needs_no_name(tmp_path):
+    source = opened(written(tmp_path / "a.h5", images=NOISE, labels=np.array([3, 3, 5, -1, 5, 5, 3]), scale=1.0))
+    assert [np.array_equal(values(source, i), NOISE[i]) for i in range(len(source))] == [True] * 7
+    assert source.name(6) == f"{tmp_path}/a.h5:/images/6" and source.member(6) == "a/images/000000006"
+    assert (list(source.labels), source.classes) == ([0, 0, 1, -1, 1, 1, 0], ["3", "5"])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "chunked", "channels first", "gray", "16 bits, big-endian"])
+def test_arrays_are_read_as_they_are_stored(tmp_path, layout):
+    data = {
+        "channels first": np.moveaxis(NOISE, 3, 1),
+        "gray": NOISE[..., 0],
+        "16 bits, big-endian": NOISE.astype(">u2") * 16,
+    }.get(layout, NOISE)
+    with h5py.File(tmp_path / "a.hdf5", "w") as file:
+        chunks = {"chunks": (2, *data.shape[1:]), "compression": "gzip"} if layout == "chunked" else {}
+        file.create_dataset("images", data=data, **chunks)
+    expected = NOISE[..., 0] if layout == "gray" else NOISE.astype(int) * (16 if "16" in layout else 1)
+    found = values(opened(tmp_path / "a.hdf5"), 5, channels=1 if layout == "gray" else 3)
+    assert np.array_equal(found.squeeze(), expected[5])
+
+
+@pytest.mark.parametrize("kind", [h5py.vlen_dtype(np.uint8), None])
+def test_encoded_images_are_read_from_bytes(tmp_path, kind):
+    source = opened(encoded(tmp_path / "a.h5", kind))
+    assert all(np.array_equal(values(source, i), NOISE[i]) for i in range(7))
+
+
+def test_names_patterns_and_folders(tmp_path):
+    for name, part in (("b.h5", NOISE[:3]), ("a.h5", NOISE[3:])):
+        written(tmp_path / name, train=part, test=part[:1])
+    assert len(opened(f"{tmp_path}/a.h5:/train")) == 4 and len(opened(f"{tmp_path}/a.h5:/test")) == 1
+    both = opened(f"{tmp_path}/*.h5:/train")
+    assert [both.name(i).partition(str(tmp_path))[2] for i in (3, 4)] == ["/a.h5:/train/3", "/b.h5:/train/0"]
+    assert np.array_equal(values(both, 4), NOISE[0])
+    with pytest.raises(
+        DataError, match=re.escape("a.h5 has 2 datasets that fit; it has /test (1, 20, 24, 3) uint8, /tr")
+    ):
+        opened(tmp_path)
+    with pytest.raises(DataError, match=r"a.h5 has no dataset /val; it has /test .*"):
+        opened(f"{tmp_path}/a.h5:/val")
+    assert _count_images(f"{tmp_path}/*.h5:/train") == 2
+
+
+def test_what_is_no_set_of_images_is_refused(tmp_path):
+    for data in (np.zeros((4, 5)), NOISE[0], np.zeros((3, 8, 8, 3), complex), np.zeros((0, 8, 8, 3)), np.arange(5)):
+        with pytest.raises(DataError, match=r"a.h5 has no dataset of images .*: name one, as file.h5:/images"):
+            opened(written(tmp_path / "a.h5", images=data))
+        with pytest.raises(DataError, match=r"a.h5:/images has (the shape|values of type) .*; wanted is \(n, h, w\)"):
+            opened(f"{tmp_path}/a.h5:/images")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", (10**8, 224, 224, 3), np.uint8)
+    with pytest.raises(DataError, match="has no values: none were written"):
+        opened(f"{tmp_path}/a.h5:/images")
+
+
+def test_nothing_outside_the_file_is_read(tmp_path):
+    """External links and storage, virtual datasets, soft links on the way to them."""
+    secret = written(tmp_path / "secret.h5", images=NOISE)
+    (tmp_path / "raw").write_bytes(NOISE.tobytes())
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["link"] = h5py.ExternalLink(str(secret), "/images")
+        file["group"] = h5py.ExternalLink(str(secret), "/")
+        file["soft"] = h5py.SoftLink("/group/images")
+        layout = h5py.VirtualLayout(NOISE.shape, np.uint8)
+        layout[:] = h5py.VirtualSource(str(secret), "images", NOISE.shape)
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("raw", NOISE.shape, np.uint8, external=[(str(tmp_path / "raw"), 0, NOISE.nbytes)])
+    with pytest.raises(DataError, match="no dataset of images"):
+        opened(tmp_path / "a.h5")
+    for name, said in (
+        ("link", "is a link, which is not followed"),
+        ("group/images", "is a link, which is not followed"),
+        ("soft", "is a link, which is not followed"),
+        ("virtual", "takes its values from other files, which are not read"),
+        ("raw", "takes its values from other files, which are not read"),
+    ):
+        with pytest.raises(DataError, match=said):
+            opened(f"{tmp_path}/a.h5:/{name}")
+
+
+def _read_all(source, pipe):
+    pipe.send([values(source, i).tobytes() for i in range(len(source))])
+
+
+@pytest.mark.slow
+def test_many_processes_read_at_once(tmp_path):
+    """Loader processes get the path; a fork of a process that has read opens the file anew."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
+    source = opened(tmp_path / "a.h5")
+    before = values(source, 0)
+    assert len(pickle.dumps(source)) < 1000
+    crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
+    options = {"global_batch": 7, "micro_batch": 7}
+    batches = []
+    for workers in (0, 2):
+        loader = Loader(source, crops, LoaderOptions(workers=workers, **options), Position())
+        batches.append([batch.crops["global"] for batch in itertools.islice(loader, 2)])
+        loader.close()
+    assert all((a == b).all() for a, b in zip(*batches, strict=True))
+    context, processes = multiprocessing.get_context("fork"), []
+    for _ in range(4):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_read_all, args=(source, theirs))
+        process.start()
+        processes.append((process, ours))
+    assert all(pipe.recv() == [one.tobytes() for one in NOISE] for _, pipe in processes)
+    [process.join() for process, _ in processes]
+    assert np.array_equal(values(source, 0), before)
+
+
+@pytest.mark.slow
+def test_broken_files_are_unreadable_and_nothing_else(tmp_path):
+    """Cut off, or with changed bytes: the file is refused in a line, or single images are unreadable."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip", fletcher32=True)
+    whole, generator = (tmp_path / "a.h5").read_bytes(), random.Random(0)
+    ends = set()
+    for number in range(40):
+        broken = bytearray(whole)
+        if number % 4 == 0:
+            del broken[generator.randrange(len(broken)) :]
+        else:
+            for _ in range(number % 4):
+                broken[generator.randrange(len(broken))] ^= 1 << generator.randrange(8)
+        (tmp_path / f"{number}.h5").write_bytes(broken)
+        try:
+            source = opened(tmp_path / f"{number}.h5")
+            for index in range(min(len(source), 7)):
+                values(source, index)
+            ends.add("read")
+        except (UserError, UnreadableImage) as error:
+            ends.add(f"{type(error).__name__}{' of several lines' * (chr(10) in str(error))}")
+    assert ends == {"read", "DataError", "UnreadableImage"}
+
+
+def test_a_file_that_is_gone_later_is_unreadable(tmp_path):
+    source = opened(written(tmp_path / "a.h5", images=NOISE))
+    os.rename(tmp_path / "a.h5", tmp_path / "b.h5")
+    with pytest.raises(UnreadableImage, match=r"a.h5:/images/2 \(HDF5: "):
+        source.read(2)
+
+
+def test_without_h5py_the_extra_is_named(tmp_path, monkeypatch):
+    written(tmp_path / "a.h5", images=NOISE)
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ConfigError, match=r"HDF5 files need h5py: pip install 'dino_ds\[hdf5\]'"):
+        opened(tmp_path / "a.h5")

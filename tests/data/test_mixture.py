@@ -1,0 +1,268 @@
+"""data.mixture and data.balance: several sources as one, what is refused, and what of it is noticed later."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_ds.config.crops import all_crops, dino_groups
+from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
+from dino_ds.config.mixture import parse_mixture
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.decode import open_image
+from dino_ds.data.feed import Position
+from dino_ds.data.find_range import with_value_range
+from dino_ds.data.image_set import ImageSet
+from dino_ds.data.loader import Loader
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.sources import training_source
+from dino_ds.errors import ConfigError, DataError
+from tests.run.harness import image_folder
+
+CROPS = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
+
+
+def recipe_with(root, mixture, **data):
+    values = {"data.root": str(root), "data.mixture": mixture} | {f"data.{key}": value for key, value in data.items()}
+    return load_recipe("vits16", values)
+
+
+def source_with(root, mixture, **data):
+    return training_source(recipe_with(root, mixture, **data).data)
+
+
+def loaded(source, count, **options):
+    loader = Loader(source, CROPS, LoaderOptions(global_batch=6, micro_batch=6, seed=1, **options), Position())
+    try:
+        return list(itertools.islice(loader, count))
+    finally:
+        loader.close()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """mine: 4 images in 2 classes; theirs: 12 in 3, of which 2 are called as mine; plain: 5 without classes."""
+    place = tmp_path_factory.mktemp("root")
+    image_folder(place / "mine", 4, classes=2, seed=1)
+    image_folder(place / "theirs", 12, classes=3, seed=2)
+    image_folder(place / "plain", 5, seed=3)
+    return place
+
+
+def test_command_line_and_yaml_say_the_same(root, tmp_path):
+    line = recipe_with(root, "mine=0.7,theirs=0.3")
+    assert line.data.mixture == ("mine=0.7", "theirs=0.3")
+    for text in ("{mine: 0.7, theirs: 0.3}", "[mine=0.7, theirs=0.3]", "mine=0.7, theirs=0.3"):
+        (tmp_path / "own.yaml").write_text(f"data:\n  root: {root}\n  mixture: {text}\n")
+        assert load_recipe(f"vits16,{tmp_path / 'own.yaml'}", {}).data == line.data
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(line))
+    assert load_recipe(str(tmp_path / "dumped.yaml"), {}) == line == change_recipe(line, {"data.workers": "none"})
+
+
+def test_places_may_hold_what_separates_entries():
+    places = ["/a/{x,y}-{000..010}.tar", "/b=c/d", "e f", "/h.h5:/images"]
+    parts = parse_mixture([f"{place}=0.25" for place in places])
+    assert [part.place for part in parts] == places
+    text = ",".join(f"{place}=0.25" for place in places)
+    assert load_recipe("vits16", {"data.mixture": text}).data.parts == parts
+
+
+@pytest.mark.parametrize(
+    ("mixture", "said"),
+    [
+        ("mine=0.7,theirs=0.2", "the shares add up to 0.9, and must add up to 1"),
+        ("mine=0.5,mine=0.5", "mine is named twice"),
+        ("mine=1", "there is one source; name it as data.root instead"),
+        ("mine=1,theirs=0", "theirs has the share 0: leave it out"),
+        ("mine,theirs=1", "'mine,theirs=1' is not PLACE=SHARE, such as mine=0.7,theirs=0.3"),
+        ("mine=0.5,theirs=-0.5", "'theirs=-0.5' is not PLACE=SHARE"),
+        ("mine=0.5,theirs=nan", "'theirs=nan' is not PLACE=SHARE"),
+        ("mine=0.5,theirs=0.5 in 5..1", "theirs has the values 5..1: the first must be less"),
+        ("mine=0.5,theirs=0.5 in 0..1", "theirs has values of its own: give data.value_range for all other images"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused_with_the_recipe(root, mixture, said):
+    with pytest.raises(ConfigError) as error:
+        recipe_with(root, mixture)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
+    def refused(mixture, below=root, **data):
+        with pytest.raises((ConfigError, DataError)) as error:
+            source_with(below, mixture, **data)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    (root / "empty").mkdir(exist_ok=True)
+    (root / "link").unlink(missing_ok=True)
+    (root / "link").symlink_to(root / "mine")
+    assert "data.mixture: empty: no images under data.root" in refused("mine=0.5,empty=0.5")
+    assert "data.mixture: gone: " in refused("mine=0.5,gone=0.5")
+    assert "mine and link are the same place" in refused("mine=0.5,link=0.5")
+    assert "data.source is cifar10: set it to folder" in refused("mine=0.5,theirs=0.5", source="cifar10")
+    assert "mine is relative: give --data.root" in refused("mine=0.5,theirs=0.5", below="none")
+    bands = tmp_path / "bands"
+    bands.mkdir()
+    np.save(bands / "0.npy", np.zeros((40, 40, 5), np.uint8))
+    recipe = recipe_with(root, f"mine=0.5,{bands}=0.5")
+    with pytest.raises(ConfigError, match=f"data.mixture: {bands}: model.in_chans is 3, and images .* have 5 channels"):
+        with_value_range(recipe, training_source(recipe.data))
+
+
+def test_classes_of_one_name_are_one(root):
+    source = source_with(root, "mine=0.5,theirs=0.3,plain=0.2")
+    assert source.classes == ["class0", "class1", "class2"]
+    assert list(source.labels) == [0, 0, 1, 1, *[0] * 4, *[1] * 4, *[2] * 4, *[-1] * 5]
+    assert (
+        source.name(4).endswith("theirs/class0/000.png")
+        and source.read(4) == (root / "theirs/class0/000.png").read_bytes()
+    )
+    assert any("each image of mine comes 2.75 times in an epoch" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_repeats_of_an_image_have_crops_of_their_own(root, workers):
+    """Also through loader processes, which are not given what an epoch draws."""
+    source = source_with(root, "mine=0.9,theirs=0.1")
+    rows = {
+        (name, int(index)): all_crops(batch.crops)[0][row].flatten().tolist()
+        for batch in loaded(source, 2, workers=workers)
+        for row, (name, index) in enumerate(zip(batch.names, batch.indices, strict=True))
+    }
+    assert sum("/mine/" in name for name, _ in rows) == 11  # 10.8 of 12
+    assert len({name for name, _ in rows}) < len(rows) == 12
+    assert len({tuple(crop) for crop in rows.values()}) == 12
+
+
+def test_an_unreadable_image_gives_way_to_one_of_its_source(root, tmp_path):
+    mixed = shutil.copytree(root, tmp_path / "root", symlinks=True)
+    for name in ("class0/000", "class0/002", "class1/001"):
+        (mixed / f"mine/{name}.png").write_bytes(b"")
+    names = [name for batch in loaded(source_with(mixed, "mine=0.5,theirs=0.5"), 4) for name in batch.names]
+    assert {name for name in names if "/mine/" in name} == {f"{mixed}/mine/class1/003.png"}
+    assert sum("/mine/" in name for name in names) == 12
+
+
+def test_other_images_are_named_by_source(root, tmp_path):
+    mixed = shutil.copytree(root, tmp_path / "root", symlinks=True)
+
+    def described(mixture="mine=0.5,theirs=0.5", **data):
+        found = ImageSet.of(source_with(mixed, mixture, **data), None)
+        assert ImageSet.from_json(found.to_json()) == found
+        return found
+
+    before = described()
+    assert (
+        before.changes(described()) == "" == before.changes(ImageSet.of(source_with(root, "mine=0.5,theirs=0.5"), None))
+    )
+    (mixed / "theirs/class0/000.png").unlink()
+    assert before.changes(described()) == "theirs: 12 -> 11 images: 0 added, 1 removed, 0 of another size"
+    balanced = described(balance="classes")
+    (mixed / "theirs/class1").rename(mixed / "theirs/class9")
+    assert "theirs: 11 images as before" in balanced.changes(described(balance="classes"))
+
+
+def test_a_source_may_have_values_of_its_own(tmp_path):
+    """Black and white of deeper images; 8-bit ones and the other sources keep theirs."""
+    for name, low, high in (("xray", 0, 4095), ("ct", -1000, 3000)):
+        (tmp_path / name).mkdir()
+        for i in range(3):
+            np.save(tmp_path / name / f"{i}.npy", np.linspace(low, high, 1600).reshape(40, 40).astype(np.int16))
+    recipe = recipe_with(tmp_path, "xray=0.5,ct=0.5 in -1000..3000", value_range="0,4095")
+    source = training_source(recipe.data)
+    _, notes = with_value_range(recipe, source)
+    assert notes == []
+    ends = [open_image(source, index, None, (0, 4095)).decode() for index in (0, 5)]
+    assert [(float(a.min()), float(a.max())) for a in ends] == [(0, 1), (0, 1)]
+    loaded(source, 1, value_range=(0, 4095), augment="device")
+    plain = recipe_with(tmp_path, "xray=0.5,ct=0.5", value_range="0,4095")
+    _, (note,) = with_value_range(plain, training_source(plain.data))
+    assert "3 of 6 images looked at" in note and "beyond data.value_range 0,4095" in note
+
+
+def test_a_mixture_travels_to_processes(root):
+    source = source_with(root, "mine=0.5,theirs=0.5")
+    copy = pickle.loads(pickle.dumps(source))
+    assert [copy.name(i) for i in range(16)] == [source.name(i) for i in range(16)]
+    assert len(pickle.dumps(source)) < 5000  # the order of an epoch stays behind
+
+
+def _drawn(source, images):
+    return [name for batch in loaded(source, images // 6) for name in batch.names]
+
+
+def test_classes_are_drawn_equally_often(tmp_path):
+    """Within each source of a mixture; a rare class says how often its images come."""
+    image_folder(tmp_path / "a/common", 23)
+    image_folder(tmp_path / "a/rare", 1, seed=1)
+    image_folder(tmp_path / "b", 12, classes=3)
+    names = _drawn(source := source_with(tmp_path / "a", "", balance="classes"), 24)
+    assert sum("/rare/" in name for name in names) == 12
+    assert "data.balance: each image of the rarest class comes 12 times in an epoch" in source.notes
+    both = _drawn(source_with(tmp_path, "a=0.5,b=0.5", balance="classes"), 36)
+    counts = [sum(part in name for name in both) for part in ("/rare/", "/common/", "class0", "class1", "class2")]
+    assert counts == [9, 9, 6, 6, 6]
+
+
+def test_clusters_come_from_a_file(tmp_path):
+    """Row i is image i, by its name; an empty cluster is never drawn, whatever else is refused."""
+    folder, file = image_folder(tmp_path / "images", 12), tmp_path / "clusters.csv"
+    rows = [f"{folder}/{i:03d}.png,0,{'' if i == 11 else min(i, 2)}" for i in range(12)]
+
+    def source(lines, head="name,label,cluster"):
+        file.write_text("\n".join([head, *lines]) + "\n")
+        return source_with(folder, "", balance=f"clusters:{file}")
+
+    names = _drawn(balanced := source(rows), 12)
+    assert sum(name.endswith(("000.png", "001.png")) for name in names) == 8
+    assert not any(name.endswith("011.png") for name in names)
+    assert "data.balance clusters: 1 images have none, and are never drawn" in balanced.notes
+    moved = [row.replace(str(folder), "/elsewhere") for row in rows]
+    assert _drawn(source(moved), 12) == names
+    for lines, head, said in (
+        (rows[:-1], "name,label,cluster", "has 11 rows, and there are 12 images"),
+        ([*rows, "x,0,1"], "name,label,cluster", "has 13 rows, and there are 12 images"),
+        (
+            [rows[1], rows[0], *rows[2:]],
+            "name,label,cluster",
+            r"row 1 of .* is of .*001.png, and image 1 .* is .*000.png",
+        ),
+        (rows, "name,label,class", "does not name the columns name and cluster"),
+    ):
+        with pytest.raises(DataError, match=said):
+            source(lines, head)
+    file.write_bytes(b"name,cluster\n\xff\xfe")
+    with pytest.raises(DataError, match=r"is no \.csv in UTF-8"):
+        source_with(folder, "", balance=f"clusters:{file}")
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        source_with(folder, "", balance=f"clusters:{tmp_path}/gone.csv")
+    with pytest.raises(ConfigError, match="the images have no classes"):
+        source_with(folder, "", balance="classes")
+    with pytest.raises(ConfigError, match="is not none, classes, or clusters:FILE"):
+        source_with(folder, "", balance="cluster")
+
+
+def test_any_source_with_labels_can_be_balanced():
+    class Labeled:
+        labels, classes = [0] * 9 + [1] * 3, ["a", "b"]
+
+        def __len__(self):
+            return 12
+
+        def load(self, index):
+            return Image.new("RGB", (12, 12), (index, 0, 0))
+
+        def name(self, index):
+            return f"{index}"
+
+    from dino_ds.data.balance import draws_of
+
+    draws, _ = draws_of(Labeled(), "classes")
+    assert sum(int(i) % 12 >= 9 for i in draws.epoch(0, 0, 12)) == 6
+    assert draws_of(Labeled(), "none") == (None, [])

@@ -1,0 +1,333 @@
+"""The best teacher is kept, a run without progress ends, and a held-out loss changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dino_ds
+from dino_ds.config.chosen_weights import chosen_model
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.stages import home_of
+from dino_ds.data.held_out import split_off
+from dino_ds.data.sources import build_source
+from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.evals import suite
+from dino_ds.evals.best import Best
+from dino_ds.evals.runner import EvalRunner
+from dino_ds.report.folder import read_run, with_titles
+from dino_ds.report.pictures.charts import summarise_knn
+from dino_ds.report.pictures.series import read_metrics as read_curves
+from dino_ds.report.single_run import draw_run
+from dino_ds.run.teacher_files import TeacherFiles
+from dino_ds.weights.sidecar import read_sidecar
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny, whole_tensors
+from tests.run.test_stages import flags, words_of
+from tests.run.test_stages import run as run_words
+
+VALUES = {0: 30.0, 2: 40.0, 4: 70.0, 6: 60.0, 8: 69.0, 10: 50.0, 12: 20.0}
+"""k-NN by step, of a run that gets worse."""
+EVERY_TWO = {"eval.every": "2 steps", "eval.k": "5", "eval.bank_images": "5"}
+
+
+def _train(values, root, run, ds="zero0_fp32.json", **how):
+    """`train_tiny` with k-NN accuracies as given by step; raw pixels have 25 %."""
+    original, evaluate, now = suite.EVALUATIONS["knn"], EvalRunner.evaluate, [0]
+
+    def at(self, moment):
+        now[0] = moment.step
+        return evaluate(self, moment)
+
+    def knn(context):
+        context.begin()  # as far as a check before training goes
+        return {"knn_5": values[now[0]] if hasattr(context.backbone, "network") else 25.0}
+
+    suite.EVALUATIONS["knn"], EvalRunner.evaluate = knn, at
+    try:
+        return train_tiny(root, run, ds, **how)
+    finally:
+        suite.EVALUATIONS["knn"], EvalRunner.evaluate = original, evaluate
+
+
+def train(root, run, values=VALUES, world=1, ds="zero0_fp32.json", changes=None, **how):
+    known = EVERY_TWO | {"eval.root": str(root)} | (changes or {})
+    said = run_on_ranks(_train, values, root, run, ds, changes=known, world=world, **how)
+    assert len(set(said)) == 1
+    return said[0]
+
+
+def best_of(run):
+    return read_sidecar(run / "best_teacher.safetensors")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return image_folder(tmp_path_factory.mktemp("best") / "images", 20, 2)
+
+
+@pytest.fixture(scope="module")
+def straight(root, tmp_path_factory):
+    """A run that gets worse after step 4."""
+    run = tmp_path_factory.mktemp("best") / "straight"
+    assert train(root, run, changes={"keep_checkpoints": "1"}) is None
+    return run
+
+
+def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
+    """Its weights are those of the checkpoint of its step, which stays though the newest alone is to be kept."""
+    assert sorted(path.name for path in (straight / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000012"]
+    about, tensors = best_of(straight), load_file(straight / "best_teacher.safetensors")
+    assert about["step"] == 4 and about["best"] == {"metric": "knn", "value": 70.0, "start": 30.0}
+    whole = whole_tensors(straight, 4)
+    assert all(torch.equal(tensor, whole[f"teacher.backbone.{name}"]) for name, tensor in tensors.items())
+    assert "best     step 4: knn 70; newest 20; start 30" in log_of(straight)
+
+
+def test_the_first_value_of_a_run_that_began_with_weights_is_its_start(straight):
+    """And that of another one is the untrained network's."""
+    for key, changes in (("untrained", {}), ("start", {"model.init_from": "weights.pth"})):
+        found = summarise_knn(with_titles(read_curves(straight / "metrics.jsonl"), load_recipe(None, changes)))
+        assert found is not None and found[key] == 30 and len({"untrained", "start"} & found.keys()) == 1
+
+
+def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
+    """No checkpoint of step 0 is made: the file alone has those weights."""
+    run = tmp_path / "run"
+    assert train(root, run, {0: 50.0, 2: 40.0, 4: 30.0}, changes={"length": "4 steps"}) is None
+    assert best_of(run)["step"] == 0 and "best is the start" in log_of(run)
+    assert not (run / "checkpoints/step_00000000").exists()
+
+
+STOPS = {"eval.stop_after": "3 evaluations", "eval.min_delta": "2"}
+
+
+@pytest.fixture(scope="module")
+def stopped(root, tmp_path_factory):
+    """A run on two ranks that ends by itself after step 10: 69 and 60 are no progress from 70, nor is 50."""
+    run = tmp_path_factory.mktemp("best") / "stopped"
+    assert train(root, run, world=2, ds="zero2_bf16.json", changes=STOPS) is None
+    return run
+
+
+def test_a_run_without_progress_ends_as_finished(stopped):
+    """With its reason in the log, the newest teacher saved, and a report that calls it finished."""
+    log = log_of(stopped)
+    assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
+    assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
+    page = draw_run(read_run(stopped))
+    assert "best knn" in page and "best teacher" in page
+    stalled = {r["step"]: r["stalled_evaluations"] for r in read_metrics(stopped) if "stalled_evaluations" in r}
+    assert stalled == {0: 0, 2: 0, 4: 0, 6: 1, 8: 2, 10: 3}
+
+
+def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
+    """Cut at a step that is evaluated only because it was the last one: that does not count. Ended, it stays so."""
+    run, values = tmp_path / "run", VALUES | {7: 71.0, 11: 1.0}
+    for steps, resume in ((5, False), (7, True), (None, True)):
+        how = {"max_steps": steps, "resume": resume, "world": 2, "ds": "zero2_bf16.json", "changes": STOPS}
+        assert train(root, run, values | {5: 10.0}, **how) is None
+    assert best_of(run)["step"] == 7 and losses_of(run) == losses_of(stopped)
+    state = read_manifest(run, 10)["state"]
+    assert state["knn"]["best"]["stalled"] == 3 and state["kept"] == 7
+    how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
+    assert train(root, run, values, changes=STOPS, **how) is None
+    assert losses_of(run) == losses_of(stopped)
+    assert train(root, run, values, changes=STOPS | {"eval.bank_images": "6"}, max_steps=11, **how) is None
+    assert losses_of(run)[-1][0] == 11 and "the best teacher is sought anew" in log_of(run)
+
+
+WHOLE = {
+    "eval.val_share": "0.5",
+    "eval.every": "4 steps",
+    "eval.keep_best": "val_loss",
+    "data.global_batch": "2",
+    "objective.ibot_weight": "1",
+    "objective.koleo_weight": "0.1",
+    "objective.koleo_ranks": "all",
+    "objective.centering": "sinkhorn",
+    "crops.mask": "dinov2",
+    "length": "4 steps",
+}
+
+
+def _val(run):
+    lines = [record for record in read_metrics(run) if "val_loss" in record]
+    return {line["step"]: {key: v for key, v in line.items() if key.startswith("val_")} for line in lines}
+
+
+def test_validation_changes_nothing(root, tmp_path):
+    """Metrics of training and the state to the bit, with a center that gathers, dropped branches, on two ranks."""
+    runs = [tmp_path / "with", tmp_path / "without"]
+    changes = {"length": "8 steps", "data.global_batch": "4"}
+    for run, more in zip(runs, ({"eval.val_root": str(root), "eval.every": "2 steps"}, {}), strict=True):
+        said = run_on_ranks(train_tiny, root, run, "zero3_bf16.json", changes=changes | more, world=2)
+        assert said == [None, None]
+    assert losses_of(runs[0]) == losses_of(runs[1])
+    ours, theirs = (whole_tensors(run, 8) for run in runs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    found = list(_val(runs[0]).values())
+    assert len(found) == 5
+    assert all(math.isclose(v["val_loss"], v["val_teacher_entropy"] + v["val_kl"], rel_tol=1e-6) for v in found)
+
+
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(root, tmp_path):
+    """With terms that compare images, of all ranks too; to the bit at step 0, where the weights are equal.
+    Of an odd number of micro-batches one of two ranks has none at the end."""
+    found = []
+    held_out = len(split_off(build_source("folder", str(root), "train", False), str(root), 0.5)[1])
+    assert held_out // 2 % 2 == 1
+    for world in (1, 2):
+        run = tmp_path / str(world)
+        assert run_on_ranks(train_tiny, root, run, "zero0_fp32.json", changes=WHOLE, world=world) == [None] * world
+        found.append(_val(run))
+        assert best_of(run)["best"]["metric"] == "val_loss"
+    assert found[0][0] == found[1][0] and {"val_ibot_kl", "val_koleo_loss"} <= found[0][0].keys()
+    assert found[0][4]["val_loss"] == pytest.approx(found[1][4]["val_loss"], rel=1e-4)  # sums in another order
+
+
+class _Death(BaseException):
+    """The process dies."""
+
+
+@pytest.mark.parametrize("death", range(1, 6))
+def test_a_death_while_the_best_is_written_leaves_a_valid_one(straight, tmp_path, monkeypatch, death):
+    """The one before or the new one, with its own description; the next start has the new one from its checkpoint."""
+    run, calls, replace = tmp_path / "run", [0], os.replace
+    shutil.copytree(straight, run)
+    files = TeacherFiles(run, load_recipe(str(run / "config.yaml"), {}), None)
+    best = {"metric": "knn", "value": 20.0, "start": 30.0, "step": 12}
+
+    def dying(*args):
+        calls[0] += 1
+        if calls[0] == death:  # before the first of three files is in place, ..., after the last
+            raise _Death
+        return replace(*args)
+
+    monkeypatch.setattr(os, "replace", dying)
+    with contextlib.suppress(_Death):
+        files.write(_exported(whole_tensors(run, 12)), 12, best)
+    monkeypatch.setattr(os, "replace", replace)
+    found = best_of(run)
+    assert (found["step"], found["best"]["value"]) in ((4, 70.0), (12, 20.0))
+    files.settle(best, 12, _exported)
+    assert best_of(run)["step"] == 12 and best_of(run)["best"]["value"] == 20
+
+
+def _exported(whole):
+    prefix = "teacher.backbone."
+    return {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
+
+
+def _train_on_a_full_disk(values, *args, **how):
+    """The best teacher of step 4 does not fit when its checkpoint is there, and does later."""
+    write, full = TeacherFiles.write, [True]
+
+    def writes(self, backbone, step, best=None):
+        if best is not None and step == 4 and full.pop(0):
+            full.append(False)
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        write(self, backbone, step, best)
+
+    TeacherFiles.write = writes
+    try:
+        return _train(values, *args, **how)
+    finally:
+        TeacherFiles.write = write
+
+
+def test_a_full_disk_delays_the_best_teacher(root, tmp_path):
+    """Training goes on with a warning, and the next save writes it from its checkpoint."""
+    run = tmp_path / "run"
+    changes = EVERY_TWO | {"eval.root": str(root), "length": "6 steps"}
+    assert run_on_ranks(_train_on_a_full_disk, VALUES, root, run, changes=changes, world=1) == [None]
+    assert "warning  the best teacher can't be written: No space left on device" in log_of(run)
+    assert best_of(run)["step"] == 4 and "could not be saved" not in log_of(run)
+
+
+def test_the_best_of_a_run_is_meant_by_one_word(straight, tmp_path):
+    """Its checkpoint, which has the heads, or the file where that is gone; with one line for what is not there."""
+    run = tmp_path / "run"
+    shutil.copytree(straight, run)
+    with_heads = dino_ds.load(run, weights="best")
+    shutil.rmtree(run / "checkpoints/step_00000004")
+    alone = dino_ds.load(run, weights="best")
+    assert with_heads.heads and not alone.heads and alone.about["step"] == with_heads.about["step"] == 4
+    for name, tensor in alone.network.state_dict().items():
+        assert torch.equal(tensor, with_heads.network.state_dict()[name])
+    assert home_of(chosen_model(run, "best")).folder == run and chosen_model(run, "newest") == str(run)
+    for model, weights, says in (
+        (run, "step_3", "has no checkpoint step_00000003; found: step_00000012"),
+        (run, "latest", "'latest' is not newest, best, or step_N"),
+        (run / "checkpoints/step_00000012", "best", "is not a run folder"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=says):
+            dino_ds.load(model, weights=weights)
+    (run / "best_teacher.safetensors").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        dino_ds.load(run, weights="best")
+    (run / "best_teacher.json").unlink()
+    with pytest.raises(CheckpointError, match="has kept no best teacher"):
+        dino_ds.load(run, weights="best")
+
+
+@pytest.mark.parametrize("start", ["restart", "continue"])
+def test_a_stage_begins_from_the_best(straight, root, tmp_path, start):
+    """Not from the newest; its own best begins with the weights that it began with."""
+    run, changes = tmp_path / "run", {"stage_start": start, "length": "2 steps", "eval.keep_best": "rankme"}
+    words = words_of(run, "--from", str(straight), "--weights", "best", *flags(changes), *flags(STATISTICS))
+    assert run_words(words) is None
+    first = 4 if start == "continue" else 0
+    assert f"begins with {straight}, step 4" in log_of(run)
+    assert read_manifest(run, first + 2)["state"]["knn"]["best"]["start_step"] == first
+    assert best_of(run)["step"] in (first, first + 2)
+    assert _val(run) == {}
+
+
+STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"eval.keep_best": "foo"}, "'foo' is not one of auto, none, knn"),
+        ({"eval.stop_after": "5 epochs"}, "write '5 evaluations'"),
+        ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
+        ({"eval.stop_after": "5 evaluations", "eval.keep_best": "none"}, "eval.stop_after needs a metric"),
+        ({"eval.min_delta": "1"}, "eval.min_delta has no effect"),
+        ({"eval.keep_best": "val_loss"}, "needs held-out images"),
+        ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
+        ({"eval.val_root": "a", "data.source": "cifar10"}, "take val_share"),
+    ],
+)
+def test_what_could_never_have_an_effect_is_refused(changes, says):
+    """In one line."""
+    with pytest.raises(ConfigError, match=says) as refused:
+        load_recipe(None, changes)
+    assert "\n" not in str(refused.value) and refused.value.exit_code == 2
+
+
+def test_what_the_images_do_not_allow_leaves_no_run_folder(root, tmp_path):
+    every = {"eval.every": "2 steps"}
+    for more, says in (({"eval.stop_after": "5"}, "needs a metric"), ({"eval.val_share": "0.001"}, "holds 0 out")):
+        [said] = run_on_ranks(train_tiny, root, tmp_path / "run", changes=every | more, world=1)
+        assert says in said and "\n" not in said and not (tmp_path / "run").exists()
+
+
+def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
+    best = Best("val_loss", patience=2)
+    assert [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert (best.step, best.stalled, best.finished) == (2, 1, "")
