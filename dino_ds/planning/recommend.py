@@ -54,11 +54,12 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class _Candidate:
-    """fits: every micro-batch that makes up the global batch and fits, with its time; unlimited: the time of the whole
-    batch at once, if memory were no limit."""
+    """fits: every micro-batch that makes up the global batch and fits, with its seconds at the work of the whole batch
+    at once, `work`; unlimited: seconds of the whole batch, if memory were no limit."""
 
     shape: Shape
-    fits: list[tuple[Fit, StepTime]]
+    fits: list[tuple[Fit, float]]
+    work: float
     unlimited: float
 
 
@@ -76,11 +77,11 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
     # DeepSpeed clips an offloaded optimizer's gradients itself, by one norm.
     shapes = [shape for shape in SHAPES if not shape.offload or recipe.optimizer.clip_by == "network"]
     candidates = [_try(shape, recipe, cluster, limit_gib) for shape in shapes]
-    fitting = [(i, fit, time) for i, candidate in enumerate(candidates) for fit, time in candidate.fits]
+    fitting = [(i, fit, seconds) for i, candidate in enumerate(candidates) for fit, seconds in candidate.fits]
     while fitting:
-        best = min(time.seconds for _, _, time in fitting)
-        equal = [entry for entry in fitting if entry[2].seconds <= best * (1 + _EQUAL)]
-        choice = min(equal, key=lambda entry: (entry[0], entry[2].seconds))
+        best = min(seconds for _, _, seconds in fitting)
+        equal = [entry for entry in fitting if entry[2] <= best * (1 + _EQUAL)]
+        choice = min(equal, key=lambda entry: (entry[0], entry[2]))
         index, fit, _ = choice
         fit = rehearsed(fit, recipe, cluster.world_size)
         if fit.fits:
@@ -94,7 +95,8 @@ def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendat
             f"Take more GPUs, larger ones or a smaller model{offload}"
         )
     time = estimate_step(recipe, fit.config, cluster)
-    better = [c for i, c in enumerate(candidates) if i < index or c.unlimited < time.seconds * (1 - _EQUAL)]
+    seconds = time.seconds_at(candidates[index].work)
+    better = [c for i, c in enumerate(candidates) if i < index or c.unlimited < seconds * (1 - _EQUAL)]
     return Recommendation(
         with_batch(ds_of(shapes[index], cluster.gpu.bf16), fit.config.micro_batch, "auto"),
         shapes[index],
@@ -148,8 +150,9 @@ def _try(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float) -> _C
     times = [estimate_step(recipe, fit.config, cluster, exact=False) for fit in found]
     # Stage 1 would accumulate in low precision.
     allowed = slice(0, 1 if shape.stage == 1 else None)
-    fits = [(fit, time) for fit, time in zip(found[allowed], times[allowed], strict=True) if fit.fits]
-    return _Candidate(shape, fits, times[0].seconds)
+    work = times[0].once
+    tried = zip(found[allowed], times[allowed], strict=True)
+    return _Candidate(shape, [(fit, time.seconds_at(work)) for fit, time in tried if fit.fits], work, times[0].seconds)
 
 
 def _at(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
@@ -161,8 +164,8 @@ def _reason(candidate: _Candidate, recipe: Recipe, cluster: Cluster, chosen: Fit
     """Why a candidate is not recommended, though it is simpler or, with enough memory, faster."""
     shape, limit = candidate.shape, chosen.limit_gib
     if candidate.fits:
-        fit, time = min(candidate.fits, key=lambda entry: entry[1].seconds)
-        return f"{shape}: {short(time.seconds)} s at best, with micro-batch {fit.config.micro_batch}"
+        fit, seconds = min(candidate.fits, key=lambda entry: entry[1])
+        return f"{shape}: {short(seconds)} s at best, with micro-batch {fit.config.micro_batch}"
     if shape.stage == 1:
         whole = recipe.data.global_batch // cluster.world_size
         needed = _at(shape, recipe, cluster, limit, whole).memory.gib

@@ -54,18 +54,28 @@ class Cluster:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of an optimizer step by part. FLOPs on one GPU: `flops` of the whole model, nothing counted that is
-    computed twice, and `executed`, without dropped branches and what the last block need not compute; images: of all
-    GPUs."""
+    computed twice, `executed`, without dropped branches and what the last block need not compute, and `once`, those
+    of them that are not recomputed; images: of all GPUs."""
 
     parts: dict[str, float]
     flops: float
     executed: float
+    once: float
     images: int
     gpu: Gpu
 
     @property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    def seconds_at(self, once: float) -> float:
+        """Seconds of a step whose computation takes so many FLOPs before recomputation.
+
+        Batched stochastic depth leaves out whole crops, so that small micro-batches drop more or less than others:
+        only at equal work can their times be compared.
+        """
+        computed = self.parts["computation"] + self.parts.get("recomputation", 0.0)
+        return self.seconds + computed * (once / self.once - 1)
 
     @property
     def images_per_second(self) -> float:
@@ -102,6 +112,7 @@ def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster, exact: boo
         {name: seconds for name, seconds in parts.items() if seconds},
         sum(model_flops(recipe).values()) * images,
         work.executed * times,
+        work.once * times,
         images * world,
         gpu,
     )

@@ -34,13 +34,14 @@ class Amount:
 @dataclass(frozen=True)
 class Work:
     """Work of a micro-batch: `all` but what activation checkpointing computes `again`; `backward`: the share of `all`
-    that is the backward pass; `executed` FLOPs, as they are; `in_step`: operators of an optimizer step; `kept`: bytes
-    of the inputs of recomputed segments, where they lie on the host."""
+    that is the backward pass; `executed` FLOPs, as they are, and those of them that are computed `once`; `in_step`:
+    operators of an optimizer step; `kept`: bytes of the inputs of recomputed segments, where they lie on the host."""
 
     all: Amount
     again: Amount
     backward: float
     executed: float
+    once: float
     in_step: float
     kept: float
 
@@ -58,6 +59,7 @@ class Work:
             amounts[0].less(amounts[1]),
             once.parts["backward"].flops / once.sum("flops"),
             done.sum("flops"),
+            once.sum("flops"),
             in_engine * segments * ASSUMPTIONS["optimizer_launches_per_block"],
             done.on_host,
         )

@@ -47,6 +47,21 @@ def test_margins_are_parts_of_their_own():
     assert parts["fragmentation margin"] == round(FRAGMENTATION * tensors)
 
 
+def test_times_are_compared_at_equal_work():
+    """Of a single crop, batched stochastic depth drops none or all; of many, exactly 30 %."""
+    recipe, cluster = (
+        load_recipe("dinov2_vits14", {"model.depth": "2", "data.global_batch": "16"}),
+        _cluster("l4-24g", 1),
+    )
+    fits = [fit_with(recipe, _ds("zero2_bf16"), "x", 1, 24.0, size) for size in (16, 1)]
+    whole, parts = (estimate_step(recipe, fit.config, cluster) for fit in fits)
+    assert whole.seconds_at(whole.once) == whole.seconds
+    less = parts.once / whole.once
+    assert less < 0.98
+    computed = parts.parts["computation"]
+    assert parts.seconds_at(whole.once) - parts.seconds == pytest.approx(computed * (1 / less - 1))
+
+
 def test_micro_batches_make_up_the_global_batch():
     assert micro_batches(96, 8) == [12, 6, 4, 3, 2, 1]
     assert micro_batches(100, 8) == []
