@@ -9,9 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dino_ds.commands.export import run as dino_ds_export
+from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import adapters_in
 from dino_ds.options.model import ExportOptions
+from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.load import load
 from tests.engine.harness import max_difference
@@ -101,6 +103,16 @@ def test_two_ranks_of_any_stage_equal_one_process(started, reference, tmp_path, 
     assert max_difference(whole_tensors(tmp_path / "run", STEPS), whole_tensors(theirs, STEPS)) < 1e-5
 
 
+def test_two_fp16_ranks_equal_one(started, tmp_path):
+    """Losses to 1e-3, fp16's rounding, from a loss scale at which nothing overflows: at DeepSpeed's first ones one rank
+    may skip a step less than two, whose micro-batches are smaller, and then takes other images."""
+    scale = {"fp16.initial_scale_power": "4"}
+    for world in (1, 2):
+        _train(started, tmp_path / str(world), "lora", "zero2_fp16.json", world, ds_changes=scale)
+    one, two = (losses_of(tmp_path / name) for name in ("1", "2"))
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("part", "ds", "other_ds"),
     [
@@ -157,6 +169,18 @@ def test_adapters_go_onto_the_weights_they_were_trained_on(started, reference, t
     save_file({}, tmp_path / "empty.safetensors")
     with pytest.raises(CheckpointError, match="is not a file of adapters"):
         load(start).add_adapters(tmp_path / "empty.safetensors")
+
+
+def test_the_best_teacher_is_merged_too(reference, tmp_path):
+    """It has the weights and names of the newest teacher of the same step, to the bit."""
+    run = reference / "lora"
+    whole = whole_tensors(run, STEPS)
+    backbone = {name.removeprefix("teacher.backbone."): t for name, t in whole.items() if "teacher.backbone." in name}
+    files = TeacherFiles(tmp_path, load_recipe(str(run / "config.yaml"), {}), None)
+    files.write(backbone, STEPS, {"metric": "knn", "value": 0.5, "start": 0.4})
+    best, newest = (load_file(file) for file in (tmp_path / "best_teacher.safetensors", run / "teacher.safetensors"))
+    assert adapters_in(backbone) and best.keys() == newest.keys()
+    assert all(torch.equal(best[name], tensor) for name, tensor in newest.items())
 
 
 @pytest.mark.parametrize(
