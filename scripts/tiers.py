@@ -21,7 +21,7 @@ from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.planning.fit import FILLED, Fit, fit_with, micro_batches, with_batch
 from dino_ds.planning.gpus import GPUS, Gpu
 from dino_ds.planning.recommend import Shape, ds_of, recommend
-from dino_ds.planning.speed import Cluster, estimate_step
+from dino_ds.planning.speed import Cluster, StepTime, estimate_step
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"
@@ -136,7 +136,7 @@ def plan_case(case: Case) -> TierConfig | None:
             return None
     else:
         shapes = [Shape(3, "", False), Shape(3, "", True)]
-    found: list[tuple[float, TierConfig]] = []
+    found: list[tuple[StepTime, TierConfig]] = []
     for shape in shapes:
         ds, name = _ds_json(case, recipe, shape), _name(case, shape)
         sizes = micro_batches(recipe.data.global_batch, case.ranks)
@@ -145,9 +145,9 @@ def plan_case(case: Case) -> TierConfig | None:
         for size in wanted[:1] if shape.stage == 1 else wanted:
             fit = fit_with(recipe, ds, name, case.ranks, limit, size)
             if fit.fits:
-                seconds = estimate_step(recipe, fit.config, cluster).seconds
-                found.append((seconds, TierConfig(name, with_batch(ds, size, "auto"), fit)))
-    return min(found, key=lambda entry: entry[0])[1] if found else None
+                time = estimate_step(recipe, fit.config, cluster)
+                found.append((time, TierConfig(name, with_batch(ds, size, "auto"), fit)))
+    return min(found, key=lambda entry: entry[0].seconds_at(found[0][0].once))[1] if found else None
 
 
 def _name(case: Case, shape: Shape) -> str:

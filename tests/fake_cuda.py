@@ -11,8 +11,9 @@
 
 `check` fails for more launches or bytes than a part's ceiling, and for every problem: tensors of two devices in one
 operator, a copy between host and device, a value read by the host, an operator without a CUDA kernel. Launches are an
-estimate: operators, weighed by the kernels that they start (`_KERNELS`). GB are what operators read and write, each
-argument and each result once; matrix products and attention are left out. Lower a ceiling when you get below it.
+estimate: operators, weighed by the kernels that they start (`KERNELS`), and fused functions. GB are what operators read
+and write, each argument and each result once; matrix products and attention are left out. Lower a ceiling when you get
+below it.
 
 `Counter(device)` alone counts the operators of real tensors on `device`; see `tests/cuda/test_engine.py`.
 """
@@ -35,18 +36,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dino_ds.costs.recorder import KERNELS
+from dino_ds.models.fused import listen_to_kernels
+
 CUDA = torch.device("cuda", 0)
 
-# Operators that start more than one kernel, or none.
-_KERNELS = {
-    "native_layer_norm_backward": 3, "topk": 3, "sort": 4, "cumsum": 2, "convolution": 2, "convolution_backward": 6,
-    "index_put": 3, "index_put_": 3, "_index_put_impl_": 3, "logsumexp": 6, "nonzero": 4,
-    "_scaled_dot_product_flash_attention_backward": 3, "_flash_attention_backward": 3,
-    "_scaled_dot_product_efficient_attention_backward": 3, "_efficient_attention_backward": 3,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": 3, "_reshape_alias": 0, "_unsafe_view": 0, "resize_": 0,
-    "set_": 0, "detach": 0, "empty": 0, "empty_like": 0, "empty_strided": 0, "new_empty": 0, "new_empty_strided": 0,
-    "_local_scalar_dense": 0, "lift_fresh": 0, "_record_function_enter_new": 0, "_record_function_exit": 0,
-}  # fmt: skip
 _NOT_COUNTED = (
     "mm",
     "addmm",
@@ -97,7 +91,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.parts: dict[str, Counts] = collections.defaultdict(Counts)
         self.problems: collections.Counter[str] = collections.Counter()
-        self._device, self._part = device, "other"
+        self._device, self._part, self._as_kernels = device, "other", False
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -107,6 +101,16 @@ class Counter(TorchDispatchMode):
             yield
         finally:
             self._part = before
+
+    @contextlib.contextmanager
+    def as_kernels(self, kernels: int, moved: float) -> Iterator[None]:
+        """Count operators that run inside as a fused function, and look for no problems of theirs."""
+        counts = self.parts[self._part]
+        counts.kernels["fused"] += kernels
+        counts.bytes["fused"] += int(moved)
+        self._as_kernels = True
+        yield
+        self._as_kernels = False
 
     def check(self, ceilings: dict[str, tuple[int, float]], known: tuple[str, ...] = ()) -> None:
         """Fail for any problem but those that begin as `known` ones, and for more than (launches, GB) of a part."""
@@ -120,7 +124,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         name = func._schema.name.split("::")[1]
-        if func.namespace == "prim":
+        if func.namespace == "prim" or self._as_kernels:
             return func(*args, **(kwargs or {}))
         self._look(func, name, inputs)
         result = func(*args, **(kwargs or {}))
@@ -131,7 +135,7 @@ class Counter(TorchDispatchMode):
         if name in _COPIES and len({t.device.type for t in inputs + outputs}) > 1:
             self._note(f"{name} between host and device")
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        kernels = 0 if is_view else _KERNELS.get(name, 1)
+        kernels = 0 if is_view or name.startswith(("empty", "new_empty")) else KERNELS.get(name, 1)
         if name.startswith("_foreach"):  # kernels take about a hundred tensors
             kernels = len(args[0]) // 100 + 1
         if kernels:
@@ -267,5 +271,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", _fused_attention))
         # An engine of ZeRO 3 in the same process leaves DeepSpeed's behind, which takes two operators more.
         stack.enter_context(mock.patch("torch.nn.functional.linear", torch._C._nn.linear))
+        stack.enter_context(mock.patch("dino_ds.models.fused.rehearsing", return_value=True))
+        stack.enter_context(listen_to_kernels(counter.as_kernels))
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(counter)

@@ -39,12 +39,12 @@ from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
+from dino_ds.models.fused import listen_to_kernels
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.frozen import FrozenSource
 
-_EPOCH_STEPS = 1000
-_CPU = torch.device("cpu")
+_EPOCH_STEPS, _CPU = 1000, torch.device("cpu")
 
 
 def describe_student(recipe: Recipe) -> dict[str, Any]:
@@ -151,24 +151,26 @@ class _Rehearsal:
     def run(self) -> dict[str, Any]:
         """Prepare the window's targets, and take its first micro-batch."""
         step, teachers, window = self._step, self._teachers, self._window
-        modules = [self._network, *(module for one in teachers.values() for module in (one.network, one._running))]
+        modules = [self._network, *(each for one in teachers.values() for each in (one.network, one._running))]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
-        for name, teacher in teachers.items():
-            recorder.watch(f"teacher {name}", teacher._running)
+        for name, one in teachers.items():
+            recorder.watch(f"teacher {name}", one._running)
         recorder.free_gradients(p for p in self._network.parameters() if p.requires_grad)
+        recorder.watch_prototypes(part for module in modules for part in module.modules())
         self._engine.recorder = recorder
-        with recorder, listen(recorder), tell_of_collectives(recorder.note_sent), _on_host(recorder):
+        seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent), _on_host(recorder)
+        with recorder, listen(recorder), seen[0], seen[1], seen[2]:
             step.prepare(window)
             held = recorder.live
             step.micro_batch(window[0])
         parts = recorder.parts
-        for name, part in parts.items():
+        for name, part in (*parts.items(), *recorder.prototypes.items()):
             if name.startswith("teacher") or name == "targets":
                 part.scale(1 / len(window))
-        wanted = [name for name, part in parts.items() if part.operators]
         return {
-            "parts": {name: parts[name].plain() for name in wanted},
+            "parts": {name: part.plain() for name, part in parts.items() if part.operators},
+            "prototypes": {name: part.plain() for name, part in recorder.prototypes.items()},
             "saved": self._engine.saved - held,
             "held": held / len(window),
             "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),

@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "save_in_background", "max_bad_steps", "hang_seconds", "data", "eval", "stage_start",
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
-_LINES = {True: (2, 16, 64), False: (2, 8, 64)}
+_LINES = {True: (2, 16, 32, 64), False: (2, 8, 64)}
 """Sizes of micro-batches, on a GPU or not, through which lines go. Scratch for tiles has a largest size, so that the
 last line is at most too high beyond them. Off a GPU, whose tiles are so small that a rehearsal of many images takes
 minutes, it is taken there for every recipe."""
@@ -37,14 +37,20 @@ minutes, it is taken there for every recipe."""
 @dataclass(frozen=True)
 class Part:
     """The work of a part of a micro-batch. flops: of all products; flops_fp32: of those of FP32 numbers; moved: bytes
-    that operators other than products read and write; operators: that launch something. moments: bytes alive by the
+    that operators other than products read and write; moved_by_products: those of products; operators: that launch
+    something; launches: kernels of a GPU. moments: bytes alive by the
     elements of gradients that are finished."""
 
     flops: float
     flops_fp32: float
     moved: float
+    moved_by_products: float
     operators: float
+    launches: float
     moments: Sequence[tuple[int, float]]
+
+
+_NUMBERS = tuple(one.name for one in dataclasses.fields(Part) if one.name != "moments")
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class TeacherCosts:
 class StepCosts:
     """The costs of one micro-batch of `images`.
 
-    parts: teachers by "teacher NAME", "targets", "student", "loss", "backward". saved: bytes that autograd keeps for
+    parts: teachers by "teacher NAME", "targets", "student", "loss", "backward"; prototypes: their share of each, of the
+    largest resolution and of more images where costs are means or on a line. saved: bytes that autograd keeps for
     the backward pass; held: what of teachers' outputs and targets lives until then; crops: the images; both of one
     micro-batch. window: micro-batches that were prepared together, of all that a step prepares. collectives: (part,
     operation, bytes of one rank) of what terms send. on_host: bytes that activation checkpointing keeps there.
@@ -70,6 +77,7 @@ class StepCosts:
 
     images: int
     parts: Mapping[str, Part]
+    prototypes: Mapping[str, Part]
     saved: float
     held: float
     crops: float
@@ -79,7 +87,7 @@ class StepCosts:
     collectives: Sequence[tuple[str, str, float]]
 
     def sum(self, of: str) -> float:
-        """A number of all parts: "flops", "flops_fp32", "moved" or "operators"."""
+        """A number of all parts, by its name in `Part`."""
         return sum(float(getattr(part, of)) for part in self.parts.values())
 
 
@@ -133,10 +141,7 @@ def mean_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = Tru
         return each[0][1]
     parts: dict[str, Part] = {}
     for name in each[0][1].parts:
-        numbers = {
-            of: sum(share * getattr(costs.parts[name], of) for share, costs in each)
-            for of in ("flops", "flops_fp32", "moved", "operators")
-        }
+        numbers = {of: sum(share * getattr(costs.parts[name], of) for share, costs in each) for of in _NUMBERS}
         parts[name] = Part(**numbers, moments=())
     return dataclasses.replace(each[0][1], parts=parts)
 
@@ -194,7 +199,8 @@ def _rehearsed(
         "on_gpu": on_gpu,
     }
     found = dict(kept(about, make, _own_code(recipe)))
-    found["parts"] = {name: Part(**part) for name, part in found["parts"].items()}
+    for each in ("parts", "prototypes"):
+        found[each] = {name: Part(**part) for name, part in found[each].items()}
     found["teachers"] = {name: TeacherCosts(**one) for name, one in found["teachers"].items()}
     return StepCosts(images=images, **found)
 
@@ -209,9 +215,7 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
     parts = {}
     for name, part in many.parts.items():
         other = few.parts[name]
-        numbers = {
-            of: between(getattr(other, of), getattr(part, of)) for of in ("flops", "flops_fp32", "moved", "operators")
-        }
+        numbers = {of: between(getattr(other, of), getattr(part, of)) for of in _NUMBERS}
         if len(other.moments) != len(part.moments):
             raise NotEstimated("memory and time are not estimated: the network does other things for other batches")
         moments = [(done, between(a, b)) for (_, a), (done, b) in zip(other.moments, part.moments, strict=True)]
@@ -222,7 +226,13 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
         for (_, _, a), (part, operation, b) in zip(few.collectives, many.collectives, strict=True)
     ]
     return StepCosts(
-        images=images, parts=parts, window=many.window, teachers=many.teachers, collectives=sent, **numbers
+        images=images,
+        parts=parts,
+        prototypes=many.prototypes,
+        window=many.window,
+        teachers=many.teachers,
+        collectives=sent,
+        **numbers,
     )
 
 

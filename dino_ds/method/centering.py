@@ -17,6 +17,7 @@ from dino_ds.basics.rehearsal import device_kind
 from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
 from dino_ds.method.running import RunningMean
 from dino_ds.method.specs.dino import CenteringSpec
+from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Logits, part_rows, tile_rows
 
 # Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.
@@ -70,13 +71,7 @@ class SinkhornKnopp(Centering):
         tiles = _Tiles(window, temperature)
         shift = -_log_sums(tiles)
         for _ in range(self.iterations - 1):
-            sums = torch.zeros_like(shift)
-            for tile in tiles:
-                for part, scratch, other in tiles.parts(tile):
-                    # After a column's scaling its largest entry is at least 1 / rows, and rows sum to at most k:
-                    # no sum of the softmax underflows.
-                    sums += torch.softmax(torch.add(part, shift, out=scratch), dim=-1, out=other).sum(dim=0)
-            shift = shift - sum_across_ranks(sums).log()
+            shift = shift - sum_across_ranks(_sums(tiles, shift)).log()
         return shift
 
 
@@ -90,13 +85,47 @@ def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) 
 def _log_sums(tiles: _Tiles) -> Tensor:
     """ln of the sum of exp(logits / temperature) over the rows of all ranks, (k,)."""
     found = torch.full_like(tiles.scale, -torch.inf)
-    for tile in tiles:
-        largest, sums = tile.amax(dim=0), torch.zeros_like(found)
-        for part, scratch, _ in tiles.parts(tile):
-            sums += torch.sub(part, largest, out=scratch).exp_().sum(dim=0)
-        torch.logaddexp(found, largest.add_(sums.log_()), out=found)
+    if tiles.fused:
+        for products, scale in tiles.products():
+            found = _add_exp(found, products, scale)
+    else:
+        for tile in tiles:
+            largest, sums = tile.amax(dim=0), torch.zeros_like(found)
+            for part, scratch, _ in tiles.parts(tile):
+                sums += torch.sub(part, largest, out=scratch).exp_().sum(dim=0)
+            torch.logaddexp(found, largest.add_(sums.log_()), out=found)
     largest = max_across_ranks(found.clone())
     return largest + sum_across_ranks((found - largest).exp()).log()
+
+
+def _sums(tiles: _Tiles, shift: Tensor) -> Tensor:
+    """Sums (k,) over this rank's rows of softmax(logits / temperature + shift).
+
+    After a column's scaling its largest entry is at least 1 / rows, and rows sum to at most k: no sum of the softmax
+    underflows.
+    """
+    sums = torch.zeros_like(shift)
+    if tiles.fused:
+        for products, scale in tiles.products():
+            sums = _add_softmax(sums, products, scale, shift)
+        return sums
+    for tile in tiles:
+        for part, scratch, other in tiles.parts(tile):
+            sums += torch.softmax(torch.add(part, shift, out=scratch), dim=-1, out=other).sum(dim=0)
+    return sums
+
+
+@fused(kernels=1)
+def _add_exp(found: Tensor, products: Tensor, scale: Tensor) -> Tensor:
+    """The ln (k,) of sums of exp(logits) over rows, with those of products (r, k) too."""
+    return torch.logaddexp(found, log_sum_exp(products * scale, dim=0)[0])
+
+
+@fused(kernels=2, products=2)
+def _add_softmax(sums: Tensor, products: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """The sums (k,) of softmaxes over rows, with those of products (r, k) too."""
+    x = products * scale + shift
+    return sums + (x - log_sum_exp(x)).exp().sum(dim=0)
 
 
 class _Tiles:
@@ -109,17 +138,29 @@ class _Tiles:
         self._window, self.scale = window, window[0].scale
         self._scales = [logits.scale / temperature for logits in window]
         weight = window[0].weight
-        self._size = tile_rows(weight)
+        self.fused = fuses(weight)
+        self._size = tile_rows(weight, self.fused)
         self._keeps = _KEPT.get(device_kind(weight.device.type), 0) // (4 * self._size * len(weight))
         self._kept: dict[tuple[int, int], Tensor] = {}
         most = min(self._size, max(len(logits.rows) for logits in window))
         self._scratch = weight.new_empty(most, len(weight))
-        self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
+        if not self.fused:
+            self._parts = weight.new_empty(2, min(most, part_rows(weight)), len(weight))
 
     def __iter__(self) -> Iterator[Tensor]:
+        for i, start in self._places():
+            yield self._tile(i, start)
+
+    def products(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tile as it is multiplied out, and the factors (k,) that make its logits / temperature."""
+        for i, start in self._places():
+            logits = self._window[i]
+            yield logits.multiply(logits.rows[start : start + self._size], self._scratch), self._scales[i]
+
+    def _places(self) -> Iterator[tuple[int, int]]:
         for i, logits in enumerate(self._window):
             for start in range(0, len(logits.rows), self._size):
-                yield self._tile(i, start)
+                yield i, start
 
     def _tile(self, i: int, start: int) -> Tensor:
         if (i, start) in self._kept:

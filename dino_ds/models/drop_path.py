@@ -83,13 +83,17 @@ def kept_sequences(
     rows, last = _rows(orders, packing), len(draws) - 1
     places = rows if selection is None else _rows([order[-1:] for order in orders], selection.packing)
     blocks: list[list[Kept]] = []
+    made: dict[tuple[int, ...], tuple[Packing, Tensor]] = {}  # blocks of equal rates share them
     for block in range(len(draws)):
         rate = rates[0] + block * (rates[1] - rates[0]) / max(last, 1)
         counts = [max(1, round(count * (1 - rate))) for count, _ in packing.groups]
-        own, chosen = _fewer(packing, counts), None
+        if (key := tuple(counts)) not in made:
+            own = _fewer(packing, counts)
+            made[key] = own, _scales(packing, own, draws)
+        (own, scales), chosen = made[key], None
         if selection is not None and block == last:
             chosen = own.first_and_last([tokens for _, tokens in selection.packing.groups])
-        scales = _scales(packing, own if chosen is None else chosen.packing, draws)
+            scales = _scales(packing, chosen.packing, draws)
         blocks.append([])
         for branch in range(2):
             read = _first(rows, block, branch, counts)

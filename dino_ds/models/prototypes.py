@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.rehearsal import device_kind
+from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Compared, Comparison, Logits, part_rows, tf32, tile_rows
 
 # Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256, on a GPU 64 in a quarter of launches.
@@ -111,6 +112,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
             return grad_rows * grad, torch.zeros_like(weight), grad_lengths, None
         if ctx.free:
             return grad_rows * grad, grad_weight.mul_(grad).to(weight.dtype), None, None
+        if fuses(weight):
+            turned, along = _turned(grad_weight, weight, inverse, grad)
+            return grad_rows * grad, turned, None if lengths is None else along / lengths, None
         size = _BLOCK.get(device_kind(weight.device.type), _BLOCK["cuda"])
         for start in range(0, len(weight), size):
             block = slice(start, start + size)
@@ -139,6 +143,9 @@ class _Tile:
         self._grad = student.multiply(self._rows, tiles.logits)
         logits = self._grad.view(-1, count, k)
         weights = None if how.weights is None else how.weights[images]
+        if tiles.fused:
+            self.loss, self.entropy = self._compare(seen, logits, weights)
+            return
         parts = [slice(start, start + tiles.part) for start in range(0, count, tiles.part)]
         found = [self._part(seen[:, p], logits[:, p], None if weights is None else weights[p]) for p in parts]
         losses, entropies = zip(*found, strict=True)
@@ -168,6 +175,21 @@ class _Tile:
             loss, entropy = loss * weights, entropy * weights
         return loss.sum(), entropy.sum()
 
+    def _compare(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `_part` does, of the whole tile on a GPU."""
+        tiles, how, g = self._tiles, self._tiles.comparison, len(seen)
+        if g == 1 and not how.exclude_own:
+            total, entropy = seen[0], _target(seen, how.shift, tiles.teacher_scale, weights)
+        else:
+            total, entropy = _targets(seen, how.shift, tiles.teacher_scale, weights)
+        if not how.exclude_own:
+            return _compare(logits, total, tiles.student_scale, tiles.grad_scale, weights, g), entropy
+        loss = _compare(logits[:g], seen, tiles.student_scale, tiles.grad_scale, weights, g - 1)
+        if len(logits) > g:
+            scale = tiles.grad_scale if how.others == 1 else tiles.grad_scale * how.others
+            loss = loss + how.others * _compare(logits[g:], total, tiles.student_scale, scale, weights, g)
+        return loss, entropy
+
     def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
         tiles, student = self._tiles, self._tiles.student
         with tf32(student.low):
@@ -192,11 +214,13 @@ class _Tiles:
         self.teacher_scale = teacher.scale / comparison.temperature
         self.student_scale = student.scale / comparison.student_temp
         self.grad_scale = self.student_scale / self.divisor
-        most = max(crops, g)
-        self._size = max(1, tile_rows(student.weight) // most)
+        most, self.fused = max(crops, g), fuses(student.weight)
+        self._size = max(1, tile_rows(student.weight, self.fused) // most)
         self.part = max(1, part_rows(student.weight) // most)
         k, n = len(student.weight), min(self._size, self._images)
         self.logits, self.targets = student.rows.new_empty(crops * n, k), student.rows.new_empty(g * n, k)
+        if self.fused:
+            return
         together = max(crops - g, g) if comparison.exclude_own else crops
         self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, together)]
 
@@ -216,6 +240,55 @@ def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[sl
         yield slice(0, g), torch.sub(total, targets, out=targets), g - 1
     if not exclude_own or crops > g:
         yield slice(g if exclude_own else 0, None), total, g
+
+
+@fused(kernels=2, seen=3)
+def _target(seen: Tensor, shift: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
+    """Products (1, n, k), which become targets -> the weighted sum of their entropies."""
+    targets, entropy = _softmax(seen, shift, scale)
+    seen.copy_(targets)
+    return (entropy if weights is None else entropy * weights).sum()
+
+
+@fused(kernels=7, seen=8)
+def _targets(seen: Tensor, shift: Tensor, scale: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Products (g, n, k), which become the sums of an image's other targets -> the sum (n, k) of all of them, and the
+    weighted sum of their entropies."""
+    targets, entropy = _softmax(seen, shift, scale)
+    total = targets.sum(dim=0)
+    seen.copy_(total - targets)
+    return total, (entropy if weights is None else entropy * weights).sum()
+
+
+def _softmax(seen: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Products (g, n, k) -> targets, and their entropies (g, n)."""
+    x = torch.addcmul(shift, seen, scale)
+    logarithms = x - log_sum_exp(x)
+    targets = logarithms.exp()
+    return targets, -(targets * logarithms).sum(dim=-1)
+
+
+@fused(kernels=5, logits=3, target=2)
+def _compare(
+    logits: Tensor, target: Tensor, scale: Tensor, grad_scale: Tensor, weights: Tensor | None, pairs: int
+) -> Tensor:
+    """Products (v, n, k), which become their gradient -> the weighted sum of cross-entropies with (n, k) or (v, n, k),
+    the sums of so many targets each."""
+    x = logits * scale
+    lse = log_sum_exp(x)
+    loss = pairs * lse.squeeze(-1) - (target * x).sum(dim=-1)
+    grad = (x - lse).exp() * pairs - target
+    logits.copy_(grad * (grad_scale if weights is None else weights.unsqueeze(-1) * grad_scale))
+    return (loss if weights is None else loss * weights).sum()
+
+
+@fused(kernels=1, weight=2)
+def _turned(grad_weight: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of prototypes, of which only directions count, and its part along each of them (k, 1)."""
+    w, whole = weight.float(), grad_weight * grad
+    along = (whole * w).sum(dim=-1, keepdim=True)
+    turned = torch.addcmul(whole, w, along * inverse.square().unsqueeze(-1), value=-1)
+    return turned.to(weight.dtype), along
 
 
 def _lse(logits: Tensor, probs: Tensor) -> Tensor:

@@ -1,0 +1,109 @@
+"""Small pure functions of tensors that torch.compile makes a few kernels of on a GPU; decides where that is done.
+
+A kernel reads a tile once for many operators. On a CPU the callers' own operators work in caches and are as fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.basics.rehearsal import device_kind, rehearsing
+from dino_ds.errors import one_line
+
+_TOLERANCE = 1e-5
+_PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
+KernelListener = Callable[[int, float], AbstractContextManager[Any]]
+_listeners: list[KernelListener] = []
+
+
+class Fused:
+    """A function as at most so many `kernels` of a GPU. passes: how often these read or write each argument, or scratch
+    or results of its size, at most; 1 if not stated. Rehearsals count by them; a test compares Inductor's code."""
+
+    def __init__(self, function: Callable[..., Any], kernels: int, passes: dict[str, float]) -> None:
+        functools.update_wrapper(self, function)
+        self.function, self.kernels, self.passes = function, kernels, passes
+        self._names = list(inspect.signature(function).parameters)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        return torch.compile(self.function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not rehearsing():
+            with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):
+                return self._compiled(*arguments)
+        given = zip(self._names, arguments, strict=False)
+        moved = sum(self.passes.get(name, 1) * one.nbytes for name, one in given if isinstance(one, Tensor))
+        with _kernels_of_gpu(self.kernels, moved):
+            return self.function(*arguments)
+
+
+def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused]:
+    """Make a function `Fused`; it must not be called unless `fuses`, nor inside `tf32`."""
+    return lambda function: Fused(function, kernels, passes)
+
+
+def fuses(of: Tensor) -> bool:
+    """Whether functions of tensors on its device are to be fused: on a GPU where that works, unless every run must
+    give the same bits, as the kernels are chosen by timing them."""
+    if rehearsing():
+        return device_kind(of.device.type) == "cuda"
+    return of.is_cuda and not torch.are_deterministic_algorithms_enabled() and not why_not_fused(of.device)
+
+
+@functools.cache
+def why_not_fused(device: torch.device) -> str:
+    """The reason why a GPU can't compile functions, or why its results are not believed, with a warning; or ""."""
+    why = _difference(device)
+    if why:
+        warnings.warn(f"the loss takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
+    return why
+
+
+def _difference(device: torch.device) -> str:
+    rows = torch.randn(64, 4099, generator=torch.Generator().manual_seed(0))
+
+    def function(x: Tensor) -> Tensor:
+        return (x - log_sum_exp(x)).exp().sum(dim=0)
+
+    try:
+        found = torch.compile(function)(rows.to(device)).cpu()
+    except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
+        return one_line(error)
+    difference = (found - function(rows)).abs().max().item()
+    return "" if difference <= _TOLERANCE else f"results differ by {difference:.1e}"
+
+
+def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
+    """ln of the sum of exp(x) along a dimension, which stays. In this form Inductor reads x once."""
+    largest = x.amax(dim=dim, keepdim=True)
+    return largest + (x - largest).exp().sum(dim=dim, keepdim=True).log()
+
+
+@contextmanager
+def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
+    """Enter `listener(kernels, bytes)` around operators that a GPU would compute as so many kernels, moving so many
+    bytes."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@contextmanager
+def _kernels_of_gpu(kernels: int, moved: float) -> Iterator[None]:
+    """Operators inside would be so many kernels on a GPU."""
+    with ExitStack() as stack:
+        for listener in _listeners:
+            stack.enter_context(listener(kernels, moved))
+        yield

@@ -1,0 +1,45 @@
+"""Ceilings of what a step launches and moves on a GPU, rehearsed; lower one when you get below it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dino_ds.config.loading import load_recipe
+from scripts import gpu_counts
+
+pytestmark = pytest.mark.slow
+
+PARTS = ["teacher", "targets", "student", "loss", "backward", "engine", "optimizer", "ema", "prototypes"]
+BLOCKS = {"model.depth": "2"}
+"""With whole networks each of these takes ten seconds; what prototypes take does not depend on the blocks."""
+
+
+@pytest.mark.parametrize(
+    "config, images, launches, gigabytes, of_prototypes",
+    [
+        ("vits16", 64, 474, 12.9, (61, 2.4)),
+        ("dinov2_vitl14", 64, 1096, 119, (381, 71)),
+        ("dinov3_vitl16", 32, 1052, 39.5, (157, 13.6)),
+    ],
+)
+def test_ceilings(config: str, images: int, launches: int, gigabytes: float, of_prototypes: tuple[int, float]):
+    found = gpu_counts.count(load_recipe(config, BLOCKS), images)
+    assert list(found["launches"]) == list(found["gigabytes"]) == PARTS
+    own = {of: found[of].pop("prototypes") for of in ("launches", "gigabytes")}
+    assert own["launches"] <= of_prototypes[0] and own["gigabytes"] <= of_prototypes[1], own
+    assert sum(found["launches"].values()) <= launches, found["launches"]
+    assert sum(found["gigabytes"].values()) <= gigabytes, found["gigabytes"]
+    assert found["executed_tflop"] < found["credited_tflop"]
+    assert 0 < found["milliseconds"]["h200"] < found["milliseconds"]["h100"] and found["peak_gib"] > 0
+
+
+def test_one_line_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Compiled blocks are estimated to take less time."""
+    monkeypatch.setattr(gpu_counts, "load_recipe", lambda config, _: load_recipe(config, BLOCKS))
+    gpu_counts.main("vits16", 64, json=True)
+    gpu_counts.main("vits16", 64, compile=True, json=True)
+    eager, compiled = map(json.loads, capsys.readouterr().out.splitlines())
+    assert compiled["milliseconds"]["h200"] < eager["milliseconds"]["h200"]
+    assert compiled["launches"] == eager["launches"]
