@@ -57,8 +57,8 @@ class Engine:
         _check_together(config, options)
         self.config, self._kind = config, options.kind
         self._name_of = {id(p): name for name, p in network.named_parameters()}
-        trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained.items()}
+        trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
         network.train()

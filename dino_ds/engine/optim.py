@@ -67,9 +67,7 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     """
     groups: dict[tuple[str, str, float], list[nn.Parameter]] = {}
     multipliers = _backbone_multipliers(network, options)
-    for name, parameter in network.named_parameters():
-        if not parameter.requires_grad:
-            continue
+    for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
         own = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
         key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0)
