@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import load_ds_config
-from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
 from dino_ds.config.stages import Given, stages_to_train
@@ -40,7 +39,7 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, DataError, unwritable
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.method.backbone_checks import check_frozen_statistics
+from dino_ds.method.backbone_checks import check_start
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.method.specs.of_recipe import teachers_of
@@ -249,10 +248,8 @@ def _build(
     evaluations = EvalRunner.build(recipe, source, epoch_steps)
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
-    check_frozen_statistics(recipe)
-    # Weights of a checkpoint take the place of others, whose file may be gone.
-    new = recipe if begin.own is None else change_recipe(recipe, {"model.init_from": "none"})
-    step, state = build_step(new, config, epoch_steps, begin.weights), RunState()
+    check_start(recipe)
+    step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += _describe_start(begin, step, recipe)
 
     # What is saved, and what was.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _OF_THE_HUB = ("hf", "timm")
 """Formats that the hub's own programs load."""
+_OURS = ("safetensors", "adapters")
+"""Formats that dino_ds.load reads, by the ending of their files."""
 
 
 def check(options: ExportOptions) -> None:
@@ -50,6 +52,8 @@ def run(options: ExportOptions) -> None:
     _check_place(source, options.format, place)
     network: ExportedNetwork = "student" if options.weights == "student" else "teacher"
     backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=network)
+    if options.adapters is not None:
+        backbone.add_adapters(options.adapters)
     results = _results(home) if options.weights == "teacher" else {}
     backbone.about |= results | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
@@ -78,15 +82,13 @@ def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
             f"its image processor enlarges and cuts images whose shorter side is {size} pixels or less, which dino_ds "
             f"leaves uncut: for such images {remedy}"
         ]
-    return (
-        [] if format == "safetensors" else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
-    )
+    return [] if format in _OURS else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
 
 
 def _check_place(source: Path, format: str, place: Path) -> None:
     if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
-    if format == "safetensors" and place.suffix != ".safetensors":
+    if format in _OURS and place.suffix != ".safetensors":
         raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
     for made in (place,) if format in _OF_THE_HUB else (place, sidecar_of(place)):
         if made.exists():

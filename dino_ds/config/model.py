@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.fields import (
@@ -17,6 +17,7 @@ from dino_ds.config.fields import (
     Few,
     Length,
     LengthField,
+    Listed,
     PathText,
     Positive,
     Section,
@@ -27,6 +28,9 @@ from dino_ds.config.fields import (
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
+from dino_ds.models.specs.trained import LORA, TrainedPart, parse_trained
+
+TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
 class ModelSection(Section):
@@ -57,6 +61,12 @@ class ModelSection(Section):
         None, "start from weights: a file or folder (ours, DINO's, timm's, Hugging Face's ...) or timm name"
     )
     freeze_backbone: LengthField = option(Length(0, "steps"), "how long only the head is trained first; for init_from")
+    train: TrainedField = option(
+        "all", "of the backbone: all, 'last N blocks', norms_and_biases (LayerScale too) or lora; heads always learn"
+    )
+    lora_rank: Annotated[int, Field(ge=1, le=4096)] = option(8, "of train lora: rank of each adapter")
+    lora_alpha: Annotated[float, Field(gt=0, le=1e6)] = option(16.0, "of train lora: adapters count alpha / rank times")
+    lora_layers: Listed[str] = option(("all",), "of train lora: linear layers of each block, such as qkv,proj")
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how positions are resized; DINO's released weights need dino"
     )
@@ -72,6 +82,9 @@ class ModelSection(Section):
     def _check(self) -> ModelSection:
         if self.backbone == FROM_SOURCE and self.init_from is None:
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
+        for key in ("lora_rank", "lora_alpha", "lora_layers"):
+            if self.train != LORA and getattr(self, key) != ModelSection.model_fields[key].default:
+                raise ValueError(f"model.{key} has no effect with model.train {self.train}: leave it out")
         if self.backbone == FROM_SOURCE:
             return self
         spec = backbone_spec(self.backbone)
@@ -93,6 +106,12 @@ class ModelSection(Section):
     def side_multiple(self) -> int:
         """The number of pixels of which sides of crops are multiples; 1 where the backbone is not known yet."""
         return 1 if self.backbone == FROM_SOURCE else self.spec().side_multiple
+
+    @property
+    def trained(self) -> TrainedPart:
+        """The part of the backbone that is trained."""
+        layers = () if self.lora_layers == ("all",) else self.lora_layers
+        return TrainedPart(self.train, self.lora_rank, self.lora_alpha, layers)
 
     def spec(self) -> BackboneSpec:
         """The backbone's spec with the overrides of this section. Raises ConfigError for from_source."""

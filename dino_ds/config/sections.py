@@ -214,6 +214,9 @@ class ObjectiveSection(Section):
     ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
     ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
     koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
+    preserve_weight: WeightField = option(
+        Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"
+    )
     koleo_ranks: Literal["own", "all"] = option("own", "images that KoLeo spreads: a rank's micro-batch, or all ranks'")
     terms: ArgumentsField = option(
         "{}", 'loss terms of your own: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}'

@@ -63,7 +63,11 @@ def recipe_traffic(
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     heads = {name.partition(".")[0] for name in facts.sizes}
     parts = len(heads) if recipe.optimizer.clip_by == "part" else 1
-    of_engine = step_traffic(facts.sizes, facts.statistics, config, world_size, len(facts.groups), parts)
+    of_engine = step_traffic(facts.trained, facts.statistics, config, world_size, len(facts.groups), parts)
+    if config.stage == 3 and facts.frozen:  # which are gathered as all weights are
+        whole = _gathers(facts.sizes, config, config.raw["zero_optimization"], world_size)
+        of_engine = [one for one in of_engine if one.name not in _IN_PASSES]
+        of_engine += [one for one in whole if one.name in _IN_PASSES]
     others = [one.name for one in teachers_of(recipe) if one.follows][1:]
     averages = [one for one in of_engine if one.name == "teacher"]
     return [
@@ -72,6 +76,9 @@ def recipe_traffic(
         *_of_terms(costs, facts.whole_step, config, world_size),
         *_frozen_traffic(costs, config, world_size),
     ]
+
+
+_IN_PASSES = "weights, forward", "weights, backward"
 
 
 def _frozen_traffic(costs: StepCosts, config: DsConfig, world_size: int) -> list[Traffic]:

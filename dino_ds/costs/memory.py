@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.step_costs import StepCosts, TeacherCosts, count_parameters, step_costs, student_facts
+from dino_ds.costs.step_costs import StepCosts, TeacherCosts, step_costs, student_facts
 from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.specs.of_recipe import teachers_of
 
@@ -56,8 +56,9 @@ def estimate_memory(
     anything. Raises NotEstimated.
     """
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
-    sizes, total = facts.sizes, count_parameters(recipe)
-    gradients, buckets = gradient_bytes(sizes, config, world_size, on_gpu), bucket_bytes(config)
+    sizes, trained = facts.sizes, facts.trained
+    total = sum(trained.values())
+    gradients, buckets = gradient_bytes(trained, config, world_size, on_gpu), bucket_bytes(config)
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
     # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
@@ -75,7 +76,9 @@ def estimate_memory(
             moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | _alive(name, size, costs)))
     peak = max(moments, key=lambda moment: moment.gib)
     window = config.accumulation if facts.whole_step else 1
-    common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.cast)
+    common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.frozen)
+    copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
+    common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
     common |= teacher_bytes(costs.teachers, teachers_of(recipe), config, world_size) | {
         "gathered parameters": gathered_bytes(sizes, config, world_size),
         "crops": round(costs.crops * (window + on_gpu)),  # a GPU is brought the next batch while it uses this one
@@ -132,33 +135,32 @@ def state_bytes(
     world_size: int,
     on_gpu: bool,
     optimizer: str = "adamw",
-    copied: Collection[str] = (),
+    frozen: Collection[str] = (),
 ) -> dict[str, int]:
     """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
 
-    copied: names of the weights of which a teacher keeps a low-precision copy.
-
-    ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place.
+    frozen: names of the weights that are never trained. ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage
+    0 trains FP32 weights in place. Frozen FP32 weights that are whole are the teacher's own.
     """
     total = sum(sizes.values())
+    trained = total - sum(sizes[name] for name in frozen)
     shards = world_size if config.stage else 1
-    student = element_bytes(config) * total // (world_size if config.stage == 3 else 1)
+    own = trained if config.precision == "fp32" and config.stage < 3 else total
+    student = element_bytes(config) * own // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
         least = persistent_below(config)
         student += element_bytes(config) * sum(n for n in sizes.values() if n <= least)
-    masters = 4 * total if config.stage else 0
+    masters = 4 * trained if config.stage else 0
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
     params_on_host = on_gpu and offloads_weights(zero)
-    copies = config.keeps_teacher_copy(on_gpu, total)
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
         "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
-        "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * total) // shards,
+        "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * trained) // shards,
         "teacher": _FP32 * total,
-        "teacher copy": 2 * sum(sizes[name] for name in copied) if copies else 0,
     }
 
 

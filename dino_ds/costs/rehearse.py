@@ -29,7 +29,7 @@ from dino_ds.costs.settings import RehearsalSettings
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.masters import WholeMasters
+from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
@@ -57,6 +57,7 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
     sizes = {name: p.numel() for name, p in network.named_parameters()}
     return {
         "sizes": sizes,
+        "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
         "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
         "groups": [sum(p.numel() for p in group["params"]) for group in groups],
         "statistics": [one.value.numel() for one in objective.statistics.values()],
@@ -134,18 +135,8 @@ class _Rehearsal:
         _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
         segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
-        config = DsConfig(
-            {},
-            images,
-            window,
-            0,
-            settings.precision,
-            False,
-            0.0,
-            settings.checkpoint_blocks,
-            False,
-            settings.performance,
-        )
+        kept, how = settings.checkpoint_blocks, settings.performance
+        config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, False, how)
         self._engine = _PlayedEngine(network.train(), config, masters)
         engine = cast(Engine, self._engine)
         teachers = build_teachers(recipe, config, engine, objective, frozen)
@@ -165,7 +156,7 @@ class _Rehearsal:
         recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
         for name, one in teachers.items():
             recorder.watch(f"teacher {name}", one._running)
-        recorder.free_gradients(self._network.parameters())
+        recorder.free_gradients(p for p in self._network.parameters() if p.requires_grad)
         recorder.watch_prototypes(part for module in modules for part in module.modules())
         self._engine.recorder = recorder
         seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent), _on_host(recorder)
@@ -203,8 +194,15 @@ class _PlayedEngine:
     def __call__(self, *inputs: Any) -> Any:
         return self._network(*inputs)
 
-    def masters(self) -> list[WholeMasters]:
-        return [WholeMasters(self._masters)]
+    def masters(self) -> list[Masters]:
+        own: dict[str, Any] = dict(self._network.named_parameters())
+        for name, value in self._masters:
+            own[name].fp32_value = value
+        frozen = [(name, p) for name, p in own.items() if not p.requires_grad]
+        return [
+            WholeMasters([pair for pair in self._masters if own[pair[0]].requires_grad]),
+            FrozenWeights(frozen, None),
+        ]
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         return dict(self._network.named_buffers())

@@ -93,15 +93,22 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class StudentFacts:
-    """The student's weights. sizes: elements by name; cast: names of those of which a low-precision teacher keeps a
-    copy; groups: elements of each of the optimizer's parameter groups; statistics:
-    elements of each running mean of the objective; whole_step: whether targets depend on all micro-batches."""
+    """The student's weights. sizes: elements by name; frozen: names of those that are never trained; cast: names of
+    those of which a low-precision teacher keeps a copy; groups: elements of each of the optimizer's parameter groups;
+    statistics: elements of each running mean of the objective; whole_step: whether targets depend on all
+    micro-batches."""
 
     sizes: Mapping[str, int]
+    frozen: frozenset[str]
     cast: frozenset[str]
     groups: tuple[int, ...]
     statistics: tuple[int, ...]
     whole_step: bool
+
+    @property
+    def trained(self) -> dict[str, int]:
+        """The `sizes` of what is trained."""
+        return {name: size for name, size in self.sizes.items() if name not in self.frozen}
 
 
 @functools.cache
@@ -116,7 +123,8 @@ def student_facts(recipe: Recipe) -> StudentFacts:
     found = kept({"student": _learned(recipe)}, make, _own_code(recipe))
     sizes = MappingProxyType(found["sizes"])
     groups, statistics = tuple(found["groups"]), tuple(found["statistics"])
-    return StudentFacts(sizes, frozenset(found["cast"]), groups, statistics, found["whole_step"])
+    names = frozenset(found["frozen"]), frozenset(found["cast"])
+    return StudentFacts(sizes, *names, groups, statistics, found["whole_step"])
 
 
 def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:

@@ -36,7 +36,7 @@ def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[
     """The parameters of `network` by the part that they are clipped with, in the network's order, at stage 0."""
     part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
     parts: dict[str, list[nn.Parameter]] = {}
-    for parameter in network.parameters():
+    for parameter in filter(lambda p: p.requires_grad, network.parameters()):
         parts.setdefault(part_of[id(parameter)], []).append(parameter)
     return list(parts.values())
 

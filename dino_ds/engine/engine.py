@@ -21,7 +21,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
 from dino_ds.engine.lars import Lars, check_lars
-from dino_ds.engine.masters import Masters, masters_of
+from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
@@ -57,7 +57,8 @@ class Engine:
         _check_together(config, options)
         self.config, self._kind = config, options.kind
         self._name_of = {id(p): name for name, p in network.named_parameters()}
-        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in network.named_parameters()}
+        trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+        self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
         network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
         network.train()
@@ -183,7 +184,9 @@ class Engine:
 
     def masters(self) -> list[Masters]:
         """The places of this engine's FP32 master weights; see `dino_ds.engine.masters`."""
-        return masters_of(self._optimizer, self._engine.module, self._name_of)
+        frozen = [(name, p) for name, p in self._engine.module.named_parameters() if not p.requires_grad]
+        trained = masters_of(self._optimizer, self._engine.module, self._name_of)
+        return [*trained, FrozenWeights(frozen, self._optimizer)] if frozen else trained
 
     def buffers(self, saved: bool = False) -> dict[str, Tensor]:
         """The student's buffers by name, in their own precision; with `saved` only those that checkpoints hold."""

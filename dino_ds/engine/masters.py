@@ -49,13 +49,21 @@ class PartitionedMasters:
     process_group: Any
 
 
-Masters = WholeMasters | FlatMasters | PartitionedMasters
+@dataclass(frozen=True)
+class FrozenWeights:
+    """The student's weights that `optimizer` never trains; the FP32 `fp32_value` of each is an EMA teacher's own."""
+
+    parameters: list[tuple[str, Any]]
+    optimizer: Any
+
+
+Masters = WholeMasters | FlatMasters | PartitionedMasters | FrozenWeights
 
 
 def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
     """The masters of `optimizer`, which deepspeed.initialize gave for `network`; one entry a group or sub-group."""
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
-        return [WholeMasters(list(network.named_parameters()))]
+        return [WholeMasters([(name, p) for name, p in network.named_parameters() if p.requires_grad])]
     if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
         return [WholeMasters([(names[id(p)], p) for p in group]) for group in optimizer.bit16_groups]
     return [*sharded_masters_of(optimizer, names)]

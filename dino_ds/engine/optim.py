@@ -49,7 +49,7 @@ ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of all of `network`'s parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel."""
+    """The optimizer of what `network` trains, at learning rate 0; `fused`: AdamW and SGD in one kernel."""
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
@@ -59,7 +59,7 @@ def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = T
 
 
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them.
+    """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them, and frozen weights.
 
     Each has a "name", the key of its lr and weight decay in `group_settings`; an "lr_multiplier" of that lr; and the
     "part" of the network that its gradient is clipped with. Groups of one name differ in the other two. Raises
@@ -67,7 +67,7 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     """
     groups: dict[tuple[str, str, float], list[nn.Parameter]] = {}
     multipliers = _backbone_multipliers(network, options)
-    for name, parameter in network.named_parameters():
+    for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
         own = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
         key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0)

@@ -68,6 +68,7 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
         return [
             Flat(name, group_of[id(p)], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
             for name, p in network.named_parameters()
+            if p.requires_grad
         ]
     masters = sharded_masters_of(optimizer, names)
     state = optimizer.optimizer.state

@@ -12,6 +12,7 @@ from dino_ds.method.specs.base import TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
+from dino_ds.models.specs.trained import ALL
 
 _VITS, _OTHERS = "ViTs that dino_ds builds itself", "networks that dino_ds does not build itself"
 _LEVERS = {
@@ -61,12 +62,21 @@ def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> Performan
     return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
 
 
-def check_frozen_statistics(recipe: Recipe) -> None:
-    """Raises ConfigError where a new run has none; one that is resumed has its own, and does not read the weights."""
-    if recipe.teacher.batch_norm == "frozen" and recipe.model.init_from is None and recipe.stage_start is None:
+def check_start(recipe: Recipe) -> None:
+    """Raises ConfigError where a new run keeps statistics or weights that would be random; one that is resumed has its
+    own, and does not read the weights."""
+    train = recipe.model.train
+    if recipe.model.init_from is not None or recipe.stage_start is not None:
+        return
+    if recipe.teacher.batch_norm == "frozen":
         raise ConfigError(
             "teacher.batch_norm frozen keeps the statistics of the weights that a run starts from: give "
             "model.init_from, or take reference or ema"
+        )
+    if train != ALL:
+        raise ConfigError(
+            f"model.train {train} leaves the other weights as they are, and these would be random: give "
+            "model.init_from, or set model.train all"
         )
 
 

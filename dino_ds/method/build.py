@@ -37,6 +37,8 @@ from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.method.term_checks import check_names, check_needs
 from dino_ds.models.attention import leave_out_cudnn_attention
 from dino_ds.models.network import Network
+from dino_ds.models.specs.trained import ALL
+from dino_ds.models.trained import TrainedPlacer
 from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.start import InitialWeights, find_start
@@ -87,12 +89,14 @@ def build_network(
     network = build_meta(recipe, performance, objective.queries, objective.student_features())
     model = recipe.model
     check_backbone(recipe, network)
+    if model.train != ALL:
+        place = TrainedPlacer(network, recipe.seed, place)
     if start is None and model.init_from is not None:
         start = model.init_from, find_start(model, recipe.data.known_range, Normalisation.of(recipe))
     if start is not None:
         source, weights = start
-        place = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
-        network.started_from = str(place)
+        initial = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
+        network.started_from, place = str(initial), initial
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
     if drawn is not None:

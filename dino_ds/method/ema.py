@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from dino_ds.config.crops import EMA
 from dino_ds.engine.distributed import gather_in_place
-from dino_ds.engine.masters import FlatMasters, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.frozen import write_weights
+from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
 from dino_ds.models.network import Network
+from dino_ds.models.trained import share_value
 
 # Elements gathered at once under ZeRO 3: bounds the scratch memory to 512 MiB.
 _CHUNK_ELEMENTS = 128 * 2**20
@@ -56,6 +58,10 @@ class EmaTeacher(Teacher):
     construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
     engine's precision.
 
+    Weights that the student never trains stay what they were before any rounding. Adapters (LoRA) are weights as all
+    others: A and B are averaged each for itself, as is usual, though the product of averages is not the average of
+    products.
+
     Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
     """
 
@@ -69,6 +75,9 @@ class EmaTeacher(Teacher):
         super().__init__(network, options.dtype)
         parameters: dict[str, Tensor] = dict(network.named_parameters())
         assert all(p.dtype == torch.float32 for p in parameters.values()), "the teacher is FP32"
+        self._frozen = [m for m in masters if isinstance(m, FrozenWeights)]
+        for name, parameter in (pair for m in self._frozen for pair in m.parameters):
+            share_value(parameters[name], parameter)
         self._updaters = self._updaters_of(masters, parameters)
         followed = [name for m in masters for name in _names(m)]
         assert sorted(followed) == sorted(parameters), "each parameter must have exactly one master"
@@ -150,6 +159,8 @@ class EmaTeacher(Teacher):
             return
         super().load_state(state)
         self._cast()
+        for frozen in self._frozen:  # a checkpoint holds them once
+            write_weights(frozen)
 
 
 def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
@@ -245,4 +256,6 @@ class _PartitionedUpdater(_EmaUpdater):
 
 
 def _names(masters: Masters) -> list[str]:
-    return [entry[0] for entry in (masters.parameters if isinstance(masters, WholeMasters) else masters.layout)]
+    if isinstance(masters, WholeMasters | FrozenWeights):
+        return [name for name, _ in masters.parameters]
+    return [entry[0] for entry in masters.layout]

@@ -17,8 +17,8 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.method.frozen import FrozenTeacher
+from dino_ds.errors import ConfigError
+from dino_ds.method.frozen import FixedTeacher
 from dino_ds.method.networks import build_meta
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.place_frozen import options_of, place_frozen
@@ -28,8 +28,6 @@ from dino_ds.models.base import is_cast
 from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
 from dino_ds.weights.frozen import FrozenSource, find_frozen
-
-_DIGEST = "sha256"
 
 
 class GramTeacher(Teacher):
@@ -60,22 +58,10 @@ class GramTeacher(Teacher):
             super().load_state(state)
 
 
-class FixedGramTeacher(FrozenTeacher):
-    """A backbone of a file. A checkpoint holds the digest of its weights, which must be the same on a resume."""
+class FixedGramTeacher(FixedTeacher):
+    """A backbone of a file."""
 
-    def rests(self, schedule: ScheduleValues) -> bool:
-        return not schedule.weights[GRAM]
-
-    def state(self) -> dict[str, Tensor]:
-        return {_DIGEST: torch.tensor(list(bytes.fromhex(self.about["digest"])), dtype=torch.uint8)}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check the digest that `state` gave, if there is one. Raises CheckpointError for other weights."""
-        if state and not torch.equal(state[_DIGEST].cpu(), self.state()[_DIGEST]):
-            raise CheckpointError(
-                f"gram.teacher {self.about['source']} has other weights than the one that this run was trained with: "
-                "put those back in its place"
-            )
+    term, key = GRAM, "gram.teacher"
 
 
 def _tensors(network: Network) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
 from dino_ds.models.specs.base import BackboneOptions
+from dino_ds.models.trained import keep_trained
 
 
 def build_meta(
@@ -23,7 +24,8 @@ def build_meta(
 ) -> Network:
     """The network of a recipe that gives those of `queries` and of features that are `outputs`, weights without memory.
 
-    Raises ConfigError for batched stochastic depth that grows by block, in compiled blocks.
+    What model.train leaves out wants no gradient. Raises ConfigError where the backbone has no such part, and for
+    batched stochastic depth that grows by block, in compiled blocks.
     """
     model = recipe.model
     grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
@@ -51,6 +53,7 @@ def build_meta(
     )
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
+        keep_trained(backbone, model.trained)
         width, synced = backbone.spec.width, model.sync_batch_norm
         heads: dict[str, nn.Module] = {
             query.head: RegressionHead(width, query.width)

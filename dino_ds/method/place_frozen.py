@@ -14,6 +14,7 @@ from dino_ds.errors import CheckpointError
 from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneOptions
+from dino_ds.models.trained import adapters_in
 from dino_ds.models.weights import take_drawn_weights
 from dino_ds.weights.fit import fit_tensors
 from dino_ds.weights.frozen import FrozenSource, digest
@@ -63,6 +64,8 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
     for name in only:
         if (shape := wanted.get(f"backbone.{name}")) is not None:
             theirs[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
+    for name, shape in adapters_in(wanted).items():
+        theirs.setdefault(name, torch.zeros(shape))  # added to the weights of a file
     for name in network.head_names:
         theirs |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
     return fit_tensors(theirs, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")

@@ -70,9 +70,13 @@ class ActivatedLinear(nn.Linear):
 
     def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
         """x (tokens, n_in), for SwiGLU gate and value in one (tokens, 2 n_in) or apart -> (tokens, n_out)."""
+        return self.activated_linear(x, value, self.weight, self.bias)
+
+    def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with a weight and a bias that are given."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return super().forward(_activate(x, value, self.swiglu))
-        out: Tensor = _ActivatedLinear.apply(x, self.weight, self.bias, value, self.swiglu)
+            return F.linear(_activate(x, value, self.swiglu), weight, bias)
+        out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
         return out
 
 
@@ -88,7 +92,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
         # First: the activation is not needed after it.
-        own = (grad.t() @ _activate(x, value, ctx.swiglu), grad.sum(dim=0))
+        of_weight, of_bias = ctx.needs_input_grad[1:3]
+        own = (
+            grad.t() @ _activate(x, value, ctx.swiglu) if of_weight else None,
+            grad.sum(dim=0) if of_bias else None,
+        )
         inner = grad @ weight
         if not ctx.swiglu:
             return torch.ops.aten.gelu_backward(inner, x), *own, None, None

@@ -16,7 +16,7 @@ ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
 """The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
-ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript"]
+ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript", "adapters"]
 
 _Source = Annotated[
     str | None,
@@ -110,6 +110,7 @@ class ExportOptions:
     weights: ExportedNetwork | WeightsName = option(
         "teacher", "of a run or checkpoint: teacher (the newest) or student; of a run: best or step_N"
     )
+    adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(
         None, "timm's name or module:Class of no ViT, of a file that doesn't say it", shown="known"

@@ -20,12 +20,13 @@ _STATE = 12
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint on disk: masters and moments, the teacher and its centers, and those that it replaces now
-    and then, in FP32: at most, since low precision stores its matrices so."""
+    """Size of a checkpoint on disk: masters and moments of what is trained, the teacher and its centers, and those that
+    it replaces now and then, in FP32: at most, since low precision stores its matrices so."""
     facts = student_facts(recipe)
     teachers = teachers_of(recipe)
     copies = _FP32 * sum(one.follows for one in teachers)
-    found = (_STATE + copies) * count_parameters(recipe) + _FP32 * sum(facts.statistics)
+    state = _STATE * sum(facts.trained.values()) + copies * count_parameters(recipe)
+    found = state + _FP32 * sum(facts.statistics)
     replaced = sum(not one.follows and not one.of_file for one in teachers)
     return found + replaced * _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
 
@@ -33,17 +34,18 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
     """Host memory of each node with `gpus` of the `world_size` ranks, by part."""
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
-    here = weights * gpus // world_size if config.stage else weights
+    trained = sum(student_facts(recipe).trained.values())
+    here, learning = (count * gpus // world_size if config.stage else count for count in (weights, trained))
     workers = _WORKERS if recipe.data.workers is None else recipe.data.workers
     parts = {
         "processes": PROCESS_BYTES * gpus,
         "loader processes": WORKER_BYTES * workers * gpus,
         "loaded batches": (workers * _PREFETCHED + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
         # FP32 gradients lie beside the state.
-        "offloaded optimizer": (_STATE + _FP32) * here if offloads_optimizer(zero) else 0,
+        "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
         "offloaded frozen teacher": _of_frozen_teacher(recipe, config, gpus, world_size),
-        _SAVED: (_STATE + _FP32) * (weights * gpus // world_size),
+        _SAVED: _STATE * (trained * gpus // world_size) + _FP32 * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}
 

@@ -11,9 +11,10 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import recipe_traffic
 from dino_ds.costs.frozen_spec import not_counted
 from dino_ds.costs.memory import GIB
-from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs
+from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs, student_facts
 from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of
 from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.trained import ALL
 from dino_ds.planning.fit import FRAGMENTATION, Fit, Setup, micro_batches
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.measure.tables import markdown_table
@@ -40,6 +41,8 @@ def describe(setup: Setup, found: Fit, time: StepTime) -> dict[str, Any]:
         "backbone": recipe.model.backbone,
         "our_vit": isinstance(recipe.model.spec(), ViTSpec),
         "weights": count_parameters(recipe),
+        "trained_weights": sum(student_facts(recipe).trained.values()),
+        "trained": recipe.model.train,
         "crops": describe_crops(recipe.groups),
         "gpu": cluster.gpu.name,
         "gpus_per_node": cluster.gpus,
@@ -106,8 +109,10 @@ def page(result: Mapping[str, Any]) -> str:
     total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
     nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""
     batch = f"micro-batch {result['micro_batch']} x accumulation {result['accumulation']} x {gpus} GPU(s)"
+    learning = f", {result['trained_weights'] / 1e6:.1f} M trained ({result['trained']} and heads)"
+    weights = f"{result['weights'] / 1e6:.1f} M weights{learning if result['trained'] != ALL else ''}"
     lines = [
-        f"plan: {result['backbone']}, {result['weights'] / 1e6:.1f} M weights, crops {result['crops']}",
+        f"plan: {result['backbone']}, {weights}, crops {result['crops']}",
         f"on {gpus} x {result['gpu']}{nodes}, {limit / GIB:.1f} GiB each; {result['ds_path']}",
         f"global batch {result['global_batch']} = {batch}",
         "",

@@ -15,7 +15,7 @@ from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.communication import Traffic, recipe_traffic
 from dino_ds.costs.memory import element_bytes
-from dino_ds.costs.step_costs import count_parameters, model_flops
+from dino_ds.costs.step_costs import count_parameters, model_flops, student_facts
 from dino_ds.planning.gpus import Gpu
 from dino_ds.planning.work import ASSUMPTIONS as OF_WORK
 from dino_ds.planning.work import Amount, Work
@@ -158,7 +158,7 @@ def _seconds(
 
 def _optimizer_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, operators: float) -> float:
     """Time on the GPU; the teacher's average is sharded if its masters lie in one flat buffer."""
-    weights, shards = count_parameters(recipe), cluster.world_size if config.stage else 1
+    weights, shards = sum(student_facts(recipe).trained.values()), cluster.world_size if config.stage else 1
     flat = config.stage in (1, 2) and config.precision != "fp32"
     moved = ASSUMPTIONS["ema_bytes"] * weights / (shards if flat else 1)
     if not offloads_optimizer(config.raw["zero_optimization"]):
@@ -171,7 +171,7 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, kept: f
     """Copies over PCIe and AdamW on the host; nothing is hidden, which is the worst case. kept: bytes of a
     micro-batch's checkpoints."""
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
-    mine, element = weights / cluster.world_size, element_bytes(config)
+    mine, element = sum(student_facts(recipe).trained.values()) / cluster.world_size, element_bytes(config)
     pcie = cluster.gpu.pcie * _GIGA * ASSUMPTIONS["link_share"]
     seconds = 0.0
     if offloads_optimizer(zero):
@@ -180,7 +180,7 @@ def _offload_seconds(recipe: Recipe, config: DsConfig, cluster: Cluster, kept: f
         on_host = ASSUMPTIONS["optimizer_bytes"] * mine * cluster.gpus / (ASSUMPTIONS["host_bandwidth"] * _GIGA)
         seconds += copies / pcie + on_host
     if offloads_weights(zero):
-        seconds += 2 * config.accumulation * element * mine / pcie
+        seconds += 2 * config.accumulation * element * weights / cluster.world_size / pcie
     if config.checkpoint_on_cpu:
         seconds += 2 * config.accumulation * kept / pcie
     return seconds

@@ -52,7 +52,7 @@ class Work:
         once = mean_costs(recipe, dataclasses.replace(config, checkpoint_blocks=0), True, exact)
         amounts = [_amount(costs, config) for costs in (done, once)]
         in_engine = config.stage > 0
-        buckets = in_engine * len(student_facts(recipe).sizes) * ASSUMPTIONS["bucket_launches_per_tensor"]
+        buckets = in_engine * len(student_facts(recipe).trained) * ASSUMPTIONS["bucket_launches_per_tensor"]
         segments = recipe.model.spec().depth
         return Work(
             dataclasses.replace(amounts[1], operators=amounts[1].operators + buckets),

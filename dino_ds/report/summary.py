@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from dino_ds.basics.digits import short
-from dino_ds.costs.step_costs import count_parameters
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
+from dino_ds.models.specs.trained import ALL
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.pictures.series import Curve, Metrics
@@ -50,6 +51,9 @@ def describe_network(run: RunFiles) -> str:
     model = run.recipe.model
     try:
         weights = f"{short(count_parameters(run.recipe) / 1e6)} M weights with its head"
+        if model.train != ALL:
+            learning = sum(student_facts(run.recipe).trained.values()) / 1e6
+            weights += f", {short(learning)} M trained ({model.train})"
     except ConfigError:  # the notes say which of the user's code is not here
         weights = "how many weights is not known here"
     return f"{model.backbone}, {model.spec().sizes}; {weights}"

@@ -11,11 +11,13 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
+from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
@@ -35,6 +37,7 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         f"{options.epoch_steps} steps an epoch",
         f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
         *_objective_lines(recipe),
+        *_trained_line(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
@@ -51,6 +54,14 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _trained_line(recipe: Recipe) -> list[str]:
+    """A line on the part of the weights that is trained, where others are frozen."""
+    if recipe.model.train == ALL:
+        return []
+    trained = sum(student_facts(recipe).trained.values())
+    return [f"trained  {describe_trained(recipe.model.trained, trained, count_parameters(recipe))}"]
 
 
 def _idle_teachers(recipe: Recipe, objective: Objective) -> list[str]:

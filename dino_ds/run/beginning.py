@@ -9,6 +9,7 @@ from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.checkpoint.manifest import Manifest, SavedCheckpoint
 from dino_ds.config.begun_with import Origin, read_run_id
 from dino_ds.config.chosen_weights import step_to_begin_with
+from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
@@ -47,6 +48,13 @@ class Beginning:
         if self.before is None or self.continues:
             return None
         return str(self.before.folder), teacher_weights(self.before)
+
+    def built(self, recipe: Recipe) -> Recipe:
+        """The recipe by which the run is built: weights of its own checkpoint take the place of others, whose file may
+        be gone, unless these are a teacher's too."""
+        if self.own is None or recipe.objective.preserve_weight:
+            return recipe
+        return change_recipe(recipe, {"model.init_from": "none"})
 
     def check_ahead(self, last_step: int, run: str, ends: str) -> None:
         """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
@@ -171,6 +179,10 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
     if theirs.optimizer.kind != ours.optimizer.kind:
         kinds = f"optimizer.kind {theirs.optimizer.kind} there, {ours.optimizer.kind} here"
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
+    parts = [recipe.model.trained for recipe in (theirs, ours)]
+    if parts[0] != parts[1]:
+        differ = _differences(vars(parts[0]), vars(parts[1])).replace("what", "model.train")
+        raise CheckpointError(f"{run} trained another part: {differ}; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
     if theirs.hides_patches != ours.hides_patches:

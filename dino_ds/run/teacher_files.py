@@ -16,6 +16,7 @@ from dino_ds.checkpoint.manifest import MANIFEST, WHOLE
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
+from dino_ds.models.trained import merged
 from dino_ds.run.environment import versions
 from dino_ds.weights.about import about_teacher
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
@@ -31,7 +32,8 @@ class TeacherFiles:
 
     def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None:
         """Write teacher.safetensors, the teacher's backbone after `step` steps in FP32 with timm's names, and
-        teacher.json, which says how it was made and from what it was distilled. Raises OSError.
+        teacher.json, which says how it was made and from what it was distilled; adapters are added to its weights.
+        Raises OSError.
 
         best: the facts by which it is the best one; it is then written as that, best_teacher.*.
         """
@@ -40,7 +42,8 @@ class TeacherFiles:
             facts["best"], name = {key: best[key] for key in ("metric", "value", "start")}, BEST_TEACHER
             if "load" in facts:
                 facts["load"] = facts["load"].replace("teacher.safetensors", BEST_TEACHER)
-        write_with_sidecar(self.path / name, lambda file: write_tensors(file, backbone, {"format": "pt"}), facts)
+        whole = merged(backbone, self.recipe.model.lora_alpha)
+        write_with_sidecar(self.path / name, lambda file: write_tensors(file, whole, {"format": "pt"}), facts)
 
     def settle(
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]

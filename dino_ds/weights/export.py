@@ -20,6 +20,7 @@ from torch import Tensor
 from dino_ds.basics.durable import replacing_folder
 from dino_ds.errors import ConfigError, one_line
 from dino_ds.models.build import plain_form
+from dino_ds.weights.adapters import find_adapters
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
@@ -180,6 +181,18 @@ def export_torchscript(model: Backbone, out: Path) -> str:
     return f"torch.jit.load({str(out)!r})(images){only}"
 
 
+def export_adapters(model: Backbone, out: Path) -> str:
+    """The adapters of a run of model.train lora, apart: a small file that goes onto the weights it began with.
+
+    Raises CheckpointError for a model without any.
+    """
+    adapters = find_adapters(model.source, model.about.get("network", "teacher"))
+    _write_file(
+        out, lambda file: safetensors.torch.save_file(adapters.tensors, file, metadata={"format": "pt"}), adapters.facts
+    )
+    return f"dino_ds.load(WEIGHTS).add_adapters({str(out)!r}), or dino-ds export WEIGHTS --adapters {out} --format timm"
+
+
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
@@ -188,6 +201,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "dinov2": (export_dinov2, "-dinov2.pth"),
     "onnx": (export_onnx, ".onnx"),
     "torchscript": (export_torchscript, ".pt"),
+    "adapters": (export_adapters, "-adapters.safetensors"),
 }
 """Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
 

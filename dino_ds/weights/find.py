@@ -24,7 +24,8 @@ from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
-from dino_ds.weights.about import about_checkpoint
+from dino_ds.models.trained import adapters_in, merged
+from dino_ds.weights.about import about_checkpoint, recipe_of
 from dino_ds.weights.dinov3 import has_rope, split_local_norm
 from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.read import network_weights, read_weights
@@ -116,9 +117,9 @@ def _checkpoint_with_student(run: Path) -> Path:
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None, network: NetworkName = "teacher") -> Weights:
     """A network of one checkpoint with its heads, described as teacher.json would."""
     saved = open_checkpoint(folder, WHOLE if network == "teacher" else "")
-    parts = network_parts(saved.whole() if network == "teacher" else _student_tensors(saved), network)
-    backbone = parts.pop("backbone")
     with naming(folder):
+        parts = network_parts(saved, network)
+        backbone = parts.pop("backbone")
         facts = about_checkpoint(saved.manifest, network)
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
     weights = replace(network_weights(folder, backbone, facts, network, asked, trusted), heads=parts)
@@ -177,23 +178,39 @@ def _checkpoint_folder(run: Path, step: object) -> Path | None:
 
 def teacher_weights(saved: SavedCheckpoint) -> Weights:
     """The weights of the EMA teacher of a verified checkpoint, with its heads."""
-    parts = network_parts(saved.whole())
+    parts = network_parts(saved)
     backbone, local = split_local_norm(parts.pop("backbone"))
     mask_token = backbone.pop("mask_token", None)
     return Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
 
 
 def _student_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
-    """The student's FP32 weights, put together from the parts of all ranks, and its buffers; named student.NAME."""
+    """The student's FP32 weights, put together from the parts of all ranks, and its buffers; named student.NAME.
+
+    Those that are never trained are the teacher's.
+    """
     parameters, tensors = SavedParameters(saved), saved.whole()
+    for name, tensor in list(tensors.items()):
+        if name.startswith("teacher."):
+            tensors.setdefault(f"student.{name.removeprefix('teacher.')}", tensor)
     for name, shape in parameters.shapes.items():
         parts = [values for _, values in parameters.read(MASTER, name, 0, math.prod(shape))]
         tensors[f"student.{name}"] = torch.cat(parts).view(shape)
     return tensors
 
 
-def network_parts(whole: dict[str, Tensor], network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
-    """The tensors of a network's backbone and of its heads among those of a checkpoint, by the part's name."""
+def network_parts(saved: SavedCheckpoint, network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
+    """The tensors of a network's backbone and of its heads in a checkpoint, by the part's name; adapters are added to
+    the weights that they are of."""
+    parts = unmerged_parts(saved, network)
+    if adapters_in(parts["backbone"]):
+        parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
+    return parts
+
+
+def unmerged_parts(saved: SavedCheckpoint, network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
+    """The same with adapters (LoRA) apart, as they are trained."""
+    whole = saved.whole() if network == "teacher" else _student_tensors(saved)
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in whole.items():
         owner, _, rest = name.partition(".")

@@ -94,7 +94,7 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
 def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
     saved = open_checkpoint(folder, WHOLE)
     manifest, whole, recipe = saved.manifest, saved.whole(), recipe_of(saved.manifest)
-    heads = network_parts(whole)
+    heads = network_parts(saved)
     backbone = heads.pop("backbone")
     check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
     free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]

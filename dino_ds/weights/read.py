@@ -45,7 +45,7 @@ def read_weights(
     Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
     where a file is not the one that the JSON next to it describes.
     """
-    tensors, about = _read_folder(path) if path.is_dir() else _read_file(path, network)
+    tensors, about = _read_folder(path) if path.is_dir() else read_file(path, network)
     if path.is_dir():
         about = read_json(path / "config.json")
     if not is_huggingface(tensors):
@@ -155,18 +155,18 @@ def _read_folder(folder: Path) -> Content:
             "or a file of weights"
         )
     if found.suffix != ".json":
-        return _read_file(found, "teacher")
+        return read_file(found, "teacher")
     parts = read_json(found).get("weight_map")
     named = [*parts.values()] if isinstance(parts, dict) else []
     if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
         raise CheckpointError(f"{found} names no files of weights beside it")
     tensors: dict[str, Tensor] = {}
     for part in sorted(set(named)):
-        tensors |= _read_file(folder / part, "teacher")[0]
+        tensors |= read_file(folder / part, "teacher")[0]
     return tensors, {}
 
 
-def _read_file(path: Path, network: str) -> Content:
+def read_file(path: Path, network: str = "teacher") -> Content:
     """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
     while path.is_file():
         verified = path.stat()

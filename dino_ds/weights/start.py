@@ -19,6 +19,7 @@ from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
+from dino_ds.models.trained import adapters_in
 from dino_ds.models.weights import Placer
 from dino_ds.weights.channels import adapt_channels, channels_of
 from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
@@ -217,6 +218,8 @@ class InitialWeights:
         local_norm = local_norm or weights.local_norm
         theirs = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        for name in adapters_in(shapes):
+            del shapes[name]  # they begin as nothing
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
             theirs[_MASK_TOKEN] = weights.mask_token
         elif shapes.pop(_MASK_TOKEN, None) is not None:

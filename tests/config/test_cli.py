@@ -342,10 +342,13 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
     [
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
         ("attention-video a", "no clip is given: dino-ds attention-video MODEL CLIP, a video, "),
-        ("export a", "no format is given: --format X, one of: safetensors, timm, hf, dino, dinov2, onnx, torchscript"),
+        (
+            "export a",
+            "no format is given: --format X, one of: safetensors, timm, hf, dino, dinov2, onnx, torchscript, adapters",
+        ),
         (
             "export a --format onxx",
-            "--format: 'onxx' is not one of safetensors, timm, hf, dino, dinov2, onnx, torchscript.",
+            "--format: 'onxx' is not one of safetensors, timm, hf, dino, dinov2, onnx, torchscript, adapters.",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
         ("pictures a --only pca,maps", "--only: 'maps' is not one of attention, pca"),

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from dino_ds.costs.communication import Traffic, recipe_traffic, step_traffic
+from dino_ds.models.specs.trained import TrainedPart
+from dino_ds.models.trained import keep_trained
 from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.engine import harness
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
@@ -43,13 +45,14 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _sent_and_predicted(stage: int, precision: str, accumulation: int, sections: dict[str, Any]):
-    config = harness.ds_config(stage, precision, 8, accumulation, **sections)
-    step = harness.build_step(config)
+def _sent_and_predicted(stage: int, precision: str, accumulation: int, sections: dict[str, Any], part: str = "all"):
+    config, network = harness.ds_config(stage, precision, 8, accumulation, **sections), harness.tiny_network()
+    keep_trained(network.backbone, TrainedPart(part))
+    sizes = {name: p.numel() for name, p in network.named_parameters() if p.requires_grad}
+    step = harness.build_step(config, network)
     harness.run_windows(step, 0, 2)  # ZeRO 3 learns the order of the parameters in the first
     with _Collectives() as counted:
         harness.run_windows(step, 2, 1)
-    sizes = {name: p.numel() for name, p in step.teachers["ema"].network.named_parameters()}
     predicted: Counter[str] = Counter()
     for traffic in step_traffic(sizes, [harness.PROTOTYPES], config, torch.distributed.get_world_size()):
         predicted[traffic.operation] += traffic.payload
@@ -60,23 +63,26 @@ _WHOLE = {"stage3_param_persistence_threshold": 0}
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "accumulation", "sections"),
+    ("stage", "precision", "accumulation", "sections", "part"),
     [
-        (0, "fp32", 2, {}),
-        (1, "fp32", 2, {}),
-        (1, "bf16", 2, {}),
-        (2, "bf16", 1, {"communication_data_type": "fp32"}),
-        (2, "bf16", 2, {"zero": {"overlap_comm": True}}),
-        (2, "bf16", 2, {"zero": {"offload_optimizer": {"device": "cpu"}}}),
-        (3, "fp32", 1, {}),
-        (3, "bf16", 2, {"zero": _WHOLE}),
-        (3, "bf16", 1, {"zero": {"stage3_param_persistence_threshold": 1000}}),
-        (3, "bf16", 1, {"zero": _WHOLE | {"offload_param": {"device": "cpu"}}}),
+        (0, "fp32", 2, {}, "all"),
+        (1, "fp32", 2, {}, "all"),
+        (1, "bf16", 2, {}, "all"),
+        (2, "bf16", 1, {"communication_data_type": "fp32"}, "all"),
+        (2, "bf16", 2, {"zero": {"overlap_comm": True}}, "all"),
+        (2, "bf16", 2, {"zero": {"offload_optimizer": {"device": "cpu"}}}, "all"),
+        (0, "fp32", 1, {}, "norms_and_biases"),
+        (2, "bf16", 2, {}, "last 1 blocks"),
+        (3, "fp32", 1, {}, "all"),
+        (3, "bf16", 2, {"zero": _WHOLE}, "all"),
+        (3, "bf16", 1, {"zero": {"stage3_param_persistence_threshold": 1000}}, "all"),
+        (3, "bf16", 1, {"zero": _WHOLE | {"offload_param": {"device": "cpu"}}}, "all"),
     ],
 )
-def test_the_bytes_of_a_step_are_those_that_two_ranks_send(stage, precision, accumulation, sections):
-    """To 16 bytes: the harness sums its loss, and offloading counts overflows apart from the norm."""
-    for sent, predicted in run_on_ranks(_sent_and_predicted, stage, precision, accumulation, sections):
+def test_the_bytes_of_a_step_are_those_that_two_ranks_send(stage, precision, accumulation, sections, part):
+    """To 16 bytes: the harness sums its loss, and offloading counts overflows apart from the norm. Frozen weights are
+    not sent."""
+    for sent, predicted in run_on_ranks(_sent_and_predicted, stage, precision, accumulation, sections, part):
         assert predicted.keys() == sent.keys()
         for operation, payload in predicted.items():
             assert sent[operation] == pytest.approx(payload, abs=16), operation

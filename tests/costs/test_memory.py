@@ -22,6 +22,8 @@ from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.errors import NotEstimated
 from dino_ds.method.build import build_objective
 from dino_ds.method.networks import build_meta
+from dino_ds.models.specs.trained import TrainedPart
+from dino_ds.models.trained import keep_trained
 from dino_ds.planning.measure.trial import build_trial, resolve
 from tests.costs.cnn import CONVNEXT, NETWORKS, RESNET, SWIN, cnn_recipe
 from tests.engine import harness
@@ -128,38 +130,62 @@ def _storages():
     return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
 
 
-def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str) -> tuple[int, int]:
+def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str, part: str) -> tuple[int, int]:
     """(bytes between two steps, bytes of the prediction) of this rank."""
     before = _storages()  # kept, so that no address is used twice
     config = harness.ds_config(stage, precision, 8, accumulation)
-    step = harness.build_step(config, options=harness.OPTIMIZERS[kind])
+    network = harness.tiny_network()
+    keep_trained(network.backbone, TrainedPart(part))
+    frozen = {name for name, p in network.named_parameters() if not p.requires_grad}
+    step = harness.build_step(config, network, options=harness.OPTIMIZERS[kind])
     harness.run_windows(step, 0, 2)
+    del network
     held = sum(storage.nbytes() for pointer, storage in _storages().items() if pointer not in before)
     network, ranks = step.teachers["ema"].network, torch.distributed.get_world_size()
     sizes = {name: p.numel() for name, p in network.named_parameters()}
-    predicted = sum(state_bytes(sizes, config, ranks, False, kind).values())
+    predicted = sum(state_bytes(sizes, config, ranks, False, kind, frozen).values())
     if stage == 3:
-        predicted += gradient_bytes(sizes, config, ranks, on_gpu=False) + bucket_bytes(config)
+        trained = {name: size for name, size in sizes.items() if name not in frozen}
+        predicted += gradient_bytes(trained, config, ranks, on_gpu=False) + bucket_bytes(config)
     return held, predicted
 
 
 ENGINES = [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)]
 ENGINES = [*((*engine, "adamw") for engine in ENGINES), (0, "fp32", 1, "sgd"), (2, "bf16", 1, "lars")]
+ENGINES = [(*engine, "all") for engine in ENGINES]
+ENGINES += [
+    (stage, precision, 1, "adamw", "norms_and_biases") for stage, precision in ((0, "fp32"), (1, "bf16"), (3, "bf16"))
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "precision", "accumulation", "kind"),
-    sampled([(ranks, *engine) for engine in ENGINES for ranks in (2, 1)], lambda cell: (cell[0], cell[1:3], cell[-1])),
+    ("ranks", "stage", "precision", "accumulation", "kind", "part"),
+    sampled(
+        [(ranks, *engine) for engine in ENGINES for ranks in (2, 1)],
+        lambda cell: (cell[0], cell[1:3], cell[-2], cell[-1]),
+    ),
 )
-def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, ranks):
+def test_state_is_what_the_engine_holds(stage, precision, accumulation, kind, part, ranks):
     """Within 2 %: DeepSpeed pads its shards, and there are the center and some counters."""
     if ranks == 1:
         init_distributed()
-        found = [_held_by_an_engine(stage, precision, accumulation, kind)]
+        found = [_held_by_an_engine(stage, precision, accumulation, kind, part)]
     else:
-        found = run_on_ranks(_held_by_an_engine, stage, precision, accumulation, kind, world=ranks)
+        found = run_on_ranks(_held_by_an_engine, stage, precision, accumulation, kind, part, world=ranks)
     for held, predicted in found:
         assert predicted == pytest.approx(held, rel=0.02)
+
+
+def test_adapters_need_a_fraction_of_the_optimizer():
+    """Of ViT-L's backbone with adapters of rank 8 in all its linear layers: 3 % or less is trained, and so kept as
+    masters, moments and gradients; the plan counts the same weights, frozen or not."""
+    changes = {"model.backbone": "vit_large_patch16_224", "model.init_from": "x.pth"}
+    whole = student_facts(load_recipe(None, changes))
+    lora = student_facts(load_recipe(None, changes | {"model.train": "lora"}))
+    parts = [sum(n for key, n in one.trained.items() if key.startswith("backbone.")) for one in (whole, lora)]
+    assert parts[1] <= 0.03 * parts[0] and sum(lora.groups) == sum(lora.trained.values())
+    assert whole.trained == whole.sizes and lora.sizes.keys() - lora.trained.keys() == lora.frozen
+    assert sum(lora.sizes.values()) - sum(whole.sizes.values()) == parts[1]
 
 
 def peak_bytes(recipe, config) -> int:

@@ -28,6 +28,7 @@ from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
+from dino_ds.models.trained import keep_values
 from dino_ds.models.vit import VisionTransformer
 from tests.reference import centered, copied, dino_network
 
@@ -101,6 +102,8 @@ def build_step(
     network = network or tiny_network()
     prototypes = network.head.prototypes.weight.shape[0]
     copied = copy.deepcopy(network)
+    for module in network.modules():
+        keep_values(module)
     engine = Engine(network, config, options)
     teacher_options = TeacherOptions(DTYPES[config.precision], config.keeps_teacher_copy(on_gpu=False, weights=0))
     teacher = EmaTeacher(copied, engine.masters(), teacher_options)

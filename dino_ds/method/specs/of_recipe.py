@@ -12,7 +12,7 @@ from typing import Any
 from dino_ds.config.crops import EMA, CropGroup, Resolution, dino_groups
 from dino_ds.config.sections import HeadSection
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs import dino, distill, gram, koleo
+from dino_ds.method.specs import dino, distill, gram, koleo, preserve
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
 from dino_ds.method.specs.ema import EmaSpec
 from dino_ds.method.specs.own import TEACHERS, TERMS, own_problems, own_teachers, own_terms
@@ -23,9 +23,11 @@ _TERMS: dict[Any, str] = {
     distill.FeatureSpec: distill.SECTIONS,
     koleo.KoLeoSpec: koleo.SECTIONS,
     gram.GramSpec: gram.SECTIONS,
+    preserve.PreserveSpec: preserve.SECTIONS,
 }
 """Our loss terms in the order of the objective, with the sections of a recipe that their problems follow from."""
-_TEACHERS = (EmaSpec, distill.FrozenSpec, gram.GramTeacherSpec)
+_NAMES = {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, koleo.KOLEO, gram.GRAM, preserve.PRESERVE}
+_TEACHERS = (EmaSpec, distill.FrozenSpec, gram.GramTeacherSpec, preserve.StartSpec)
 
 
 def terms_of(recipe: Recipe) -> list[TermSpec]:
@@ -92,8 +94,8 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
     if not unsure and how.terms == "{}" and not any(getattr(how, key) for key in weights):
         several = f"{', '.join(weights[:-1])} or {weights[-1]}"
         problems.append(f"objective: all weights are 0: give {several} one above 0")
-    problems += own_problems(TERMS, how.terms, {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, koleo.KOLEO, gram.GRAM})
-    return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM})
+    problems += own_problems(TERMS, how.terms, _NAMES)
+    return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM, preserve.START})
 
 
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:

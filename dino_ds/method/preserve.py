@@ -1,0 +1,85 @@
+"""Keeps the features of a run near those of the weights that it started from.
+
+Source: distillation of features as in AM-RADIO (arXiv 2312.06709), from the start in the place of another teacher and
+without a layer in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dino_ds.basics.rehearsal import rehearsing
+from dino_ds.config.crops import GLOBAL, Masks
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
+from dino_ds.engine.device import DTYPES
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.frozen import FixedTeacher
+from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.parts import TeacherParts, TermParts
+from dino_ds.method.place_frozen import options_of, place_frozen
+from dino_ds.method.specs.preserve import PRESERVE, START, PreserveSpec, StartSpec
+from dino_ds.models.base import cls_of, patches_of
+from dino_ds.models.build import build_backbone
+from dino_ds.models.network import Network
+from dino_ds.weights.frozen import FrozenSource, find_frozen
+
+
+class PreserveTerm(Term):
+    """1 - cosine, the mean of that of CLS features and that of patch features, if the backbone has some. FP32."""
+
+    def __init__(self, has_patches: bool) -> None:
+        self._features = (cls_of(GLOBAL), *([patches_of(GLOBAL)] if has_patches else []))
+        self.needs = Needs(self._features, {START: self._features})
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> Sequence[Any]:
+        return [teachers.get(START) for teachers in window]
+
+    def loss(self, student: StudentOutputs, targets: Mapping[str, Tensor] | None, schedule: ScheduleValues) -> Measured:
+        parts = [_distance(student[name], None if targets is None else targets[name]) for name in self._features]
+        return Measured(torch.stack(parts).mean(), {})
+
+
+def _distance(own: object, theirs: Tensor | None) -> Tensor:
+    assert isinstance(own, Tensor)
+    with torch.autocast(own.device.type, enabled=False):
+        if theirs is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
+            return 0.0 * own.float().sum()
+        return (1 - F.cosine_similarity(own.float(), theirs.float(), dim=-1)).mean()
+
+
+class StartTeacher(FixedTeacher):
+    """The weights of model.init_from."""
+
+    term, key = PRESERVE, "model.init_from"
+
+
+def build_preserve(spec: PreserveSpec, parts: TermParts) -> PreserveTerm:
+    """The term that a spec describes."""
+    return PreserveTerm(parts.recipe.model.spec().patch_width > 0)
+
+
+def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
+    """The frozen start, placed as dino_ds.frozen_teacher says; every rank must call it.
+
+    Raises CheckpointError for weights that can't be used, ConfigError for those of images of other channels.
+    """
+    recipe, config = parts.recipe, parts.config
+    ours, place = Normalisation.of(recipe), str(recipe.model.init_from)
+    with distributed.raise_on_all_ranks():
+        if rehearsing():
+            side, how = recipe.crops.global_size, recipe.model.pos_embed_interpolation
+            source = FrozenSource(place, recipe.model.spec(), side, how, {}, {}, ours)
+        else:
+            source = find_frozen(place, "objective.preserve_weight, model.init_from")
+            source.check_channels(recipe.model.in_chans)
+        with torch.device("meta"):
+            backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
+        network = Network(backbone, {}, {}, parts.objective.teacher_features(spec.name))
+    about = {"source": place, "digest": place_frozen(network, source, config)}
+    return StartTeacher(network, DTYPES[config.precision], about, source.normalisation, ours)

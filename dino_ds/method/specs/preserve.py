@@ -1,0 +1,56 @@
+"""Descriptions of what keeps a run near the weights it starts from: a loss term, and a teacher with these weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dino_ds.method.specs.base import Recipe, TeacherSpec, TermSpec
+
+PRESERVE, START = "preserve", "start"
+"""The names of the term and of its teacher."""
+SECTIONS = "objective model"
+
+
+@dataclass(frozen=True)
+class PreserveSpec(TermSpec):
+    """1 - cosine between features of the student's global crops and those of the weights that it started from."""
+
+    builder: ClassVar[str] = "dino_ds.method.preserve:build_preserve"
+
+    @property
+    def title(self) -> str:
+        return "Distance from the start's features"
+
+    @staticmethod
+    def in_recipe(recipe: Recipe) -> list[TermSpec]:
+        """The term of a recipe, if it has it."""
+        weight = recipe.objective.preserve_weight
+        return [PreserveSpec(PRESERVE, weight)] if weight else []
+
+    @staticmethod
+    def problems(recipe: Recipe) -> list[str]:
+        """The term without a start that it could keep."""
+        if not recipe.objective.preserve_weight or recipe.model.init_from is not None:
+            return []
+        return ["objective.preserve_weight keeps features of the weights of model.init_from: give that, or set it 0"]
+
+
+@dataclass(frozen=True)
+class StartSpec(TeacherSpec):
+    """The teacher with the weights of model.init_from, which never move."""
+
+    builder: ClassVar[str] = "dino_ds.method.preserve:build_teacher"
+
+    @property
+    def title(self) -> str:
+        return "frozen start"
+
+    @property
+    def of_file(self) -> bool:
+        return True
+
+    @staticmethod
+    def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
+        """The teacher of a recipe, if it has it."""
+        return [StartSpec(START)] if recipe.objective.preserve_weight else []

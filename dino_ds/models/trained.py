@@ -1,0 +1,213 @@
+"""Trains a part of a network: low-rank adapters, the last blocks, or norms and biases; all else keeps its values.
+
+Own code and not peft's: that renames the weights it wraps, and its layers give one output and own no weight that they
+use, where ours slice their weights, keep less for the backward pass, and are gathered by ZeRO 3 around their own
+forward.
+Source: LoRA (arXiv 2106.09685): y = W x + alpha / rank * B A x, with B zero at first.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dino_ds.basics.hashing import crop_seed
+from dino_ds.errors import ConfigError
+from dino_ds.models.attention import QueryKeyValue
+from dino_ds.models.base import Backbone
+from dino_ds.models.blocks import ActivatedLinear
+from dino_ds.models.foreign import ForeignBackbone
+from dino_ds.models.specs.trained import ALL, LORA, NORMS, TrainedPart
+from dino_ds.models.weights import Placer
+
+_T = TypeVar("_T")
+A, B = "lora_a", "lora_b"
+"""Names of an adapter's two matrices, (rank, inputs) and (outputs, rank), next to the `weight` of their layer."""
+
+
+class _Adapted:
+    """A linear layer's adapter, which `scale` multiplies."""
+
+    in_features: int
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    scale: float
+
+    def added(self, y: Tensor, change: Tensor) -> Tensor:
+        return torch.add(y, change, alpha=self.scale)
+
+
+class _AdaptedLinear(_Adapted, nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(super().forward(x), F.linear(F.linear(x, self.lora_a), self.lora_b))
+
+
+class _AdaptedQueryKeyValue(_Adapted, QueryKeyValue):
+    def forward(  # type: ignore[override]
+        self, x: Tensor, query_rows: Tensor | None = None, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        found = super().forward(x, query_rows, bias)
+        low = F.linear(x, self.lora_a)
+        if query_rows is None:
+            return (self.added(found[0], F.linear(low, self.lora_b)),)
+        d = self.in_features
+        queries = F.linear(low.index_select(0, query_rows), self.lora_b[:d])
+        return self.added(found[0], queries), self.added(found[1], F.linear(low, self.lora_b[d:]))
+
+
+class _AdaptedActivatedLinear(_Adapted, ActivatedLinear):
+    def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
+        low = self.activated_linear(x, value, self.lora_a, None)
+        return self.added(super().forward(x, value), F.linear(low, self.lora_b))
+
+
+_ADAPTED: dict[type, type] = {
+    nn.Linear: _AdaptedLinear,
+    QueryKeyValue: _AdaptedQueryKeyValue,
+    ActivatedLinear: _AdaptedActivatedLinear,
+}
+
+
+def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
+    """Give `backbone` its adapters if `part` has some, and freeze what is not a part of it.
+
+    Raises ConfigError where the backbone has no such part.
+    """
+    if part.what == ALL:
+        return
+    name = backbone.spec.title
+    if backbone.spec.has_batch_norm:
+        raise ConfigError(
+            f"model.train {part.what}: {name} has BatchNorm, whose statistics would go on moving in layers that are "
+            "frozen: set model.train all, or take a ViT or ConvNeXt"
+        )
+    depth, layers = len(backbone.segments()), backbone.layers()
+    if part.blocks > depth:
+        raise ConfigError(f"model.train {part.what}: {name} has {depth} blocks: give 1 to {depth}, or model.train all")
+    if part.what == LORA:
+        _add_adapters(backbone, part)
+    for key, parameter in backbone.named_parameters():
+        leaf = key.rpartition(".")[2]
+        if part.blocks:
+            trained = layers[key] > depth - part.blocks
+        else:  # what is of no use for features can't be any released network's
+            trained = leaf in (A, B) if part.what == LORA else parameter.ndim == 1
+            trained = trained or key in backbone.training_only
+        parameter.requires_grad_(trained)
+
+
+def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
+    """The linear layers inside the segments, by name, that are called as modules: their results may be changed.
+
+    Of a network of others these are the ones that a trial image passes: some use the weights of layers directly.
+    """
+    inside = {module for segment in backbone.segments() for module in segment.modules()}
+    found = {n: one for n, one in backbone.named_modules() if one in inside and isinstance(one, nn.Linear)}
+    if not isinstance(backbone, ForeignBackbone):
+        return found
+    called = set[nn.Module]()
+    hooks = [layer.register_forward_pre_hook(lambda module, _: called.add(module)) for layer in found.values()]
+    side, weight = backbone.image_size, next(backbone.parameters())
+    with torch.no_grad():
+        backbone.features(torch.zeros(2, backbone.spec.in_chans, side, side, device=weight.device))
+    for hook in hooks:
+        hook.remove()
+    return {name: layer for name, layer in found.items() if layer in called}
+
+
+def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
+    known = {name: layer for name, layer in linear_layers(backbone).items() if type(layer) in _ADAPTED}
+    title, there = backbone.spec.title, sorted({name.rpartition(".")[2] for name in known})
+    if not known:
+        raise ConfigError(
+            f"model.train {LORA}: {title} has no linear layers in its blocks that adapters could be added to: set "
+            f"model.train 'last N blocks', {NORMS} or {ALL}"
+        )
+    if unknown := [name for name in part.layers if name not in there]:
+        raise ConfigError(
+            f"model.lora_layers {unknown[0]}: the linear layers in the blocks of {title} are {', '.join(there)}: give "
+            "some of these, or all"
+        )
+    chosen = {name: one for name, one in known.items() if not part.layers or name.rpartition(".")[2] in part.layers}
+    for name, layer in chosen.items():
+        width = min(layer.in_features, layer.out_features)
+        if part.rank > width:
+            raise ConfigError(
+                f"model.lora_rank {part.rank} is above {width}, the width of {name} of {title}: give at most {width}, "
+                "better 4 to 64"
+            )
+        adapted: Any = layer
+        adapted.__class__ = _ADAPTED[type(layer)]
+        adapted.lora_a = nn.Parameter(layer.weight.new_empty(part.rank, layer.in_features))
+        adapted.lora_b = nn.Parameter(layer.weight.new_empty(layer.out_features, part.rank))
+        adapted.scale = part.alpha / part.rank
+
+
+class TrainedPlacer:
+    """A `Placer` that draws the adapters of each module of a network and freezes what is frozen in it, then hands the
+    module on to `place`.
+
+    A is drawn from `seed` and its name, as nn.Linear draws a weight, and B is zero: all other draws stay as they are.
+    """
+
+    def __init__(self, network: nn.Module, seed: int, place: Placer) -> None:
+        self._prefix = {module: f"{name}." if name else "" for name, module in network.named_modules()}
+        self._frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
+        self._seed, self._place = seed, place
+
+    def __call__(self, module: nn.Module) -> None:
+        prefix = self._prefix[module]
+        if isinstance(module, _Adapted):
+            shapes = module.lora_a.shape, module.lora_b.shape
+            generator = torch.Generator().manual_seed(crop_seed(self._seed, 0, zlib.crc32(prefix.encode())))
+            bound = 1 / math.sqrt(module.in_features)
+            module.lora_a = nn.Parameter(torch.empty(shapes[0]).uniform_(-bound, bound, generator=generator))
+            module.lora_b = nn.Parameter(torch.zeros(shapes[1]))
+        for name, parameter in module.named_parameters(recurse=False):
+            parameter.requires_grad_(f"{prefix}{name}" not in self._frozen)
+        keep_values(module)
+        self._place(module)
+        for parameter in _frozen_in(module):
+            parameter.fp32_value = parameter.fp32_value.to(parameter.device)
+
+
+def keep_values(module: nn.Module) -> None:
+    """Let the frozen weights that `module` owns itself keep their FP32 values, whatever is made of them."""
+    for parameter in _frozen_in(module):
+        parameter.fp32_value = parameter.data
+
+
+def share_value(teachers: Tensor, students: Any) -> None:
+    """Make the FP32 value of a student's frozen weight the teacher's own weight, on the teacher's device."""
+    students.fp32_value = teachers.data = students.fp32_value.to(teachers.device)
+
+
+def _frozen_in(module: nn.Module) -> list[Any]:
+    return [parameter for parameter in module.parameters(recurse=False) if not parameter.requires_grad]
+
+
+def adapters_in(tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """The adapters' matrices among the tensors of a network, or what else stands for these, by name."""
+    return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in (A, B)}
+
+
+def merged(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """The tensors of a network with its adapters, if it has some, added to its weights, under its names without them.
+
+    The product is made in FP64, so that a weight is rounded once.
+    """
+    adapters = adapters_in(tensors)
+    found = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+    for name, a in adapters.items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == A:
+            b, weight = adapters[f"{layer}.{B}"], found[f"{layer}.weight"]
+            change = b.double() @ a.double() * (alpha / a.shape[0])
+            found[f"{layer}.weight"] = (weight.double() + change).to(weight.dtype)
+    return found

@@ -1,0 +1,94 @@
+"""Staying near the start: the term against a loop, runs that begin at distance zero, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError
+from dino_ds.method.preserve import PreserveTerm
+from dino_ds.method.specs.of_recipe import teachers_of, terms_of
+from tests.engine.harness import tiny_schedules
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, losses_of, read_metrics, train_alone, train_tiny, whole_tensors
+from tests.run.test_resume import assert_same_checkpoint
+
+KEEP = {"objective.preserve_weight": "0.5", "model.drop_path": "0"}
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Images, and a short run that others start from."""
+    place = tmp_path_factory.mktemp("started")
+    image_folder(place / "images")
+    assert train_alone(place / "images", place / "start", max_steps=2) is None
+    return place
+
+
+def test_mean_of_both_distances():
+    """1 - cosine by a loop over CLS features, and over patches, to 1e-6: FP32 sums in another order; 0 without a
+    teacher."""
+    generator, term, schedule = torch.Generator().manual_seed(0), PreserveTerm(True), tiny_schedules().at(0)
+    shapes = {"cls/global": (6, 8), "patches/global": (6, 9, 8)}
+    own, theirs = ({n: torch.randn(shape, generator=generator) for n, shape in shapes.items()} for _ in range(2))
+    (targets,) = term.targets([{"start": theirs}], [{}], schedule)
+    means = []
+    for name in shapes:
+        rows = zip(own[name].view(-1, 8), theirs[name].view(-1, 8), strict=True)
+        means.append(torch.stack([1 - (a @ b) / (a.norm() * b.norm()) for a, b in rows]).mean())
+    torch.testing.assert_close(term.loss(own, targets, schedule).loss, sum(means) / 2, rtol=0, atol=1e-6)
+    assert float(term.loss(own, term.targets([{}], [{}], schedule)[0], schedule).loss) == 0
+
+
+@pytest.mark.parametrize(
+    ("ds", "ds_changes", "close"),
+    [("zero0_fp32.json", {}, 1e-6), ("zero3_bf16.json", {"dino_ds.frozen_teacher": "sharded"}, 1e-3)],
+)
+def test_a_run_begins_at_no_distance_and_is_kept_near(started, tmp_path, ds, ds_changes, close):
+    """Step 1 measures the start against itself: FP32's rounding, or that of bf16 (2**-8 of a feature, squared in a
+    cosine, 1e-3 at most). A hundred times the weight ends nearer. Resumed, it goes on to the bit; a checkpoint has the
+    start's digest alone."""
+    ends = []
+    for weight in ("0.001", "100"):
+        changes = KEEP | {"model.init_from": str(started / "start"), "objective.preserve_weight": weight}
+        args, how = (started / "images", tmp_path / weight, ds), {"changes": changes, "ds_changes": ds_changes}
+        assert run_on_ranks(train_tiny, *args, 4, **how) == [None, None]
+        distances = [line["preserve_loss"] for line in read_metrics(tmp_path / weight) if "preserve_loss" in line]
+        assert distances[0] == pytest.approx(0, abs=close)
+        ends.append(distances[-1])
+    assert ends[1] < 0.5 * ends[0]
+    for steps, resume in ((2, False), (4, True)):
+        assert run_on_ranks(train_tiny, started / "images", tmp_path / "parts", ds, steps, resume, **how) == [
+            None,
+            None,
+        ]
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "100")
+    assert_same_checkpoint(tmp_path / "parts", tmp_path / "100", 4)
+    assert [name for name in whole_tensors(tmp_path / "100", 4) if name.startswith("teachers.")] == [
+        "teachers.start.sha256"
+    ]
+
+
+def test_other_weights_at_a_resume_are_refused(started, tmp_path):
+    """By their digest: the run was kept near others."""
+    start, changes = tmp_path / "start", KEEP | {"model.init_from": str(tmp_path / "start")}
+    shutil.copytree(started / "start", start)
+    assert train_alone(started / "images", tmp_path / "run", max_steps=1, changes=changes) is None
+    shutil.rmtree(start)
+    assert train_alone(started / "images", start, max_steps=1, changes={"seed": "1"}) is None
+    said = train_alone(started / "images", tmp_path / "run", max_steps=2, resume=True, changes=changes)
+    assert said is not None and "has other weights than the one that this run was trained with" in said
+
+
+def test_without_a_start_it_is_refused():
+    with pytest.raises(ConfigError, match=r"keeps features of the weights of model\.init_from: give that"):
+        load_recipe(None, {"objective.preserve_weight": "1"})
+
+
+def test_a_weight_of_zero_makes_neither_term_nor_teacher():
+    recipe = load_recipe(None, {"model.init_from": "x.pth"})
+    assert [term.name for term in terms_of(recipe)] == ["dino"]
+    assert [teacher.name for teacher in teachers_of(recipe)] == ["ema"]

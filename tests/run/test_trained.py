@@ -1,0 +1,210 @@
+"""Training a part of the backbone in whole runs: nothing else moves, whatever the ds config, also after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dino_ds.commands.export import run as dino_ds_export
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import CheckpointError
+from dino_ds.models.trained import adapters_in
+from dino_ds.options.model import ExportOptions
+from dino_ds.run.teacher_files import TeacherFiles
+from dino_ds.weights.find import find_weights
+from dino_ds.weights.load import load
+from tests.engine.harness import max_difference
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, losses_of, read_manifest, train_alone, train_tiny, whole_tensors
+from tests.run.test_resume import DINOV2, assert_same_checkpoint
+from tests.run.test_stages import flags, run, words_of
+
+PARTS = {
+    "lora": {"model.train": "lora", "model.lora_rank": "4"},
+    "last": {"model.train": "last 1 blocks"},
+    "norms": {"model.train": "norms_and_biases"},
+}
+HARD = DINOV2 | {"gram.weight": "2", "objective.centering": "sinkhorn"}
+"""iBOT with its own head, KoLeo, Gram anchoring to a snapshot, rates by layer."""
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Images, and two short runs that others start from: of the usual tiny network, and with LayerScale."""
+    place = tmp_path_factory.mktemp("started")
+    image_folder(place / "images")
+    for name, changes in (("start", {}), ("scaled", {"model.layer_scale": "1e-5"})):
+        assert train_alone(place / "images", place / name, max_steps=2, changes=changes) is None
+    return place
+
+
+def _train(started: Path, folder: Path, part: str, ds: str, world: int = 2, **how) -> None:
+    changes = how.pop("changes", {})
+    base = started / ("scaled" if "model.layer_scale" in changes else "start")
+    changes = {"model.init_from": str(base), **PARTS[part], **changes}
+    steps = how.pop("steps", STEPS)
+    said = run_on_ranks(train_tiny, started / "images", folder, ds, steps, changes=changes, world=world, **how)
+    assert said == [None] * world
+
+
+def _check_frozen(folder: Path, base: Path, part: str, step: int = STEPS) -> None:
+    """Frozen weights of teacher and student are those of the start to the bit; what is trained has moved; the state of
+    the optimizer is that of trained weights alone."""
+    before = load_file(base / "teacher.safetensors")
+    whole, layouts = whole_tensors(folder, step), read_manifest(folder, step)["layouts"]
+    trained = {name.removeprefix("backbone.") for name in layouts[0]["shapes"] if name.startswith("backbone.")}
+    assert {piece[0] for rank in layouts for flat in rank["flats"] for piece in flat["pieces"]} == set(
+        layouts[0]["shapes"]
+    )
+    teacher = {name.removeprefix("teacher.backbone."): t for name, t in whole.items()}
+    frozen = before.keys() - trained
+    assert frozen and all(torch.equal(teacher[name], before[name]) for name in frozen)
+    assert not any(torch.equal(teacher[name], before[name]) for name in trained & before.keys())
+    assert bool(adapters_in(teacher)) == (part == "lora")
+    weights = find_weights(folder / f"checkpoints/step_{step:08d}", network="student").backbone
+    if part != "lora":
+        assert all(torch.equal(weights[name], before[name]) for name in frozen)
+    assert weights.keys() == before.keys() == load_file(folder / "teacher.safetensors").keys()
+
+
+@pytest.fixture(scope="module")
+def reference(started, tmp_path_factory):
+    """A run of one process without ZeRO for each part."""
+    place = tmp_path_factory.mktemp("reference")
+    for part in PARTS:
+        _train(started, place / part, part, "zero0_fp32.json", world=1)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("part", "ds", "ds_changes"),
+    [
+        ("lora", "zero3_fp32.json", {}),
+        ("lora", "zero2_fp32.json", {"gradient_accumulation_steps": "2"}),
+        ("lora", "zero1_fp32.json", {"activation_checkpointing.number_checkpoints": "1"}),
+        ("last", "zero0_fp32.json", {}),
+        ("last", "zero3_fp32.json", {"gradient_accumulation_steps": "4"}),
+        ("norms", "zero1_fp32.json", {}),
+        ("norms", "zero3_fp32.json", {"activation_checkpointing.number_checkpoints": "2"}),
+    ],
+)
+def test_two_ranks_of_any_stage_equal_one_process(started, reference, tmp_path, part, ds, ds_changes):
+    """Losses and teacher in FP32 to 1e-5: sums in another order."""
+    _train(started, tmp_path / "run", part, ds, ds_changes=ds_changes)
+    _check_frozen(tmp_path / "run", started / "start", part)
+    theirs = reference / part
+    assert [loss for _, loss in losses_of(tmp_path / "run")] == pytest.approx(
+        [loss for _, loss in losses_of(theirs)], rel=1e-5
+    )
+    assert max_difference(whole_tensors(tmp_path / "run", STEPS), whole_tensors(theirs, STEPS)) < 1e-5
+
+
+def test_two_fp16_ranks_equal_one(started, tmp_path):
+    """Losses to 1e-3, fp16's rounding, from a loss scale at which nothing overflows: at DeepSpeed's first ones one rank
+    may skip a step less than two, whose micro-batches are smaller, and then takes other images."""
+    scale = {"fp16.initial_scale_power": "4"}
+    for world in (1, 2):
+        _train(started, tmp_path / str(world), "lora", "zero2_fp16.json", world, ds_changes=scale)
+    one, two = (losses_of(tmp_path / name) for name in ("1", "2"))
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("part", "ds", "other_ds"),
+    [
+        ("lora", "zero2_bf16.json", "zero3_bf16_offload.json"),
+        ("lora", "zero3_fp16.json", "zero1_fp32.json"),
+        ("last", "zero3_bf16.json", "zero0_fp32.json"),
+        ("norms", "zero2_bf16_checkpointing.json", "zero2_fp16.json"),
+    ],
+)
+def test_a_resumed_run_is_bit_identical_and_goes_on_elsewhere(started, tmp_path, part, ds, other_ds):
+    """With iBOT, KoLeo and Gram anchoring, in low precision: 2 + 2 steps are 4; then on under another stage and
+    precision. Frozen weights keep the FP32 values of the file, which the student has rounded."""
+    straight, parts = tmp_path / "straight", tmp_path / "parts"
+    for folder, steps, resume in ((straight, 4, False), (parts, 2, False), (parts, 4, True)):
+        _train(started, folder, part, ds, steps=steps, resume=resume, changes=HARD)
+    assert_same_checkpoint(parts, straight, 4)
+    _check_frozen(parts, started / "scaled", part)
+    _train(started, parts, part, other_ds, steps=5, resume=True, changes=HARD)
+    _check_frozen(parts, started / "scaled", part, 5)
+
+
+def test_a_distillation_trains_adapters(started, tmp_path):
+    """A student with adapters is taught the features of a frozen teacher, which lies sharded."""
+    changes = {"teacher.source": str(started / "start"), "teacher.distill": "features"}
+    sharded = {"dino_ds.frozen_teacher": "sharded"}
+    _train(started, tmp_path / "run", "lora", "zero2_bf16.json", changes=changes, ds_changes=sharded)
+    _check_frozen(tmp_path / "run", started / "start", "lora")
+
+
+def test_adapters_go_onto_the_weights_they_were_trained_on(started, reference, tmp_path):
+    """The file of adapters on the start gives the run's own features to the bit; the log says what is trained; other
+    weights, other files and runs without adapters are refused in one line."""
+    out = tmp_path / "adapters.safetensors"
+    dino_ds_export(ExportOptions(model=str(reference / "lora"), format="adapters", out=str(out)))
+    merged, start = load(reference / "lora"), started / "start/teacher.safetensors"
+    again = load(start).add_adapters(out)
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again.features(images), merged.features(images))
+    assert not torch.equal(load(start).features(images), merged.features(images))
+    assert 10 * out.stat().st_size < 4 * (reference / "lora/teacher.safetensors").stat().st_size
+    whole = tmp_path / "merged.safetensors"
+    dino_ds_export(ExportOptions(model=str(start), adapters=str(out), format="safetensors", out=str(whole)))
+    ours, theirs = load_file(whole), load_file(reference / "lora/teacher.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert "trained  lora, rank 4, alpha 16, in all linear layers of the backbone: " in log_of(reference / "lora")
+    with pytest.raises(CheckpointError, match="were trained on other weights than those of"):
+        load(reference / "last").add_adapters(out)
+    with pytest.raises(CheckpointError, match="is not a file of adapters"):
+        load(start).add_adapters(start)
+    with pytest.raises(CheckpointError, match="no adapters: it was trained with"):
+        dino_ds_export(
+            ExportOptions(model=str(reference / "last"), format="adapters", out=str(tmp_path / "x.safetensors"))
+        )
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(CheckpointError, match="is not a file of adapters"):
+        load(start).add_adapters(tmp_path / "empty.safetensors")
+
+
+def test_the_best_teacher_is_merged_too(reference, tmp_path):
+    """It has the weights and names of the newest teacher of the same step, to the bit."""
+    run = reference / "lora"
+    whole = whole_tensors(run, STEPS)
+    backbone = {name.removeprefix("teacher.backbone."): t for name, t in whole.items() if "teacher.backbone." in name}
+    files = TeacherFiles(tmp_path, load_recipe(str(run / "config.yaml"), {}), None)
+    files.write(backbone, STEPS, {"metric": "knn", "value": 0.5, "start": 0.4})
+    best, newest = (load_file(file) for file in (tmp_path / "best_teacher.safetensors", run / "teacher.safetensors"))
+    assert adapters_in(backbone) and best.keys() == newest.keys()
+    assert all(torch.equal(best[name], tensor) for name, tensor in newest.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.train": "last 99 blocks"}, "has 2 blocks: give 1 to 2"),
+        ({"model.train": "lora", "model.lora_rank": "64"}, "model.lora_rank 64 is above 32"),
+        ({"model.train": "lora", "model.lora_layers": "qkv,out"}, "model.lora_layers out: the linear layers"),
+        ({"model.train": "lora", "model.init_from": "none"}, "these would be random: give model.init_from"),
+    ],
+)
+def test_what_can_t_be_trained_leaves_no_run_folder(started, tmp_path, changes, words):
+    changes = {"model.init_from": str(started / "start"), **changes}
+    said = train_alone(started / "images", tmp_path / "run", changes=changes)
+    assert said is not None and words in said and "\n" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_begins_with_merged_adapters(reference, tmp_path):
+    """A stage that restarts trains another part of what the adapters have made; one that continues can't."""
+    before, more = reference / "lora", {"model.train": "norms_and_biases", "model.lora_rank": "8", "length": "2 steps"}
+    words = ["--from", str(before), *flags(more)]
+    assert run(words_of(tmp_path / "next", *words, stage_start="restart")) is None
+    teachers = [load_file(folder / "teacher.safetensors") for folder in (before, tmp_path / "next")]
+    assert all(torch.equal(teachers[1][name], t) for name, t in teachers[0].items() if t.ndim > 1)
+    said = run(words_of(tmp_path / "other", *words, stage_start="continue"))
+    assert said is not None and "trained another part: model.train lora there, norms_and_biases here" in said
