@@ -81,7 +81,10 @@ class Part:
 def main(words: Sequence[str]) -> None:
     """Measure what the command line asks for. Raises UserError."""
     given = _parse(words)
-    keys = _keys_of(given.data, given.root) | dict(_pair(text) for text in given.set)
+    own, asked = _keys_of(given.data, given.root), dict(_pair(text) for text in given.set)
+    if taken := sorted({"length", "seed", "log_every", *own} & asked.keys()):
+        raise ConfigError(f"--set {taken[0]}: the bench sets it itself, by --data, --minutes and --seeds: leave it out")
+    keys = own | asked
     recipe = load_recipe(given.objective, keys)
     sources = Part(keys["data.root"]), Part(_test_root(keys["data.root"], given.test))
     images = images_within(given.minutes * CORES * 60, images_per_second(given.objective, keys), recipe)
@@ -156,17 +159,20 @@ def images_per_second(objective: str, keys: Mapping[str, str]) -> float:
 
 
 def images_within(seconds: float, rate: float, recipe: Recipe) -> int:
-    """Images that training sees within `seconds`, in whole steps."""
-    batch = recipe.data.global_batch
-    return max(1, int(seconds * rate) // batch) * batch
+    """Images that training sees within `seconds`, in whole steps. Raises ConfigError where these are fewer than two."""
+    steps = int(seconds * rate) // recipe.data.global_batch
+    if steps < 2:
+        raise ConfigError(f"{seconds:g} CPU seconds are too short at {rate:.3g} images a second: raise --minutes")
+    return steps * recipe.data.global_batch
 
 
 def measure(objective: str, keys: Mapping[str, str], images: int, seed: int, judge: Any) -> dict[str, Any]:
     """Train once: what `judge` says of the untrained network and the teacher, and the CPU minutes of training."""
-    keys = {**keys, "seed": str(seed), "length": f"{images} images"}
+    steps = images // load_recipe(objective, keys).data.global_batch
+    often = {"log_every": str(min(50, steps // 2))}  # CPU time is read where a line is logged
+    keys = {**keys, **often, "seed": str(seed), "length": f"{images} images"}
     before = judge(untrained(load_recipe(objective, keys)))
     (model, collapsed), step_seconds = _train(objective, keys)
-    steps = images / load_recipe(objective, keys).data.global_batch
     return {
         "seed": seed,
         "cpu_minutes": step_seconds * steps / 60,
@@ -189,8 +195,6 @@ def _train(objective: str, keys: Mapping[str, str], steps: int | None = None) ->
         collapsed = bool(run.metrics[-1].get("collapsed"))
         model = run.load()
     (first, began), (last, ended) = seen[0], seen[-1]
-    if first == last:
-        raise ConfigError(f"a run of {last} steps is too short to be measured: raise --minutes, or lower log_every")
     return (model, collapsed), (ended - began) / (last - first)
 
 
