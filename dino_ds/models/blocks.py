@@ -172,10 +172,11 @@ class Block(nn.Module):
         self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
     ) -> Tensor:
         first, second = kept
-        rows = self.norm1(x.index_select(0, first.rows))
-        branch = self.scale1(self.attn(rows, first.packing, first.selection, tables))
+        rows, x = _gather(x, first.rows)
+        branch = self.scale1(self.attn(self.norm1(rows), first.packing, first.selection, tables))
         x = _add(_selected(x, selection), branch, first)
-        branch = self.scale2(self.mlp(self.norm2(x.index_select(0, second.places))))
+        rows, x = _gather(x, second.places)
+        branch = self.scale2(self.mlp(self.norm2(rows)))
         return _add(x, branch, second)
 
     def scale1(self, branch: Tensor) -> Tensor:
@@ -185,10 +186,53 @@ class Block(nn.Module):
         return self.ls2(branch)
 
 
+def _gather(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of x, and x for the residual path. torch.compile adds their gradients in one pass by itself."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return x.index_select(0, rows), x
+    gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """The backward pass adds the rows' gradient onto x's, without zeros for all other rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return x.index_select(0, rows), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        of_rows, of_x = grad_outputs
+        return of_x.index_add(0, rows, of_rows), None
+
+
 def _selected(x: Tensor, selection: Selection | None) -> Tensor:
     return x if selection is None else x.index_select(0, selection.rows)
 
 
 def _add(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
     """x plus the branch of the sequences that have one, made larger by those that have none."""
-    return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))
+    if torch.compiler.is_compiling():
+        return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))
+    added: Tensor = _Add.apply(x, branch, kept.places, kept.scales)
+    return added
+
+
+class _Add(torch.autograd.Function):
+    """Products with FP32 scales are rounded once, in the pass that makes them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:
+        ctx.save_for_backward(places, scales)
+        ctx.dtype = branch.dtype
+        return x.index_add(0, places, torch.mul(branch, scales, out=torch.empty_like(branch, dtype=x.dtype)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        (grad,), (places, scales) = grad_outputs, ctx.saved_tensors
+        return grad, grad.index_select(0, places).mul_(scales).to(ctx.dtype), None, None

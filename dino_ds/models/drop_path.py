@@ -8,7 +8,8 @@ or are all the same, as in facebookresearch/dinov2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -82,23 +83,23 @@ def kept_sequences(
         at += count
     rows, last = _rows(orders, packing), len(draws) - 1
     places = rows if selection is None else _rows([order[-1:] for order in orders], selection.packing)
-    blocks: list[list[Kept]] = []
-    made: dict[tuple[int, ...], tuple[Packing, Tensor]] = {}  # blocks of equal rates share them
+    counts = []
     for block in range(len(draws)):
         rate = rates[0] + block * (rates[1] - rates[0]) / max(last, 1)
-        counts = [max(1, round(count * (1 - rate))) for count, _ in packing.groups]
-        if (key := tuple(counts)) not in made:
-            own = _fewer(packing, counts)
-            made[key] = own, _scales(packing, own, draws)
-        (own, scales), chosen = made[key], None
-        if selection is not None and block == last:
-            chosen = own.first_and_last([tokens for _, tokens in selection.packing.groups])
-            scales = _scales(packing, chosen.packing, draws)
-        blocks.append([])
-        for branch in range(2):
-            read = _first(rows, block, branch, counts)
-            given = read if chosen is None else _first(places, -1, branch, counts)
-            blocks[-1].append(Kept(read, own, chosen, given, scales))
+        counts.append([max(1, round(count * (1 - rate))) for count, _ in packing.groups])
+    blocks: list[list[Kept]] = []
+    for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
+        own, among = _fewer(packing, kept), list(equal)  # blocks of equal rates share what follows
+        scales, read = _scales(packing, own, draws), _first(rows, kept, slice(among[0], among[-1] + 1))
+        blocks += [[Kept(branch, own, None, branch, scales) for branch in block] for block in read]
+    if selection is not None:
+        (given,) = _first(places, counts[last], slice(-1, None))
+        chosen = blocks[last][0].packing.first_and_last([tokens for _, tokens in selection.packing.groups])
+        scales = _scales(packing, chosen.packing, draws)
+        blocks[last] = [
+            replace(one, selection=chosen, places=where, scales=scales)
+            for one, where in zip(blocks[last], given, strict=True)
+        ]
     return blocks
 
 
@@ -111,9 +112,9 @@ def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
     return rows
 
 
-def _first(rows: list[Tensor], block: int, branch: int, counts: list[int]) -> Tensor:
-    """The rows of the first `counts` sequences of each size."""
-    return torch.cat([whole[block, branch, :kept].flatten() for whole, kept in zip(rows, counts, strict=True)])
+def _first(rows: list[Tensor], counts: list[int], blocks: slice) -> Tensor:
+    """The rows of the first `counts` sequences of each size, (blocks, 2, rows)."""
+    return torch.cat([whole[blocks, :, :kept].flatten(2) for whole, kept in zip(rows, counts, strict=True)], dim=-1)
 
 
 def _fewer(packing: Packing, counts: list[int]) -> Packing:

@@ -12,9 +12,9 @@ import torch._inductor
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from dino_ds.models import attention
+from dino_ds.models import attention, blocks
 from dino_ds.models.base import CLS
-from dino_ds.models.drop_path import drop_path_draws, kept_sequences, sample_keys, step_key
+from dino_ds.models.drop_path import Kept, drop_path_draws, kept_sequences, sample_keys, step_key
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
@@ -133,6 +133,22 @@ def test_batched_stochastic_depth_computes_an_exact_part_of_each_size():
     assert torch.equal(read.places, torch.cat((large, 8 * 17 + (small[:, 0] - 8 * 17) // 5)))
     assert torch.equal(read.rows[read.selection.rows], torch.cat((large, small[:, 0])))
     assert not torch.equal(read.places, last.places)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_sequences_are_read_and_added_exactly(dtype, monkeypatch):
+    """Values and gradients equal those of torch's own operators to the bit."""
+    x, branch = (torch.randn(n, 6).to(dtype).requires_grad_() for n in (20, 7))
+    rows, scales, direction = torch.randperm(20)[:7], 1 + torch.rand(7, 1), torch.randn(20, 6).to(dtype)
+
+    def run():
+        read, rest = blocks._gather(x, rows)
+        out = blocks._add(rest, read.tanh() * branch, Kept(rows, Packing.of([(7, 1)], rows.device), None, rows, scales))
+        return out, *torch.autograd.grad(out, (x, branch), direction)
+
+    found = run()
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
 
 
 def test_batched_stochastic_depth_is_not_used_in_evaluation():
