@@ -161,8 +161,8 @@ def test_bytes_and_launches_are_those_that_were_counted():
     """ViT-S/16 in bf16 at 64 images, eager: operators of the real step on fake CUDA tensors. To 10 %."""
     recipe = load_recipe("vits16", {"data.global_batch": "64", "model.drop_path": "0"})
     work = Work.of(recipe, fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config)
-    assert work.all.moved == pytest.approx(39.5e9, rel=0.1)
-    assert (work.all.operators, work.in_step) == (pytest.approx(1058 + 313, rel=0.1), pytest.approx(61, rel=0.02))
+    assert work.all.moved == pytest.approx(37.8e9, rel=0.1)
+    assert (work.all.operators, work.in_step) == (pytest.approx(849 + 313, rel=0.1), pytest.approx(61, rel=0.02))
 
 
 def test_recomputation_and_offloading_cost_time():

@@ -268,7 +268,7 @@ def test_inference(infer, monkeypatch):
 
 
 def test_inference_says_what_it_skips(infer, monkeypatch):
-    def no_compiler(*_):
+    def no_compiler(*_, **__):
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {})
