@@ -89,7 +89,8 @@ def kept_sequences(
         counts.append([max(1, round(count * (1 - rate))) for count, _ in packing.groups])
     blocks: list[list[Kept]] = []
     for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
-        own, among = _fewer(packing, kept), list(equal)  # blocks of equal rates share what follows
+        sizes = [(n, tokens) for n, (_, tokens) in zip(kept, packing.groups, strict=True)]
+        own, among = Packing.of(sizes, packing.bounds.device), list(equal)  # blocks of equal rates share what follows
         scales, read = _scales(packing, own, draws), _first(rows, kept, slice(among[0], among[-1] + 1))
         blocks += [[Kept(branch, own, None, branch, scales) for branch in block] for block in read]
     if selection is not None:
@@ -115,11 +116,6 @@ def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
 def _first(rows: list[Tensor], counts: list[int], blocks: slice) -> Tensor:
     """The rows of the first `counts` sequences of each size, (blocks, 2, rows)."""
     return torch.cat([whole[blocks, :, :kept].flatten(2) for whole, kept in zip(rows, counts, strict=True)], dim=-1)
-
-
-def _fewer(packing: Packing, counts: list[int]) -> Packing:
-    pairs = zip(counts, packing.groups, strict=True)
-    return Packing.of([(kept, tokens) for kept, (_, tokens) in pairs], packing.bounds.device)
 
 
 def _scales(whole: Packing, kept: Packing, like: Tensor) -> Tensor:
