@@ -159,8 +159,9 @@ class Recipe(Section):
             raise ConfigError(
                 "objective.centering sinkhorn with data.global_batch 1 balances the crops of one image: raise the batch"
             )
-        if self.objective.koleo_weight:
-            raise ConfigError("objective.koleo_weight spreads images from each other: data.global_batch 1 has no other")
+        for key in ("koleo_weight", "coding_rate_weight"):
+            if getattr(self.objective, key):
+                raise ConfigError(f"objective.{key} spreads images from each other: data.global_batch 1 has no other")
 
     def check_teacher(self) -> None:
         """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""

@@ -185,7 +185,7 @@ class CropsSection(Section):
 class HeadSection(Section):
     prototypes: Annotated[int, Field(ge=2, le=2**24)] = option(65536, "outputs of the projection head")
     hidden: Width = option(2048, "width of the head's hidden layers")
-    bottleneck: Width = option(256, "width before the prototypes")
+    bottleneck: Width = option(256, "width before the prototypes, and of the rows of objective.coding_rate_weight")
     layers: Depth = option(3, "linear layers before the prototypes")
     batch_norm: bool = option(False, "BatchNorm after each of the hidden layers")
     learned_lengths: bool = option(False, "prototypes have lengths that are trained (DINOv2), not all 1")
@@ -213,6 +213,9 @@ class ObjectiveSection(Section):
     dino_local_weight: WeightField = option(Ramp(1.0), "weight of local crops' pairs within the CLS loss (DINOv3)")
     ibot_weight: WeightField = option(Ramp(0.0), "weight of the loss of masked patches (iBOT); needs crops.mask")
     ibot_head: Literal["own", "shared"] = option("own", "head of the masked patches: ibot_head, or the CLS loss's")
+    coding_rate_weight: WeightField = option(
+        Ramp(0.0), "weight of SimDINO's loss of CLS features without prototypes; rows are head.bottleneck wide"
+    )
     koleo_weight: WeightField = option(Ramp(0.0), "weight of KoLeo, which spreads CLS features; summed over crops")
     preserve_weight: WeightField = option(
         Ramp(0.0), "weight of 1 - cosine to the CLS and patch features of model.init_from, on global crops"

@@ -394,8 +394,8 @@ def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
     assert _problems("zzz")[0].startswith(f"no recipe is named 'zzz': there are {', '.join(recipe_names())};")
     folder = f"--config {tmp_path} is a folder, not a recipe: give a shipped name or a YAML file (images are given with"
     assert _problems(str(tmp_path))[0].startswith(folder)
-    path = write("seed: 1\n", "small.yaml")
-    assert _problems(str(tmp_path / "smal.yaml")) == [f"{tmp_path}/smal.yaml does not exist. Did you mean {path}?"]
+    path = write("seed: 1\n", "tried.yaml")
+    assert _problems(str(tmp_path / "tryed.yaml")) == [f"{tmp_path}/tryed.yaml does not exist. Did you mean {path}?"]
     assert "there is no folder" in _problems(str(tmp_path / "no" / "a.yaml"))[0]
     assert _problems("ds_configs/zero2_fp16.json") == [
         "--config ds_configs/zero2_fp16.json is not a recipe: a DeepSpeed JSON is given with --ds_config"

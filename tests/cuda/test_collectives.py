@@ -173,9 +173,11 @@ def _one_by_one(group: Any) -> Iterator[None]:
 IMAGES = 4
 SMALL = {"model.depth": "1", "crops.num_local": "2", "head.prototypes": "256", "data.source": "photos"}
 SINKHORN = {"objective.centering": "sinkhorn", "objective.koleo_ranks": "all"}
-# All-reduces: one of center and votes; Sinkhorn-Knopp makes four for each head, KoLeo's backward pass one.
+# All-reduces: one of center and votes; Sinkhorn-Knopp makes four for each head, KoLeo's backward pass one; the coding
+# rate one each way.
 OBJECTIVES = {
     "dino": ("vits16", {}, {"allreduce": 1}),
+    "coding_rate": ("small", {}, {"allreduce": 3}),
     "dinov2": ("dinov2_vits14", SINKHORN, {"allgather": 1, "allreduce": 10}),
     "dinov3": ("quickstart_gram", {}, {"allreduce": 1}),
     "distillation": ("distill_vits16", {}, {"allreduce": 9}),
@@ -357,6 +359,6 @@ def test_no_other_file_sends_tensors():
     }  # fmt: skip
     assert {name for name, text in texts.items() if helpers.search(text)} == {
         "engine/deepspeed_engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/centering.py",
-        "run/metrics.py", "evals/knn.py", "evals/statistics.py", "evals/linear.py", "evals/linear_sgd.py",
-        "evals/features.py",
+        "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/statistics.py", "evals/linear.py",
+        "evals/linear_sgd.py", "evals/features.py",
     }  # fmt: skip

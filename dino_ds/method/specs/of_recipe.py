@@ -12,7 +12,7 @@ from typing import Any
 from dino_ds.config.crops import EMA, CropGroup, Resolution, dino_groups
 from dino_ds.config.sections import HeadSection
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs import dino, distill, gram, koleo, preserve
+from dino_ds.method.specs import coding_rate, dino, distill, gram, koleo, preserve
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
 from dino_ds.method.specs.ema import EmaSpec
 from dino_ds.method.specs.own import TEACHERS, TERMS, own_problems, own_teachers, own_terms
@@ -21,12 +21,13 @@ _TERMS: dict[Any, str] = {
     dino.DinoSpec: dino.SECTIONS,
     dino.IbotSpec: dino.SECTIONS,
     distill.FeatureSpec: distill.SECTIONS,
+    coding_rate.CodingRateSpec: coding_rate.SECTIONS,
     koleo.KoLeoSpec: koleo.SECTIONS,
     gram.GramSpec: gram.SECTIONS,
     preserve.PreserveSpec: preserve.SECTIONS,
 }
 """Our loss terms in the order of the objective, with the sections of a recipe that their problems follow from."""
-_NAMES = {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, koleo.KOLEO, gram.GRAM, preserve.PRESERVE}
+_NAMES = {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, coding_rate.CODING_RATE, koleo.KOLEO, gram.GRAM, preserve.PRESERVE}
 _TEACHERS = (EmaSpec, distill.FrozenSpec, gram.GramTeacherSpec, preserve.StartSpec)
 
 

@@ -1,4 +1,4 @@
-"""scripts.coding_rate: against the formula written out, and over ranks."""
+"""The coding rate: against the formula written out, and over ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from dino_ds.config.crops import EMA
 from dino_ds.config.fields import Ramp
 from dino_ds.engine import distributed
-from scripts.coding_rate import CodingRate
+from dino_ds.method.coding_rate import CodingRateTerm
+from dino_ds.method.specs.coding_rate import CodingRateSpec
 from tests.ranks import run_on_ranks
 
 IMAGES, WIDTH, CROPS = 12, 8, 4
@@ -19,7 +20,7 @@ def _loss(images: slice):
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(CROPS, IMAGES, WIDTH, generator=generator)[:, images].clone().requires_grad_()
     teacher = torch.randn(2, IMAGES, WIDTH, generator=generator)[:, images]
-    term = CodingRate("rate", Ramp(1.0), width=WIDTH).build(None)
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, 2, EMA))
     (targets,) = term.targets([{EMA: {"rate": teacher.flatten(0, 1)}}], [{}], None)
     loss = term.loss({"rate": student.flatten(0, 1)}, targets, None).loss
     loss.backward()

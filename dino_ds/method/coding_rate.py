@@ -1,0 +1,90 @@
+"""SimDINO's objective in place of prototypes: crops of an image agree with the teacher's, and images fill the sphere.
+
+Source: arXiv 2502.10385; the factor of the rate and the distortion are those of its published code. There the
+projection is DINO's head without prototypes; here it is one linear layer, which was as good (docs/small-data.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dino_ds.config.crops import Masks
+from dino_ds.engine import distributed
+from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
+from dino_ds.method.parts import TermParts
+from dino_ds.method.specs.coding_rate import CodingRateSpec
+from dino_ds.models.base import CLS
+from dino_ds.models.network import Query
+
+DISTORTION = 0.5
+"""The squared distortion up to which the rate codes rows."""
+
+
+class CodingRateTerm(Term):
+    """1 - the mean cosine over pairs of different crops - the coding rate of the student's global crops. FP32.
+
+    The rate is of the images of all ranks; under gradient accumulation of a micro-batch at a time, not the whole step.
+    """
+
+    scalars = ("view_cosine", "coding_rate")
+
+    def __init__(self, spec: CodingRateSpec) -> None:
+        self.crops, self.teacher, self._query = spec.crops, spec.teacher, spec.name
+        query = Query(f"{spec.name}_head", CLS, spec.width)
+        self.needs = Needs((self._query,), {self.teacher: (self._query,)}, {self._query: query})
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        found = [teachers[self.teacher][self._query] for teachers in window]
+        return [_unit_rows(rows).unflatten(0, (self.crops, -1)) for rows in found]
+
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        rows = _unit_rows(student[self._query]).unflatten(0, (-1, targets.shape[1]))
+        with torch.autocast(rows.device.type, enabled=False):
+            pairs = torch.einsum("vbd,gbd->vg", rows, targets) / rows.shape[1]
+            cosine = (pairs.sum() - pairs.diagonal().sum()) / (pairs.numel() - self.crops)
+            rate = coding_rate(rows[: self.crops])
+            return Measured(1 - cosine - rate, {"view_cosine": cosine.detach(), "coding_rate": rate.detach()})
+
+
+def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
+    """The term that a spec describes."""
+    return CodingRateTerm(spec)
+
+
+def coding_rate(rows: Tensor) -> Tensor:
+    """Unit rows (crops, b, d) -> log det(I + d / (n DISTORTION) Z^T Z) / 2, mean over crops, times (n + d) / (n d).
+
+    n are the images of all ranks: covariances are summed over them.
+    """
+    width, images = rows.shape[2], rows.shape[1] * distributed.world_size()
+    covariance = _SumOverRanks.apply(rows.transpose(1, 2) @ rows)
+    eye = torch.eye(width, device=rows.device)
+    factors = torch.linalg.cholesky_ex(eye + width / (images * DISTORTION) * covariance).L
+    rate = factors.diagonal(dim1=1, dim2=2).log().sum(dim=1).mean()
+    return rate * (images + width) / (images * width)
+
+
+def _unit_rows(output: object) -> Tensor:
+    assert isinstance(output, Tensor)
+    return F.normalize(output.float(), dim=-1)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks, of tensors in any order of strides. Each rank has the loss of all images, and the engine
+    means gradients over ranks: so the gradient is summed over ranks too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return distributed.sum_across_ranks(values.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return distributed.sum_across_ranks(grad_outputs[0].clone(memory_format=torch.contiguous_format))

@@ -1,0 +1,56 @@
+"""Training by the coding rate, without prototypes: over ranks, ZeRO stages and a resume, and what a run says of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.errors import ConfigError
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
+from tests.run.test_resume import assert_same_checkpoint
+
+RATE = {"objective.dino_weight": "0", "objective.coding_rate_weight": "1", "model.drop_path": "0"}
+
+
+def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
+    """Covariances are summed over ranks, so ZeRO 3 on two ranks has the losses of one process: to 1e-4, as four steps
+    of Adam at a high rate carry FP32's rounding on. Metrics have the term's parts, and nothing of prototypes."""
+    images, how = image_folder(tmp_path / "images"), {"changes": RATE}
+    assert train_alone(images, tmp_path / "alone", max_steps=4, **how) is None
+    assert run_on_ranks(train_tiny, images, tmp_path / "ranks", "zero3_fp32.json", 4, **how) == [None, None]
+    for (_, one), (_, two) in zip(losses_of(tmp_path / "alone"), losses_of(tmp_path / "ranks"), strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+    for steps, resume in ((2, False), (4, True)):
+        parts = (images, tmp_path / "parts", "zero3_fp32.json", steps, resume)
+        assert run_on_ranks(train_tiny, *parts, **how) == [None, None]
+    assert losses_of(tmp_path / "parts") == losses_of(tmp_path / "ranks")
+    assert_same_checkpoint(tmp_path / "parts", tmp_path / "ranks", 4)
+    for line in read_metrics(tmp_path / "alone"):
+        assert line["loss"] == pytest.approx(1 - line["view_cosine"] - line["coding_rate"], abs=1e-5)
+        assert not {"teacher_entropy", "kl"} & line.keys()
+
+
+def test_accumulation_is_said_to_be_another_loss(tmp_path):
+    accumulated = {"gradient_accumulation_steps": "2"}
+    assert (
+        train_tiny(
+            image_folder(tmp_path / "images"), tmp_path / "run", max_steps=1, changes=RATE, ds_changes=accumulated
+        )
+        is None
+    )
+    log = log_of(tmp_path / "run")
+    assert "terms    1 x coding_rate" in log
+    assert "warning  the coding rate is of 4 images at a time, not the 8 of a step" in log
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher.distill": "features"}, "compares the student with its own average, not with a frozen teacher"),
+        ({"data.global_batch": "1"}, "coding_rate_weight spreads images from each other: data.global_batch 1"),
+    ],
+)
+def test_what_it_cannot_compare_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        load_recipe(None, RATE | changes).check_batch()
