@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
-from dino_ds.config.crops import describe_crops
+from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.recipe import Recipe
@@ -20,6 +21,9 @@ from dino_ds.models.attention import chosen_kernel
 from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
+
+MOST_KEPT = 0.5
+"""Part of what a teacher begins as that it may have at the end."""
 
 
 def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable[str]) -> None:
@@ -43,7 +47,7 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
         *_changed_values(recipe),
         *(f"note     {text}" for text in balanced),
-        *(f"warning  {text}" for text in alone),
+        *(f"warning  {text}" for text in [*alone, *slow_teachers(recipe, steps)]),
         *(
             f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
             for name in lengths_without_unit(recipe)
@@ -62,6 +66,25 @@ def _trained_line(recipe: Recipe) -> list[str]:
         return []
     trained = sum(student_facts(recipe).trained.values())
     return [f"trained  {describe_trained(recipe.model.trained, trained, count_parameters(recipe))}"]
+
+
+def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
+    """A warning on each average of the student that ends a run of `steps` steps mostly as it began: what it teaches is
+    then the untrained network."""
+    found = []
+    drawn = recipe.stage_start is None and recipe.model.init_from is None
+    for teacher in teachers_of(recipe):
+        if not (teacher.follows and drawn):
+            continue
+        rate = sum(1 - teacher.momentum_at(steps * part // 100, steps) for part in range(100)) / 100
+        if (kept := math.exp(-rate * steps)) > MOST_KEPT:
+            key = "teacher.momentum" if teacher.name == EMA else f"teacher.others: {teacher.name} momentum"
+            faster = f"{max(0.0, 1 - 10 / steps):.4g}"
+            found.append(
+                f"after all {steps} steps the teacher would still be {kept:.0%} what it began as: lower {key} (here "
+                f"{faster} or less) or train longer"
+            )
+    return found
 
 
 def _idle_teachers(recipe: Recipe, objective: Objective) -> list[str]:
