@@ -22,7 +22,7 @@ from dino_ds.errors import ConfigError, DataError, NotEstimated
 from dino_ds.options.run import InitOptions
 
 _CPU_FLOPS, _SLOW_SECONDS = 120e9, 5
-"""A second of two cores, by recipe cifar10's 600,000 images in 12 minutes (docs/quickstart.md); of a step on a CPU."""
+"""A second of two cores, by recipe small's 600,000 images in 12 minutes (docs/quickstart.md); of a step on a CPU."""
 _LAUNCH = Path(__file__).parent.parent / "launch"
 _IN_A_PROJECT = {
     'cd "$(dirname "$0")/.."': 'cd "$(dirname "$0")"',
@@ -97,7 +97,7 @@ def run(options: InitOptions) -> None:
         images = "DIR"
     if on_cpu and (slow := _slow_on_cpu(recipe)):
         print(
-            f"note: recipe {options.recipe} is for GPUs; without one {slow}. A CPU can train --recipe cifar10, on "
+            f"note: recipe {options.recipe} is for GPUs; without one {slow}. A CPU can train --recipe small, on "
             f"small images; which settings suit yours: dino-ds advise {images}"
         )
 

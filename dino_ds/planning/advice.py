@@ -90,7 +90,7 @@ def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
         base, why = weights.startswith("vit_base"), "4 GPUs and 100,000 images for ViT-B, else ViT-S: rule of thumb"
         network, flags = ("ViT-B/16", {"model.backbone": "vit_base_patch16_224"}) if base else ("ViT-S/16", {})
     elif not gpus.count:
-        patch, why = cpu_patch(data)[0], "recipe cifar10, measured on two cores (docs/quickstart.md)"
+        patch, why = cpu_patch(data)[0], "recipe small, measured on two cores (docs/small-data.md)"
         network, flags = f"2 blocks, 128 wide, patch {patch}", {} if patch == 8 else {"model.patch_size": str(patch)}
     elif data.tiny:
         small, why = str(tiny_patch(data)), "patches of 4 below 64 px, of 8 below 96: rule of thumb"
@@ -110,13 +110,13 @@ def _objective(recipe: str, weights: str | None) -> Row:
 
 
 def _crops(data: Data, gpus: Gpus, recipe: str) -> Row:
-    known, mild = load_recipe(recipe, {}).crops, "half strength and no blur: recipe cifar10"
+    known, mild = load_recipe(recipe, {}).crops, "half strength and no blur: recipe small"
     local = known.num_local
     if not gpus.count:
         sizes = crop_sizes(data.side, *cpu_patch(data))
         why = f"by the images' size, with few patches for a CPU: rule of thumb; {mild}"
-        why = "recipe cifar10 (docs/quickstart.md)" if sizes == (32, 16) else why
-    elif recipe == "cifar10":
+        why = "recipe small (docs/small-data.md)" if sizes == (32, 16) else why
+    elif recipe == "small":
         sizes, local = crop_sizes(data.side, tiny_patch(data), 64), 6
         why = f"{mild}; sizes by the images: rule of thumb"
     else:

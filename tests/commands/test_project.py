@@ -41,7 +41,7 @@ def test_the_recipe_is_the_shipped_one_and_the_ds_json_fits_the_machine(project)
     assert len(readme.splitlines()) <= 12 and "dino-ds report 'runs/my project'" in readme
 
 
-@pytest.mark.parametrize(("recipe", "slow"), [("vits16", True), ("cifar10", False)])
+@pytest.mark.parametrize(("recipe", "slow"), [("vits16", True), ("small", False)])
 def test_what_can_t_be_trained_here_is_said(recipe, slow, tmp_path, monkeypatch, capsys):
     """Images that are not there, and a network that is too much for a CPU, with what to do."""
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -53,7 +53,7 @@ def test_what_can_t_be_trained_here_is_said(recipe, slow, tmp_path, monkeypatch,
     run(InitOptions(dir=str(tmp_path / "a"), recipe=recipe, root=str(tmp_path / "none")))
     said = capsys.readouterr().out
     assert asked == ["cpu"] and "none does not exist" in said
-    assert slow == ("step of 512 images takes about 8 minutes" in said) == ("--recipe cifar10" in said)
+    assert slow == ("step of 512 images takes about 8 minutes" in said) == ("--recipe small" in said)
     assert "15.0 GiB to take" in (tmp_path / "a/ds.json").read_text()
     images = image_folder(tmp_path / "images", 1)
     run(InitOptions(dir=str(tmp_path / "b"), recipe=recipe, root=str(images)))
@@ -94,7 +94,7 @@ def test_scripts_train_with_the_files_beside_them(project, script, program, tmp_
         subprocess.run(["shellcheck", project / script], check=True)
 
 
-@pytest.mark.parametrize("recipe", ["cifar10", "quickstart", "resnet50"])
+@pytest.mark.parametrize("recipe", ["small", "quickstart", "resnet50"])
 def test_other_recipes_are_made_for_folders_too(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(project_room, "_ds_config", lambda recipe: (1, "{}", False))
     run(InitOptions(dir=str(tmp_path), recipe=recipe))
