@@ -25,7 +25,7 @@ from dino_ds.planning.rules import (
 )
 
 RULE = "rule of thumb"
-_NETWORKS = {"vitti16": "ViT-Ti/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}
+_NETWORKS = {"small_vits16": "ViT-S/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}
 _KNN = {
     "dinov2_vitl16_short": ("81.6 % on ImageNet", "dinov2 README"),
     "vitb16": ("up to 76.1 % on ImageNet", "400 epochs, dino README"),
@@ -84,7 +84,7 @@ def _start(data: Data, gpus: Gpus, weights: str | None) -> Row:
 
 
 def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
-    why = "Ti below 50,000 images, S below 1 million or 4 GPUs, L with 8 GPUs of 40 GB, else B: rule of thumb"
+    why = "S below 1 million images or 4 GPUs, L with 8 GPUs of 40 GB, else B: rule of thumb"
     network, flags = _NETWORKS.get(recipe, ""), dict[str, str]()
     if weights:
         base, why = weights.startswith("vit_base"), "4 GPUs and 100,000 images for ViT-B, else ViT-S: rule of thumb"
@@ -103,6 +103,9 @@ def _objective(recipe: str, weights: str | None) -> Row:
     if recipe.startswith("dinov2"):
         why = "8 such GPUs can afford its batch of 2048 (dinov2#298: 32 would not work)"
         return Row("objective", "DINOv2", why)
+    if recipe.startswith("small"):
+        why = "k-NN above DINO's on three sets of small images, measured on a CPU (docs/small-data.md)"
+        return Row("objective", "coding rate (SimDINO)", why)
     why = "batches below 2048: DINOv2's authors cannot advise them (dinov2#298)"
     if weights:
         why = "what these weights were made with; DINOv2's fell from 80 to 10 % without its heads (dinov2#204)"
@@ -150,6 +153,10 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     yield _learning_rate(
         batch, max(1, min(10, passes // 10)), 1e-4 if weights else 7.5e-4 if recipe == "vitb16" else 5e-4
     )
+    if recipe.startswith("small"):
+        ema = f"{load_recipe(recipe, {}).teacher.momentum:g}"
+        yield Row("EMA momentum", f"{ema} to 1", f"recipe {recipe}'s: low ones learn faster (docs/small-data.md)")
+        return  # its objective has no prototypes
     ema, outputs = f"{momentum(batch, steps):g}", prototypes(data.images)
     yield Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
     why = "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536"
@@ -169,7 +176,7 @@ def _cpu_length(data: Data) -> Row:
     if most < 600_000:
         why = f"the most that LightlyTrain advises; {rest}"
         return Row("length", f"{most:,} images, each 2000 times", why, {"length": f"{most} images"})
-    measured = "12 minutes of two cores on CIFAR-10" + (", 40 on photographs of 375 px" if data.side >= 64 else "")
+    measured = "12 minutes of two cores on CIFAR-10" + (", 40 on photographs of 375 px" if not data.tiny else "")
     return Row("length", "600,000 images", f"{measured}; {rest}")
 
 
@@ -196,7 +203,7 @@ def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
     if weights:
         source = f"they have {'76.1' if 'base' in weights else '74.5'} % on ImageNet (dino README); +3.3 for that user "
         return "a few points above the released weights on your classes", f"{source}(dinov3#23)"
-    if not gpus.count and data.side < 64:
+    if not gpus.count and data.tiny:
         return "41.9 % on CIFAR-10's 50,000 images", "raw pixels 40.5, untrained 27.3 (docs/quickstart.md, measured)"
     if data.tiny and gpus.count:
         source = "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried"

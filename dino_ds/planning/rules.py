@@ -11,6 +11,8 @@ FEW_IMAGES = 3000
 """LightlyTrain's FAQ wants several thousand."""
 _MANY_IMAGES = 1_000_000
 """Images from which training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+_FEW_FOR_DINO = 100_000
+"""Images below which recipes for few images are taken, from scratch."""
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LARGE_GIB = 39.0
@@ -50,8 +52,8 @@ def recipe_for(data: Data, gpus: Gpus) -> str:
         return "small"
     if released_weights(data, gpus):
         return "vits16"
-    if data.images < 50_000:
-        return "vitti16"
+    if data.images < _FEW_FOR_DINO:
+        return "small_vits16"
     if data.images < _MANY_IMAGES or gpus.count < 4:
         return "vits16"
     return "dinov2_vitl16_short" if gpus.count >= 8 and gpus.memory_gib >= _LARGE_GIB else "vitb16"
@@ -120,4 +122,4 @@ def tiny_patch(data: Data) -> int:
 
 def cpu_patch(data: Data) -> tuple[int, int]:
     """Patches, and the largest crops, of 36 of them at most."""
-    return (4, 16) if data.side < 16 else (8, 32) if data.side < 64 else (16, 96)
+    return (4, 16) if data.side < 16 else (8, 32) if data.tiny else (16, 96)
