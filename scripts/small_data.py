@@ -143,7 +143,8 @@ def _keys_of(data: str, root: str) -> dict[str, str]:
     chosen, folder = (name, root) if name in TORCHVISION_SETS else ("folder", name)
     place = f"train:{int(count or 0)}:{chosen}:{folder}"
     source = {"data.source": f"{Part.__module__}:Part".replace("__main__", "scripts.small_data"), "data.root": place}
-    return source | {"data.workers": "0", "eval.root": "none", "eval.every": "0 steps", "save_every": "1000000 steps"}
+    source |= {"data.workers": "0", "data.cache_gib": "0"}
+    return source | {"eval.root": "none", "eval.every": "0 steps", "save_every": "1000000 steps"}
 
 
 def _test_root(train: str, folder: str) -> str:
