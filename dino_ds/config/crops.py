@@ -132,6 +132,14 @@ def teacher_sizes(groups: Iterable[CropGroup], teacher: str = EMA) -> list[int]:
     return crop_sizes(group for group in groups if teacher in group.teachers)
 
 
+def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
+    """(global, local) crops of images of `side` pixels, multiples of the patch: global ones of `most` pixels at most,
+    local ones in DINO's ratio of 96 to 224, of small crops half."""
+    large = max(2, min(most, side) // patch) * patch
+    share = 0.5 if most < 224 else 96 / 224
+    return large, min(max(1, round(share * large / patch)) * patch, large - patch)
+
+
 def describe_crops(groups: Iterable[CropGroup]) -> str:
     """The groups in words, such as "2x224 + 8x96"."""
     return " + ".join(f"{group.count}x{group.size}" for group in groups)

@@ -25,7 +25,7 @@ from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
-from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
+from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of, set_masters
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
@@ -175,6 +175,10 @@ class Engine:
         if self.config.precision != "fp16":
             return 1.0
         return float(self._optimizer.loss_scale)
+
+    def set_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Set masters to these FP32 values: DeepSpeed has made them from weights rounded to the engine's precision."""
+        set_masters(self._flats(), values)
 
     def reset_optimizer_state(self, name: str) -> None:
         """Give the groups `name` a fresh state of the optimizer: zero moments, step count 0."""

@@ -7,7 +7,7 @@ Here every engine is a list of flat FP32 tensors with the names of what lies in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,16 @@ def _fill_moments(flat: Flat, parameters: SavedParameters) -> None:
         flat.state[STEP].fill_(step)
     for key in parameters.moments:
         _fill(flat.state[key], key, flat.pieces, parameters)
+
+
+@torch.no_grad()
+def set_masters(flats: list[Flat], values: Mapping[str, Tensor]) -> None:
+    """Set the masters of the parameters in `values` to these."""
+    for flat in flats:
+        master = flat.master.detach().view(-1)
+        for name, start, stop, offset in flat.pieces:
+            if name in values:
+                master[offset:][: stop - start].copy_(values[name].reshape(-1)[start:stop])
 
 
 def _fill(tensor: Tensor, kind: str, pieces: list[Piece], parameters: SavedParameters) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.flat import named_values
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError
@@ -79,7 +80,7 @@ def run(options: AdviseOptions) -> None:
         "gpus": gpus.count,
         "gpus_offered": _gpus(offered).count,
         "advice": [vars(row) for row in rows],
-        "prediction": None if cluster is None else _predict(recipe, data.images, cluster),
+        "prediction": None if cluster is None else _predict(_as_known(recipe), data.images, cluster),
         "expected_knn": list(expected_knn(data, gpus)),
         "command": _command(name, flags, cluster.nodes if cluster else 1, gpus.count),
         "remedies": _remedies(recipe),
@@ -124,13 +125,21 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
-    """Options of `dino-ds train` in addition to the recipe."""
-    flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
+    """Options of `dino-ds train` that the recipe does not set so itself."""
+    flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
     for row in rows:
         flags |= row.flags
-    return flags
+    start = {key: text for key, text in flags.items() if key == "model.init_from"}
+    own, wanted = (dict(named_values(load_recipe(recipe, given))) for given in (start, flags))
+    return {key: text for key, text in flags.items() if key in start or wanted[key] != own[key]}
+
+
+def _as_known(recipe: Recipe) -> Recipe:
+    """`recipe` with the network that its released weights are of: they need not be here for a prediction."""
+    weights = recipe.model.init_from
+    return recipe if weights is None else change_recipe(recipe, {"model.backbone": weights.partition(".")[0]})
 
 
 def _test_images(options: AdviseOptions) -> str | None:
@@ -162,8 +171,7 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
 
 
 def _remedies(recipe: Recipe) -> list[str]:
-    outputs = recipe.head.prototypes
-    continued = recipe.model.init_from is not None
+    continued, outputs = recipe.model.init_from is not None, recipe.head.prototypes
     slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
     faster = "--teacher.momentum 0.99 (dino#246), " if recipe.teacher.momentum > _FAST else ""
     return [
