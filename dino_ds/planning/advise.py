@@ -83,7 +83,7 @@ def run(options: AdviseOptions) -> None:
         "prediction": None if cluster is None else _predict(_as_known(recipe), data.images, cluster),
         "expected_knn": list(expected_knn(data, gpus)),
         "command": _command(name, flags, cluster.nodes if cluster else 1, gpus.count),
-        "remedies": _remedies(recipe),
+        "remedies": list(_remedies(recipe)),
         "notes": [
             *_notes(data, gpus, options, recipe.eval.root is not None, found["classes"] is not None),
             *_about_images(data, found, _images(options)),
@@ -170,18 +170,21 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
     return shlex.join(["dino-ds", *start, *words])
 
 
-def _remedies(recipe: Recipe) -> list[str]:
+def _remedies(recipe: Recipe) -> Iterator[str]:
     continued, outputs = recipe.model.init_from is not None, recipe.head.prototypes
-    slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
+    slower = "--optimizer.lr 2e-5 or --model.train lora (docs/continue.md)" if continued else "half the --optimizer.lr"
     faster = "--teacher.momentum 0.99 (dino#246), " if recipe.teacher.momentum > _FAST else ""
-    return [
-        f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
-        "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
-        "(docs/your-data.md)",
+    if recipe.objective.dino_weight:
+        yield (
+            f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
+            "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
+            "(docs/your-data.md)"
+        )
+    yield (
         f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
-        f"weights as they are: {RULE} (dinov2#204)",
-        "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
-    ]
+        f"weights as they are: {RULE} (dinov2#204)"
+    )
+    yield "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)"
 
 
 def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_labels: bool) -> Iterator[str]:
