@@ -106,8 +106,7 @@ def _objective(recipe: str, weights: str | None) -> Row:
         return Row("objective", "DINOv2", why)
     why = "batches below 2048: DINOv2's authors cannot advise them (dinov2#298)"
     if weights:
-        why = "no prototypes to learn (docs/continue.md); DINOv2's fell from 80 to 10 % without its heads (dinov2#204)"
-        return Row("objective", "coding rate (SimDINO)", why)
+        why = "what these weights were made with; DINOv2's fell from 80 to 10 % without its heads (dinov2#204)"
     return Row("objective", "DINO", why)
 
 
@@ -155,11 +154,7 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
     yield Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
-    yield _momentum(batch, steps)
-    outputs = prototypes(data.images)
-    why = "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536"
-    why = "the least; LightlyTrain's up to 20,000 images" if 16 * outputs > data.images else why
-    yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})
+    yield from _momentum_and_prototypes(data.images, batch, steps)
 
 
 def _continued(images: int, batch: int) -> Iterator[Row]:
@@ -173,15 +168,18 @@ def _continued(images: int, batch: int) -> Iterator[Row]:
     why = "1e-4 for 256 images, a fifth of DINO's, in the last block, 0.9 of it in each one below, so that the weights "
     flags = {"optimizer.warmup": f"{tenth} images"}
     yield Row("learning rate", f"{1e-4 * batch / 256:.2g}, warm-up a tenth", f"{why}survive: rule of thumb", flags)
-    yield _momentum(batch, steps)
+    yield from _momentum_and_prototypes(images, batch, steps)
     frozen = f"{max(1, min(500, steps // 20))} steps"
     why = "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the run"
     yield Row("head first", f"{frozen}, head only", f"{why}: rule of thumb", {"model.freeze_backbone": frozen})
 
 
-def _momentum(batch: int, steps: int) -> Row:
-    ema = f"{momentum(batch, steps):g}"
-    return Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
+def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Row]:
+    ema, outputs = f"{momentum(batch, steps):g}", prototypes(images)
+    yield Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
+    why = "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536"
+    why = "the least; LightlyTrain's up to 20,000 images" if 16 * outputs > images else why
+    yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})
 
 
 def _cpu_length(data: Data) -> Row:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import safetensors.torch
 import timm
 import torch
 
+from dino_ds.cli.main import prepare
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.errors import UserError
 from dino_ds.method.build import build_network, build_step
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
@@ -26,7 +29,8 @@ from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY
 from tests.weights.originals import Original
 
-SMALL = {"data.global_batch": "8", "crops.num_local": "1", "head.bottleneck": "16"}
+SMALL = {"data.global_batch": "8", "crops.num_local": "1"}
+SMALL |= {"head.prototypes": "16", "head.hidden": "16", "head.bottleneck": "16"}
 DS = {"dino": "zero0_fp32", "dinov2": "zero1_bf16", "dinov3": "zero2_fp16", "hf": "zero3_fp16", "resnet": "zero2_bf16"}
 DS |= {"timm.safetensors": "zero3_bf16"}
 """A ds config for the file or folder of each layout."""
@@ -83,3 +87,55 @@ def test_student_and_teacher_begin_as_the_source_whatever_its_layout_and_the_ds_
     for found in run_on_ranks(_states_at_start, tmp_path):
         assert len(found) == 2 * len(DS)
         assert [one for one in found if not one[2] <= 1e-6] == [], found
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "sizes", "said"),
+    [
+        ("dino", {}, (32, 16), "crops.global_size 32 and crops.local_size 16, for the images and patches that"),
+        ("dino", {"crops.global_size": "64"}, (64, 32), "crops.local_size 32, for"),
+        ("dino", {"crops.global_size": "64", "crops.local_size": "24"}, (64, 24), ""),
+        ("dinov2", {}, (28, 14), "crops.global_size 28 and crops.local_size 14, for"),
+        ("dinov3", {}, (224, 96), ""),
+        ("resnet", {}, (224, 96), ""),
+    ],
+)
+def test_crops_have_the_sizes_that_the_source_knows(tmp_path, layout, changes, sizes, said):
+    """Unless somebody gives others; where they are not the usual ones, a note says so."""
+    _write(layout, tmp_path / layout)
+    heads, notes = {} if layout == "resnet" else {"model.heads": "2"}, list[str]()
+    given = load_recipe("continue", {**SMALL, **heads, **changes, "model.init_from": str(tmp_path / layout)})
+    recipe = as_source(given, None, notes)
+    assert (recipe.crops.global_size, recipe.crops.local_size) == sizes
+    assert [note.startswith(said) for note in notes] == [True] * bool(said)
+    assert load_recipe(None, {}).crops.global_size == 224 and recipe.crops.num_local == 1
+
+
+def test_positions_are_resized_as_the_source_s_project_does(tmp_path):
+    for layout, way in (("dino", "dino"), ("dinov2", "antialias")):
+        _write(layout, tmp_path / layout)
+        assert _recipe(tmp_path / layout, layout).model.pos_embed_interpolation == way
+        given = _recipe(tmp_path / layout, layout, **{"model.pos_embed_interpolation": "dino"})
+        assert given.model.pos_embed_interpolation == "dino"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        ((), "model: backbone from_source is that of weights: name them with model.init_from", 2),
+        (("--model.init_from", "/nowhere.pth"), "/nowhere.pth does not exist; give a run folder or one of its", 3),
+        (("--model.init_from", "{dino}", "--model.train", "first 2 blocks"), "'first 2 blocks' is not all, 'last N", 2),
+        (("--model.init_from", "{dino}", "--crops.local_size", "20"), "crops.local_size 20 is not a multiple of", 2),
+    ],
+)
+def test_what_can_t_be_continued_is_said_in_one_line(tmp_path, monkeypatch, words, said, code):
+    """Before there is a run folder; what the network itself does not allow is refused as in any run."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    _write("dino", tmp_path / "dino")
+    given = [word.format(dino=tmp_path / "dino") for word in words]
+    place = ["--data.root", str(tmp_path), "--run_dir", str(tmp_path / "run"), "--model.heads", "2"]
+    with pytest.raises(UserError) as caught:
+        prepare(["train", "--config", "continue", *place, *given])
+    assert said in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == code
+    assert not (tmp_path / "run").exists()
