@@ -36,8 +36,10 @@ from dino_ds.evals.features import raw_pixels
 from dino_ds.evals.suite import evaluate
 from dino_ds.method.backbone_checks import fitting_levers
 from dino_ds.method.build import build_network
+from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
 
 CORES = 2
@@ -85,7 +87,7 @@ def main(words: Sequence[str]) -> None:
     if taken := sorted({"length", "seed", "log_every", *own} & asked.keys()):
         raise ConfigError(f"--set {taken[0]}: the bench sets it itself, by --data, --minutes and --seeds: leave it out")
     keys = own | asked
-    recipe = load_recipe(given.objective, keys)
+    recipe = _recipe(given.objective, keys)
     sources = Part(keys["data.root"]), Part(_test_root(keys["data.root"], given.test))
     images = images_within(given.minutes * CORES * 60, images_per_second(given.objective, keys), recipe)
     runs = []
@@ -147,6 +149,12 @@ def _keys_of(data: str, root: str) -> dict[str, str]:
     return source | {"eval.root": "none", "eval.every": "0 steps", "save_every": "1000000 steps"}
 
 
+def _recipe(objective: str, keys: Mapping[str, str]) -> Recipe:
+    """The recipe that `train` makes of these keys."""
+    recipe = load_recipe(objective, keys)
+    return as_source(recipe, None) if recipe.model.backbone == FROM_SOURCE else recipe
+
+
 def _test_root(train: str, folder: str) -> str:
     _, _, rest = train.split(":", 2)
     return f"{folder}:0:{rest}"
@@ -156,7 +164,7 @@ def images_per_second(objective: str, keys: Mapping[str, str]) -> float:
     """Training's images per second of CPU time, by the first steps of a run."""
     first, last = _RATE_STEPS
     _, seconds = _train(objective, {**keys, "log_every": str(first)}, last)
-    return int(load_recipe(objective, keys).data.global_batch) / seconds
+    return int(_recipe(objective, keys).data.global_batch) / seconds
 
 
 def images_within(seconds: float, rate: float, recipe: Recipe) -> int:
@@ -169,10 +177,10 @@ def images_within(seconds: float, rate: float, recipe: Recipe) -> int:
 
 def measure(objective: str, keys: Mapping[str, str], images: int, seed: int, judge: Any) -> dict[str, Any]:
     """Train once: what `judge` says of the untrained network and the teacher, and the CPU minutes of training."""
-    steps = images // load_recipe(objective, keys).data.global_batch
+    steps = images // _recipe(objective, keys).data.global_batch
     often = {"log_every": str(min(50, steps // 2))}  # CPU time is read where a line is logged
     keys = {**keys, **often, "seed": str(seed), "length": f"{images} images"}
-    before = judge(untrained(load_recipe(objective, keys)))
+    before = judge(untrained(_recipe(objective, keys)))
     (model, collapsed), step_seconds = _train(objective, keys)
     return {
         "seed": seed,

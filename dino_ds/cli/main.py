@@ -143,9 +143,9 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
 def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
     """`recipe` with the network of the weights and the form of the images that it names. Raises UserError."""
     if recipe.model.backbone == FROM_SOURCE:
-        from dino_ds.weights.start import as_source
+        from dino_ds.weights.from_source import as_source
 
-        recipe = as_source(recipe, run_dir)
+        recipe = as_source(recipe, run_dir, notes)
     if recipe.data.root is None and not recipe.data.mixture:
         return recipe
     from dino_ds.data.own_images import with_own_images

@@ -1,4 +1,4 @@
-"""Checks the crops of a recipe: a line for each that can't be, or that has no effect. No torch here."""
+"""Crops of a recipe: the sizes that fit images, and a line for each that can't be, or has no effect. No torch here."""
 
 from __future__ import annotations
 
@@ -59,3 +59,11 @@ def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
         instead = ",".join([*strengths[:2], "0", "0"])
         problems.append(f"crops.jitter {','.join(strengths)}: saturation and hue have {why}: write {instead}")
     return problems
+
+
+def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
+    """(global, local) crops of images of `side` pixels, multiples of the patch: global ones of `most` pixels at most,
+    local ones in DINO's ratio of 96 to 224, of small crops half."""
+    large = max(2, min(most, side) // patch) * patch
+    share = 0.5 if most < 224 else 96 / 224
+    return large, min(max(1, round(share * large / patch)) * patch, large - patch)

@@ -176,6 +176,13 @@ class Engine:
             return 1.0
         return float(self._optimizer.loss_scale)
 
+    def set_masters(self, values: Mapping[str, Tensor]) -> None:
+        """Set masters to these FP32 values: DeepSpeed has made them from weights rounded to the engine's precision."""
+        for flat in self._flats():
+            for name, start, stop, offset in flat.pieces if values else ():
+                if name in values:
+                    flat.master.detach().view(-1)[offset:][: stop - start].copy_(values[name].reshape(-1)[start:stop])
+
     def reset_optimizer_state(self, name: str) -> None:
         """Give the groups `name` a fresh state of the optimizer: zero moments, step count 0."""
         for flat in self._flats():

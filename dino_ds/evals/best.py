@@ -97,8 +97,7 @@ class Best:
         """Lines for the end of the run; `kept` is the step of the teacher that the folder has as the best, if any."""
         if self.value is None:
             return []
-        start = "" if self.start is None else f"; start {self._shown(self.start)}"
-        values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{start}"
+        values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{self._of_start()}"
         found = [f"best     step {self.step}: {values} (--weights best)"]
         if self.step != kept:
             there = "none" if kept is None else f"that of step {kept}"
@@ -111,6 +110,14 @@ class Best:
                 f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
         return found
+
+    def _of_start(self) -> str:
+        """Words for the value at the start, and by how much the best one is better."""
+        if self.start is None or self.value is None:
+            return ""
+        gain = self._gain(self.value, self.start)
+        how = f"is beaten by {self._shown(gain)}" if gain > 0 else "stays best"
+        return f"; start {self._shown(self.start)}, which {how}"
 
     @staticmethod
     def _shown(value: float | None) -> str:

@@ -65,6 +65,8 @@ def build_step(
         # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
+    engine.set_masters(network.began_with)
+    network.began_with = {}
     teachers = build_teachers(recipe, config, engine, objective, frozen)
     schedules = build_schedules(recipe, epoch_steps)
     return TrainingStep(engine, teachers, objective, schedules, recipe.groups, recipe.seed)
@@ -96,7 +98,7 @@ def build_network(
     if start is not None:
         source, weights = start
         initial = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
-        network.started_from, place = str(initial), initial
+        network.started_from, network.began_with, place = str(initial), initial.tensors, initial
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
     if drawn is not None:

@@ -83,10 +83,8 @@ def kept_sequences(
         at += count
     rows, last = _rows(orders, packing), len(draws) - 1
     places = rows if selection is None else _rows([order[-1:] for order in orders], selection.packing)
-    counts = []
-    for block in range(len(draws)):
-        rate = rates[0] + block * (rates[1] - rates[0]) / max(last, 1)
-        counts.append([max(1, round(count * (1 - rate))) for count, _ in packing.groups])
+    all_rates = [rates[0] + block * (rates[1] - rates[0]) / max(last, 1) for block in range(len(draws))]
+    counts = [[max(1, round(count * (1 - rate))) for count, _ in packing.groups] for rate in all_rates]
     blocks: list[list[Kept]] = []
     for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
         sizes = [(n, tokens) for n, (_, tokens) in zip(kept, packing.groups, strict=True)]
@@ -97,10 +95,8 @@ def kept_sequences(
         (given,) = _first(places, counts[last], slice(-1, None))
         chosen = blocks[last][0].packing.first_and_last([tokens for _, tokens in selection.packing.groups])
         scales = _scales(packing, chosen.packing, draws)
-        blocks[last] = [
-            replace(one, selection=chosen, places=where, scales=scales)
-            for one, where in zip(blocks[last], given, strict=True)
-        ]
+        pairs = zip(blocks[last], given, strict=True)
+        blocks[last] = [replace(one, selection=chosen, places=where, scales=scales) for one, where in pairs]
     return blocks
 
 
@@ -120,6 +116,5 @@ def _first(rows: list[Tensor], counts: list[int], blocks: slice) -> Tensor:
 
 def _scales(whole: Packing, kept: Packing, like: Tensor) -> Tensor:
     """Number of sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
-    pairs = zip(whole.groups, kept.groups, strict=True)
-    rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in pairs]
+    rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in zip(whole.groups, kept.groups, strict=True)]
     return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])

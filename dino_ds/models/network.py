@@ -33,7 +33,7 @@ class Network(nn.Module):
     features: the features that are given as they are. A feature is one of the backbone's, such as "cls" or
     "patches/global"; of "cls" the rows of one group, "cls/global"; or of patches those hidden, "masked/global".
     `freezes_backbone`: it will be frozen for a while, and needs parameter groups of its own; `started_from` describes
-    the weights that it was given.
+    the weights that it was given, and `began_with` holds those, FP32, until an engine has taken them.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Network(nn.Module):
         self._patches = sorted(own | set(self._masked))
         self._reads_cls_by_group = any(kind == "cls" and group for kind, _, group in kinds.values())
         self.freezes_backbone, self.started_from = freezes_backbone, ""
+        self.began_with: Mapping[str, Tensor] = {}
         self._backbone_frozen = False
 
     def heads(self) -> dict[str, nn.Module]:

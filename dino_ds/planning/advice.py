@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.planning.rules import (
     LEAST_BATCH,
     Data,
     Gpus,
     batch_size,
+    continued_length,
     cpu_patch,
-    crop_sizes,
     epochs,
     momentum,
     prototypes,
@@ -57,7 +58,7 @@ def advise(data: Data, gpus: Gpus) -> list[Row]:
         _start(data, gpus, weights),
         _backbone(data, gpus, recipe, weights),
         _objective(recipe, weights),
-        _crops(data, gpus, recipe),
+        _crops(data, gpus, recipe, weights),
         *_schedule(data, gpus, recipe, weights),
     ]
 
@@ -88,9 +89,9 @@ def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
     network, flags = _NETWORKS.get(recipe, ""), dict[str, str]()
     if weights:
         base, why = weights.startswith("vit_base"), "4 GPUs and 100,000 images for ViT-B, else ViT-S: rule of thumb"
-        network, flags = ("ViT-B/16", {"model.backbone": "vit_base_patch16_224"}) if base else ("ViT-S/16", {})
+        network = "ViT-B/16" if base else "ViT-S/16"
     elif not gpus.count:
-        patch, why = cpu_patch(data)[0], "recipe small, measured on two cores (docs/small-data.md)"
+        patch, why = cpu_patch(data)[0], "recipe small, measured on a CPU (docs/small-data.md)"
         network, flags = f"2 blocks, 128 wide, patch {patch}", {} if patch == 8 else {"model.patch_size": str(patch)}
     elif data.tiny:
         small, why = str(tiny_patch(data)), "patches of 4 below 64 px, of 8 below 96: rule of thumb"
@@ -112,18 +113,19 @@ def _objective(recipe: str, weights: str | None) -> Row:
     return Row("objective", "DINO", why)
 
 
-def _crops(data: Data, gpus: Gpus, recipe: str) -> Row:
-    known, mild = load_recipe(recipe, {}).crops, "half strength and no blur: recipe small"
+def _crops(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
+    start = {"model.init_from": weights} if weights else {}
+    known, mild = load_recipe(recipe, start).crops, "half strength and no blur: recipe small"
     local = known.num_local
     if not gpus.count:
-        sizes = crop_sizes(data.side, *cpu_patch(data))
+        sizes = fitting_sizes(data.side, *cpu_patch(data))
         why = f"by the images' size, with few patches for a CPU: rule of thumb; {mild}"
         why = "recipe small (docs/small-data.md)" if sizes == (32, 16) else why
     elif recipe == "small":
-        sizes, local = crop_sizes(data.side, tiny_patch(data), 64), 6
+        sizes, local = fitting_sizes(data.side, tiny_patch(data), 64), 6
         why = f"{mild}; sizes by the images: rule of thumb"
     else:
-        sizes = crop_sizes(data.side, 16, 224)
+        sizes = fitting_sizes(data.side, 16, 224)
         why = f"not larger than the images' {data.side} px: rule of thumb; in DINO's ratio"
         why = "DINO's (main_dino.py); number and scales are the recipe's" if sizes == (224, 96) else why
     wanted = {"global_size": sizes[0], "local_size": sizes[1], "num_local": local}
@@ -144,31 +146,47 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
         )
         yield Row("batch", str(batch), why, {"data.global_batch": str(batch)})
         return
-    passes = epochs(data.images, weights is not None)
+    if weights:
+        yield from _continued(data.images, batch)
+        return
+    passes = epochs(data.images)
     steps = max(1, data.images // batch * passes)
-    quarter = f"a quarter of what training from scratch takes: rule of thumb ({_LIGHTLY_LENGTHS})"
-    why = quarter if weights else _LIGHTLY_LENGTHS
-    yield Row("length", f"{passes} epochs = {steps:,} steps", why, {"length": f"{passes} epochs"})
+    yield Row("length", f"{passes} epochs = {steps:,} steps", _LIGHTLY_LENGTHS, {"length": f"{passes} epochs"})
     yield _batch(data.images, batch)
-    yield _learning_rate(
-        batch, max(1, min(10, passes // 10)), 1e-4 if weights else 7.5e-4 if recipe == "vitb16" else 5e-4
-    )
+    rate, warmup = 7.5e-4 if recipe == "vitb16" else 5e-4, max(1, min(10, passes // 10))
+    why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
+    flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
+    yield Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
     if recipe.startswith("small"):
         ema = f"{load_recipe(recipe, {}).teacher.momentum:g}"
         yield Row("EMA momentum", f"{ema} to 1", f"recipe {recipe}'s: low ones learn faster (docs/small-data.md)")
         return  # its objective has no prototypes
-    ema, outputs = f"{momentum(batch, steps):g}", prototypes(data.images)
+    yield from _momentum_and_prototypes(data.images, batch, steps)
+
+
+def _continued(images: int, batch: int) -> Iterator[Row]:
+    """The schedule of a run from released weights: recipe continue's, or a shorter or longer one."""
+    length = continued_length(images)
+    steps, tenth = length // batch, length // 10
+    why = f"a quarter of what training from scratch takes: rule of thumb ({_LIGHTLY_LENGTHS})"
+    flags = {"length": f"{length} images", "eval.every": f"{length // 20} images"}
+    yield Row("length", f"{length:,} images = {steps:,} steps", why, flags)
+    yield _batch(images, batch)
+    why = "1e-4 for 256 images, a fifth of DINO's, in the last block, 0.9 of it in each one below, so that the weights "
+    flags = {"optimizer.warmup": f"{tenth} images"}
+    yield Row("learning rate", f"{1e-4 * batch / 256:.2g}, warm-up a tenth", f"{why}survive: rule of thumb", flags)
+    yield from _momentum_and_prototypes(images, batch, steps)
+    frozen = f"{max(1, min(500, steps // 20))} steps"
+    why = "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the run"
+    yield Row("head first", f"{frozen}, head only", f"{why}: rule of thumb", {"model.freeze_backbone": frozen})
+
+
+def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Row]:
+    ema, outputs = f"{momentum(batch, steps):g}", prototypes(images)
     yield Row("EMA momentum", f"{ema} to 1", _MOMENTA, {"teacher.momentum": ema})
     why = "16 images or more for each: rule of thumb; LightlyTrain's 1,024 (20,000 images) to 65,536"
-    why = "the least; LightlyTrain's up to 20,000 images" if 16 * outputs > data.images else why
+    why = "the least; LightlyTrain's up to 20,000 images" if 16 * outputs > images else why
     yield Row("prototypes", f"{outputs:,}", why, {"head.prototypes": str(outputs)})
-    if weights:
-        frozen = f"{max(1, min(500, steps // 20))} steps"
-        why = (
-            "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the run"
-        )
-        flags = {"model.freeze_backbone": frozen, "objective.freeze_prototypes": "0 steps"}
-        yield Row("head first", f"{frozen}, head only", f"{why}: rule of thumb", flags)
 
 
 def _cpu_length(data: Data) -> Row:
@@ -176,7 +194,7 @@ def _cpu_length(data: Data) -> Row:
     if most < 600_000:
         why = f"the most that LightlyTrain advises; {rest}"
         return Row("length", f"{most:,} images, each 2000 times", why, {"length": f"{most} images"})
-    measured = "12 minutes of two cores on CIFAR-10" + (", 40 on photographs of 375 px" if not data.tiny else "")
+    measured = "23 CPU minutes on CIFAR-10" + (", 40 on photographs of 375 px" if not data.tiny else "")
     return Row("length", "600,000 images", f"{measured}; {rest}")
 
 
@@ -189,14 +207,6 @@ def _batch(images: int, batch: int) -> Row:
     return Row("batch", str(batch), why, {"data.global_batch": str(batch)})
 
 
-def _learning_rate(batch: int, warmup: int, rate: float) -> Row:
-    why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
-    flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
-    if rate == 1e-4:
-        why = f"a fifth of DINO's, so that the weights survive: rule of thumb (dinov2#204); {why}"
-    return Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
-
-
 def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
     """The k-NN accuracy to expect, and its source."""
     recipe, weights = recipe_for(data, gpus), released_weights(data, gpus)
@@ -204,7 +214,7 @@ def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
         source = f"they have {'76.1' if 'base' in weights else '74.5'} % on ImageNet (dino README); +3.3 for that user "
         return "a few points above the released weights on your classes", f"{source}(dinov3#23)"
     if not gpus.count and data.tiny:
-        return "41.9 % on CIFAR-10's 50,000 images", "raw pixels 40.5, untrained 27.3 (docs/quickstart.md, measured)"
+        return "47.9 % on 10,000 of CIFAR-10's images", "raw pixels 39.2, untrained 27.9 (docs/small-data.md, measured)"
     if data.tiny and gpus.count:
         source = "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried"
         return "84 % on CIFAR-10's 50,000 images, not reached by us", source

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.flat import named_values
+from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.sources import Source, build_source
 from dino_ds.errors import ConfigError
@@ -79,10 +80,10 @@ def run(options: AdviseOptions) -> None:
         "gpus": gpus.count,
         "gpus_offered": _gpus(offered).count,
         "advice": [vars(row) for row in rows],
-        "prediction": None if cluster is None else _predict(recipe, data.images, cluster),
+        "prediction": None if cluster is None else _predict(with_known_network(recipe), data.images, cluster),
         "expected_knn": list(expected_knn(data, gpus)),
         "command": _command(name, flags, cluster.nodes if cluster else 1, gpus.count),
-        "remedies": _remedies(recipe),
+        "remedies": list(_remedies(recipe)),
         "notes": [
             *_notes(data, gpus, options, recipe.eval.root is not None, found["classes"] is not None),
             *_about_images(data, found, _images(options)),
@@ -124,13 +125,21 @@ def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
-    """Options of `dino-ds train` in addition to the recipe."""
-    flags = {} if options.source == load_recipe(recipe, {}).data.source else {"data.source": options.source}
+    """Options of `dino-ds train` that the recipe does not set so itself."""
+    flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
     for row in rows:
         flags |= row.flags
-    return flags
+    start = {key: text for key, text in flags.items() if key == "model.init_from"}
+    own, wanted = (dict(named_values(load_recipe(recipe, given))) for given in (start, flags))
+    return {key: text for key, text in flags.items() if key in start or wanted[key] != own[key]}
+
+
+def with_known_network(recipe: Recipe) -> Recipe:
+    """`recipe` with the network that its released weights are of: they need not be here for a prediction."""
+    weights = recipe.model.init_from
+    return recipe if weights is None else change_recipe(recipe, {"model.backbone": weights.partition(".")[0]})
 
 
 def _test_images(options: AdviseOptions) -> str | None:
@@ -161,19 +170,21 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
     return shlex.join(["dino-ds", *start, *words])
 
 
-def _remedies(recipe: Recipe) -> list[str]:
-    outputs = recipe.head.prototypes
-    continued = recipe.model.init_from is not None
-    slower = "--optimizer.lr 5e-5 and a longer --model.freeze_backbone" if continued else "half the --optimizer.lr"
+def _remedies(recipe: Recipe) -> Iterator[str]:
+    continued, outputs = recipe.model.init_from is not None, recipe.head.prototypes
+    slower = "--optimizer.lr 2e-5 or --model.train lora (docs/continue.md)" if continued else "half the --optimizer.lr"
     faster = "--teacher.momentum 0.99 (dino#246), " if recipe.teacher.momentum > _FAST else ""
-    return [
-        f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
-        "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
-        "(docs/your-data.md)",
+    if recipe.objective.dino_weight:
+        yield (
+            f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
+            "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
+            "(docs/your-data.md)"
+        )
+    yield (
         f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
-        f"weights as they are: {RULE} (dinov2#204)",
-        "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)",
-    ]
+        f"weights as they are: {RULE} (dinov2#204)"
+    )
+    yield "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)"
 
 
 def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_labels: bool) -> Iterator[str]:

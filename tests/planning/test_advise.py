@@ -124,7 +124,8 @@ def test_fifty_thousand_photographs_on_one_card_of_24_gb(photographs, capsys):
     found = _advise(capsys, str(photographs / "list.txt"), "--gpu", "rtx4090-24g")
     assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3}
     recipe = _accepted(found["command"])
-    assert recipe.model.init_from == "vit_small_patch16_224.dino" and recipe.data.global_batch == 256
+    start = f"--config continue --data.root {recipe.data.root} --model.init_from vit_small_patch16_224.dino"
+    assert found["command"] == f"dino-ds train {start}" and recipe.data.global_batch == 256
     assert recipe.data.root == str(photographs / "list.txt")
     prediction = found["prediction"]
     seconds = recipe.length.in_steps(256, 50_000 // 256) * 256 / prediction["images_per_second"]

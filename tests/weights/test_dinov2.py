@@ -16,9 +16,10 @@ from dino_ds.method.build import build_network
 from dino_ds.models.base import CLS, patches_of
 from dino_ds.models.network import Network
 from dino_ds.weights.export import export_dino, export_dinov2, export_hf, export_safetensors, export_timm
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.read import read_weights
-from dino_ds.weights.start import as_source, flags_for
+from dino_ds.weights.start import flags_for
 from tests.reference_v2 import from_reference_v2, golden_v2
 from tests.run.harness import TINY
 from tests.weights.originals import Original

@@ -23,9 +23,9 @@ from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
-from dino_ds.weights.start import as_source
 from tests.weights.originals import assert_same, images
 
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]

@@ -25,9 +25,9 @@ from dino_ds.models.head import DinoHead
 from dino_ds.models.network import Network
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.export import FORMATS
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
-from dino_ds.weights.start import as_source
 from tests.evals.protocols.tiny import clips, copies, landmarks
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised

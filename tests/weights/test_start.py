@@ -21,8 +21,9 @@ from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.export import export_safetensors
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import as_source, find_start, flags_for
+from dino_ds.weights.start import find_start, flags_for
 from tests.run.harness import TINY
 from tests.weights.originals import Original
 

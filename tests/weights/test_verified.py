@@ -22,9 +22,10 @@ from dino_ds.errors import CheckpointError, UserError, lines_for_people
 from dino_ds.method.build_frozen import find_teacher
 from dino_ds.options.model import ExportOptions, PicturesOptions
 from dino_ds.report.draw_pictures import run as draw_pictures
+from dino_ds.weights.from_source import as_source
 from dino_ds.weights.frozen import find_frozen
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
-from dino_ds.weights.start import as_source, find_start
+from dino_ds.weights.start import find_start
 from tests.run.harness import TINY, image_folder, train_alone, whole_tensors
 from tests.sample import sampled
 

@@ -1,0 +1,103 @@
+"""`model.backbone from_source`: the network, and what depends on it, of the weights that a run starts from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from dino_ds.config.crop_checks import fitting_sizes
+from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.config.model import ModelSection
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.sections import CropsSection
+from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.models.specs.backbones import FROM_SOURCE
+from dino_ds.models.specs.base import BackboneSpec
+from dino_ds.weights.compare import FLAGS, flags_for, not_built
+from dino_ds.weights.find import find_weights
+from dino_ds.weights.fit import describe
+
+
+def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = None) -> Recipe:
+    """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
+
+    It replaces the recipe's numbers, but for attention heads that the weights do not state, and channels that the
+    recipe gives: the weights are adapted to them. Sizes of crops that nobody has given are those of the images that the
+    weights know, and positions are resized as there; `notes` gets a line where sizes are not the usual ones. A run that
+    exists already and began from the same weights knows it all: their file may be gone. Raises CheckpointError for a
+    network that dino_ds does not build, ConfigError where the recipe does not fit it.
+    """
+    model = recipe.model
+    assert model.init_from is not None
+    path = Path(run_dir or "", "config.yaml")
+    if run_dir is not None and path.is_file():
+        begun = load_recipe(str(path), {})
+        before = begun.model
+        if before.init_from == model.init_from:
+            values = {key: getattr(before, key) for key in ("backbone", "arguments", "layer_scale", *FLAGS)}
+            return change_recipe(
+                recipe,
+                {f"model.{key}": "none" if value is None else str(value) for key, value in values.items()}
+                | {f"crops.{key}": str(getattr(begun.crops, key)) for key in _sizes_not_given(recipe.crops)}
+                | _resizing_for(model, before.pos_embed_interpolation),
+            )
+    with naming(f"model.init_from {model.init_from}"):
+        weights = find_weights(model.init_from)
+        if weights.spec is not None:
+            sizes = _sizes_for(recipe.crops, weights.image_size, weights.spec.side_multiple)
+            return _changed(recipe, _flags_for_other(weights.spec, model), sizes, notes)
+        found = describe(weights, model.heads)
+        arch = replace(found.arch, in_chans=_channels_for(model, found.arch))
+    flags = flags_for(arch, model)
+    if flags is None:
+        raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
+    flags |= _resizing_for(model, found.interpolation) if arch.rope is None else {}
+    return _changed(recipe, flags, _sizes_for(recipe.crops, found.image_size, arch.side_multiple), notes)
+
+
+def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes: list[str] | None) -> Recipe:
+    """`recipe` with these flags and sizes of crops, and a note on sizes that are not the usual ones."""
+    usual = CropsSection()
+    if notes is not None and any(value != str(getattr(usual, key.split(".")[1])) for key, value in sizes.items()):
+        said = " and ".join(f"{key} {value}" for key, value in sizes.items())
+        notes.append(f"{said}, for the images and patches that model.init_from {recipe.model.init_from} knows")
+    return change_recipe(recipe, flags | sizes)
+
+
+def _sizes_not_given(crops: CropsSection) -> list[str]:
+    """The sizes of crops that neither the recipe nor the command line gives."""
+    given = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
+    return [key for key in ("global_size", "local_size") if key not in given]
+
+
+def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
+    """Sizes of crops that are not given, for weights of images of `side` pixels: the usual ones, unless these are too
+    large or no multiples of the patch."""
+    missing = _sizes_not_given(crops)
+    usual = CropsSection().global_size
+    large = min(usual, side) if "global_size" in missing else crops.global_size
+    found = dict(zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True))
+    return {f"crops.{key}": str(found[key]) for key in missing}
+
+
+def _channels_for(model: ModelSection, theirs: BackboneSpec) -> int:
+    """The number of channels that the recipe gives, or else that of the weights."""
+    return model.in_chans if "in_chans" in model.model_fields_set else theirs.in_chans
+
+
+def _resizing_for(model: ModelSection, theirs: str) -> dict[str, str]:
+    """How positions are resized, where nobody says it: as by the weights' own project."""
+    given = "pos_embed_interpolation" in model.model_fields_set
+    return {} if given else {"model.pos_embed_interpolation": theirs}
+
+
+def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
+    arguments = {}
+    if "arguments" in spec.obeys:
+        arguments = {"model.arguments": spec.arguments}
+        if model.arguments not in ("{}", spec.arguments):
+            raise ConfigError(
+                f"model.arguments {model.arguments} has no effect: model.backbone {FROM_SOURCE} takes those of the "
+                "weights; set --model.arguments {}"
+            )
+    return {"model.backbone": spec.title, "model.in_chans": str(_channels_for(model, spec)), **arguments}
