@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 
 NEAR = 0.02
-"""Fraction of ln K within which the entropy counts as 0 or as ln K."""
+"""Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features are one."""
 NO_KL = 0.01
 """Fraction of ln K below which the KL says that the teacher gives every image the same target."""
 MOST_CONSTANT = 0.5
 """Fraction of images of one color above which there is nothing to learn."""
 WINDOWS = 10
 """Lines of metrics in a row before the alarm: single batches come near either end."""
+_CONSTANT = "constant images"
 _HINTS = {
-    "constant images": "look at the images, with dino-ds look-data, and at data.root",
+    _CONSTANT: "look at the images, with dino-ds look-data, and at data.root",
     "one prototype": "the targets are too sharp for the center to keep up: raise objective.teacher_temp, lower "
     "objective.center_momentum or optimizer.lr",
     "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
+    "one feature": "lower optimizer.lr, lengthen optimizer.warmup or raise data.global_batch",
 }
 _BALANCED_HINTS = {
     "one prototype": "Sinkhorn-Knopp balances only rows that differ, and many of them: raise data.global_batch or "
@@ -26,8 +28,29 @@ _BALANCED_HINTS = {
 }
 
 
-class CollapseAlarm:
-    """Checks each line of metrics and reports a collapse once, again only after a recovery. It never stops a run.
+class _Alarm:
+    """Reports what was so for WINDOWS lines of metrics in a row once, again only after a recovery. It never stops a
+    run."""
+
+    def __init__(self) -> None:
+        self._windows, self._kind = 0, ""
+        self.on = False
+
+    def _report(self, kind: str, began: str, over: str) -> str:
+        """One of two lines, or "": what `began` where the last lines were of this kind, `over` where it is "" again."""
+        self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
+        self._kind = kind
+        if not kind and self.on:
+            self.on = False
+            return over
+        if self.on or self._windows < WINDOWS:
+            return ""
+        self.on = True
+        return began
+
+
+class CollapseAlarm(_Alarm):
+    """Checks the entropy and the KL of targets over prototypes in each line of metrics.
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
     -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
@@ -38,32 +61,24 @@ class CollapseAlarm:
     """
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image", balanced: bool = False) -> None:
+        super().__init__()
         self._most, self._rows, self._balanced = math.log(prototypes), rows, balanced
         self._warmup_steps = warmup_steps
-        self._windows, self._kind = 0, ""
-        self.on = False
 
     def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
         """A human-readable line, or "". Entropy and KL in nats and the fraction of images of one color (`constant`) are
         means since the last line of metrics."""
-        kind = "constant images" if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
-        self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
-        self._kind = kind
-        if not kind and self.on:
-            self.on = False
-            whose = "" if self._rows == "image" else f" for every {self._rows}"
-            return f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
-        if self.on or self._windows < WINDOWS:
-            return ""
-        self.on = True
-        hint = _BALANCED_HINTS.get(kind, _HINTS[kind]) if self._balanced else _HINTS[kind]
-        what = f"the teacher gives every {self._rows} the same target"
-        if kind == "constant images":
-            what = f"{constant:.0%} of the images are of one color: nothing can be learned from them"
-        return (
+        kind = _CONSTANT if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
+        whose = "" if self._rows == "image" else f" for every {self._rows}"
+        over = f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
+        hints = _HINTS | _BALANCED_HINTS if self._balanced else _HINTS
+        alike = f"the teacher gives every {self._rows} the same target"
+        what = _constant_images(constant) if kind == _CONSTANT else alike
+        began = (
             f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
-            f"for {WINDOWS} lines; DINO, figure 7); {hint}"
+            f"for {WINDOWS} lines; DINO, figure 7); {hints.get(kind)}"
         )
+        return self._report(kind, began, over)
 
     def _kind_of(self, step: int, entropy: float, kl: float) -> str:
         if not abs(kl) < NO_KL * self._most:
@@ -71,3 +86,26 @@ class CollapseAlarm:
         if entropy < NEAR * self._most:
             return "one prototype"
         return "uniform" if entropy > (1 - NEAR) * self._most and step > self._warmup_steps else ""
+
+
+class SpreadAlarm(_Alarm):
+    """Checks how far features of different images are spread, where an objective has no prototypes: 0 where all images
+    have one feature, 1 where they fill the sphere. A student that has not warmed up has not begun to spread them."""
+
+    def __init__(self, name: str, warmup_steps: int) -> None:
+        super().__init__()
+        self._name, self._warmup_steps = name, warmup_steps
+
+    def look(self, step: int, spread: float, constant: float = 0.0) -> str:
+        """A human-readable line, or "". `spread` and the fraction of images of one color (`constant`) are means since
+        the last line of metrics."""
+        kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
+        kind = _CONSTANT if constant > MOST_CONSTANT else kind
+        what = _constant_images(constant) if kind == _CONSTANT else "the student gives every image the same feature"
+        measured = f"{self._name} {spread:.3f} of 1"
+        began = f"collapse after step {step}: {what} ({measured}, for {WINDOWS} lines); {_HINTS.get(kind)}"
+        return self._report(kind, began, f"collapse after step {step}: over; {measured}")
+
+
+def _constant_images(share: float) -> str:
+    return f"{share:.0%} of the images are of one color: nothing can be learned from them"

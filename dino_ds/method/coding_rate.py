@@ -6,6 +6,7 @@ projection is DINO's head without prototypes; here it is one linear layer, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ class CodingRateTerm(Term):
     """1 - the mean cosine over pairs of different crops - the coding rate of the student's global crops. FP32.
 
     The rate is of the images of all ranks; under gradient accumulation of a micro-batch at a time, not the whole step.
+    `coding_spread` is its place between the least and the most that it can be.
     """
 
-    scalars = ("view_cosine", "coding_rate")
+    scalars = ("view_cosine", "coding_rate", "coding_spread")
+    spread = "coding_spread"
 
     def __init__(self, spec: CodingRateSpec) -> None:
         self.crops, self.teacher, self._query = spec.crops, spec.teacher, spec.name
@@ -50,7 +53,10 @@ class CodingRateTerm(Term):
             pairs = torch.einsum("vbd,gbd->vg", rows, targets) / rows.shape[1]
             cosine = (pairs.sum() - pairs.diagonal().sum()) / (pairs.numel() - self.crops)
             rate = coding_rate(rows[: self.crops])
-            return Measured(1 - cosine - rate, {"view_cosine": cosine.detach(), "coding_rate": rate.detach()})
+            least, most = rate_bounds(rows.shape[2], rows.shape[1] * distributed.world_size())
+            spread = (rate.detach() - least) / max(most - least, 1e-6)  # of one image they are the same
+            scalars = {"view_cosine": cosine.detach(), "coding_rate": rate.detach(), self.spread: spread}
+            return Measured(1 - cosine - rate, scalars)
 
 
 def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
@@ -69,6 +75,13 @@ def coding_rate(rows: Tensor) -> Tensor:
     factors = torch.linalg.cholesky_ex(eye + width / (images * DISTORTION) * covariance).L
     rate = factors.diagonal(dim1=1, dim2=2).log().sum(dim=1).mean()
     return rate * (images + width) / (images * width)
+
+
+def rate_bounds(width: int, images: int) -> tuple[float, float]:
+    """The coding rate where all images have one row, and where they lie as evenly as they can in all dimensions."""
+    least, most = (rank * math.log1p(width / (rank * DISTORTION)) / 2 for rank in (1, min(width, images)))
+    factor = (images + width) / (images * width)
+    return least * factor, most * factor
 
 
 def _unit_rows(output: object) -> Tensor:

@@ -72,13 +72,15 @@ class Term(ABC):
     """One summand of the objective.
 
     `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets, their names
-    end in teacher_entropy. `statistics` by their names in checkpoints. No other term may use these names.
+    end in teacher_entropy, and `spread` is one that is 0 where all images have one feature and 1 where they are far
+    apart, or "". `statistics` by their names in checkpoints. No other term may use these names.
     `whole_step`: targets depend on all micro-batches of a step.
     """
 
     needs: Needs
     scalars: tuple[str, ...] = ()
     entropies: Mapping[str, TargetEntropy] = MappingProxyType({})
+    spread: str = ""
     statistics: Mapping[str, RunningMean] = MappingProxyType({})
     whole_step = False
 
@@ -118,6 +120,11 @@ class Objective:
                 kl = scalar.replace("teacher_entropy", "kl")
                 found.append(Entropy(scalar, loss or own, kl, prototypes, rows))
         return found
+
+    @property
+    def spreads(self) -> list[str]:
+        """The scalars that say how far apart features of different images are."""
+        return [term.spread for term in self.terms.values() if term.spread]
 
     @property
     def whole_step(self) -> bool:

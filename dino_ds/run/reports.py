@@ -11,7 +11,7 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.health.collapse import CollapseAlarm
+from dino_ds.health.collapse import CollapseAlarm, SpreadAlarm
 from dino_ds.method.step import MicroStep
 from dino_ds.run.image_reports import ImageReports
 from dino_ds.run.metrics import Clock, Meter
@@ -37,10 +37,12 @@ class Reports:
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         warmup = run.step.schedules.warmup_steps
-        self._collapse = [
-            (entropy, CollapseAlarm(entropy.prototypes, warmup, entropy.rows, run.options.balanced))
-            for entropy in run.step.objective.entropies
+        objective, balanced = run.step.objective, run.options.balanced
+        self._collapse: list[tuple[tuple[str, ...], CollapseAlarm | SpreadAlarm]] = [
+            ((entropy.scalar, entropy.kl), CollapseAlarm(entropy.prototypes, warmup, entropy.rows, balanced))
+            for entropy in objective.entropies
         ]
+        self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]
 
     def trained(self, micro: MicroStep, names: list[str], constant: Tensor, shares: list[Tensor]) -> None:
         """Add a micro-batch of an applied step; `constant` (b,) is `constant_images`', `shares` are `part_shares`'."""
@@ -101,8 +103,8 @@ class Reports:
         """Lines of the alarms for a collapse; images of a single color are told to the first one alone."""
         told = [record["constant_images"], *[0.0] * len(self._collapse)]
         lines = [
-            alarm.look(record["step"], record[entropy.scalar], record[entropy.kl], constant)
-            for (entropy, alarm), constant in zip(self._collapse, told, strict=False)
+            alarm.look(record["step"], *(record[name] for name in names), constant)
+            for (names, alarm), constant in zip(self._collapse, told, strict=False)
         ]
         return [line for line in lines if line]
 

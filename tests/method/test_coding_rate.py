@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -38,6 +39,22 @@ def test_the_loss_is_the_formula_of_the_paper():
         rates.append(torch.linalg.eigvalsh(matrix).log().sum() / 2 * (IMAGES + WIDTH) / (IMAGES * WIDTH))
     expected = 1 - sum(cosines) / len(cosines) - sum(rates) / 2
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("images", [1, 5, WIDTH, 24])
+def test_the_spread_is_0_for_equal_images_and_1_for_those_as_far_apart_as_can_be(images):
+    """Orthogonal rows, as many of each, whatever the number of images; one image has nothing to be far from."""
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, 2, EMA))
+
+    def spread(rows):
+        rows = rows.repeat(2, 1)
+        (targets,) = term.targets([{EMA: {"rate": rows}}], [{}], None)
+        return term.loss({"rate": rows}, targets, None).scalars[term.spread].item()
+
+    directions = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))).Q
+    assert spread(directions[:1].expand(images, -1)) == pytest.approx(0, abs=1e-5 if images > 1 else 1)
+    if images > 1:
+        assert spread(directions.repeat(3, 1)[:images]) == pytest.approx(1, abs=1e-5)
 
 
 def _on_a_rank():

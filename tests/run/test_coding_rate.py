@@ -6,6 +6,7 @@ import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
+from dino_ds.health.collapse import NEAR
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_alone, train_tiny
 from tests.run.test_resume import assert_same_checkpoint
@@ -29,6 +30,21 @@ def test_two_ranks_equal_one_and_a_resume_goes_on_to_the_bit(tmp_path):
     for line in read_metrics(tmp_path / "alone"):
         assert line["loss"] == pytest.approx(1 - line["view_cosine"] - line["coding_rate"], abs=1e-5)
         assert not {"teacher_entropy", "kl"} & line.keys()
+
+
+def test_a_collapse_without_prototypes_reaches_log_and_metrics(tmp_path):
+    """A student that stands still before copies of one image: all features are one, and the run goes on and says so."""
+    images = image_folder(tmp_path / "images")
+    first, *others = sorted(images.iterdir())
+    for path in others:
+        path.write_bytes(first.read_bytes())
+    plain = {f"crops.{name}": "0" for name in ("num_local", "jitter", "blur", "grayscale", "flip", "solarize")}
+    plain["crops.global_scale"] = "0.99,1"
+    still = {"length": "15 steps", "optimizer.lr": "1e-12", "optimizer.min_lr": "0", "optimizer.warmup": "2 steps"}
+    assert train_tiny(images, tmp_path / "run", changes=RATE | plain | still | {"log_every": "1"}) is None
+    assert log_of(tmp_path / "run").count("the student gives every image the same feature (coding_spread 0.0") == 1
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["collapsed"] == 1 and last["coding_spread"] < NEAR and last["view_cosine"] > 0.9
 
 
 def test_accumulation_is_said_to_be_another_loss(tmp_path):

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm
+from dino_ds.health.collapse import NEAR, NO_KL, WINDOWS, CollapseAlarm, SpreadAlarm
 from dino_ds.method.step import TrainingStep
 from tests.ranks import run_on_ranks
 from tests.reference import copied
@@ -122,6 +122,16 @@ def test_a_teacher_that_has_not_begun_is_not_flat():
     """Nearly uniform targets are how every run starts; those of one prototype are not."""
     assert _said(CollapseAlarm(4096, 1000), [FLAT] * 30) == []
     assert _said(CollapseAlarm(4096, 1000), [ONE] * 30) != []
+
+
+def test_features_that_do_not_spread_are_a_collapse_after_the_warmup():
+    """Before, they have not begun; a spread student, NaN, or one line of many raise no alarm."""
+    alike = [(NEAR / 2,)] * (2 * WINDOWS)
+    said = _said(SpreadAlarm("coding_spread", warmup_steps=104), [*alike, (0.5,)])
+    assert [step for step, _ in said] == [104 + WINDOWS, 101 + 2 * WINDOWS]
+    assert "coding_spread 0.010 of 1" in said[0][1] and "lower optimizer.lr" in said[0][1] and "over" in said[1][1]
+    for values in ([(2 * NEAR,)] * 30, [(math.nan,)] * 30, [*alike[: WINDOWS - 1], (0.5,)] * 3):
+        assert _said(SpreadAlarm("coding_spread", 0), values) == []
 
 
 def test_the_alarm_reaches_log_and_metrics(tmp_path):
