@@ -11,7 +11,7 @@ from scripts import gpu_counts
 
 pytestmark = pytest.mark.slow
 
-PARTS = ["teacher", "targets", "student", "loss", "backward", "engine", "optimizer", "ema", "prototypes"]
+PARTS = ["teacher", "targets", "student", "loss", "backward", "optimizer", "ema", "prototypes"]
 BLOCKS = {"model.depth": "2"}
 """With whole networks each of these takes ten seconds; what prototypes take does not depend on the blocks."""
 
