@@ -12,7 +12,6 @@ from dino_ds.config.crops import EMA, CropGroup, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.models.base import Backbone, Crops
 from dino_ds.models.batch_norm import BatchNorm
-from dino_ds.models.fused import in_training
 from dino_ds.models.network import Network, Output
 
 
@@ -39,8 +38,7 @@ class Teacher:
         for norm in self._batch_norms:
             norm.training = True
         try:
-            low = torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
-            with low, in_training():
+            with torch.autocast(self._device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
                 outputs: dict[str, Output] = self._running(crops, None, hidden)
                 return outputs
         finally:

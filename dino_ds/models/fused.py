@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.rehearsal import device_kind, rehearsing
@@ -65,20 +65,24 @@ def fuses(of: Tensor) -> bool:
 
 
 def fuses_in_block(of: Tensor) -> bool:
-    """Whether functions inside a backbone's block are to be fused: in training alone, the student's with its gradient
-    and teachers' by `in_training`. Elsewhere a network may see a few images, for which compiling takes too long."""
+    """Whether functions inside a backbone's block are to be fused: with gradients, and in what `fuse_as_in_training`
+    names, as teachers. Elsewhere a network may see a few images, for which compiling takes too long."""
     wanted = torch.is_grad_enabled() or bool(_training)
     return wanted and not torch.compiler.is_compiling() and fuses(of)
 
 
-@contextmanager
-def in_training() -> Iterator[None]:
-    """A context in which blocks belong to a training step, although they have no gradient."""
+def fuse_as_in_training(network: nn.Module) -> None:
+    """Let the blocks of a network be fused in its own forward pass without gradients too, and those of its copies."""
+    network.register_forward_pre_hook(_begin)
+    network.register_forward_hook(_end, always_call=True)
+
+
+def _begin(*_: Any) -> None:
     _training.append(None)
-    try:
-        yield
-    finally:
-        _training.pop()
+
+
+def _end(*_: Any) -> None:
+    _training.pop()
 
 
 @functools.cache

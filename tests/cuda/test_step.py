@@ -106,8 +106,8 @@ def test_fp32_is_exact_and_the_same_in_every_run():
     assert not [name for name in operators if "convolution" in name or ("upsample" in name and "backward" in name)]
 
 
-# SwiGLU, LayerScale and biases too. Of each size q and k are rotated by one kernel, forward and backward; the tables, of
-# all blocks where coordinates are changed, are made by some 50.
+# SwiGLU, LayerScale and biases too. Of each size q and k are rotated by one kernel, forward and backward; the tables,
+# of all blocks where coordinates are changed, are made by some 50.
 ROTARY = {"backbone": "vit_small_plus_patch16_dinov3_qkvb"}
 VARLEN, NAIVE = (
     PerformanceOptions(attention="varlen"),

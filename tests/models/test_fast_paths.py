@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
@@ -17,7 +19,7 @@ from dino_ds.basics.rehearsal import rehearsal
 from dino_ds.models import attention, blocks, residual
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept, drop_path_draws, kept_sequences, sample_keys, step_key
-from dino_ds.models.fused import in_training, listen_to_kernels
+from dino_ds.models.fused import fuse_as_in_training, listen_to_kernels
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
@@ -169,14 +171,21 @@ def test_kept_sequences_are_read_and_added_exactly(dtype, monkeypatch):
 
 @pytest.mark.numerical
 def test_blocks_are_fused_in_training_alone():
-    """A network that gives features may see any number of images; a teacher sees those of training, and the same."""
+    """A network that gives features may see any number of images; a teacher, a copy of a named network, sees those of
+    training, and gives the same."""
     model, seen = _model("rotary"), []
+    named = nn.Sequential(model)
+    fuse_as_in_training(named)
     with rehearsal("cuda"), listen_to_kernels(lambda *_: nullcontext(seen.append(1))), torch.no_grad():
         plain = model(_crops())[CLS]
         assert not seen
-        with in_training():
-            fused = model(_crops())[CLS]
-    assert len(seen) >= 4 and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
+        fused = copy.deepcopy(named)(_crops())[CLS]
+        assert len(seen) >= 4
+        with pytest.raises(TypeError):
+            named(None)
+        seen.clear()
+        model(_crops())
+    assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
 @pytest.mark.numerical
