@@ -77,8 +77,9 @@ class _Bare(Attention):
 
     def attend(self, qkv: Tensor, packing: Packing) -> Tensor:
         """qkv (tokens, 3d) -> (tokens, d)."""
-        attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        return attend((qkv,), packing, packing)
+        if self.implementation == "varlen":
+            return self._one_kernel((qkv,), packing, packing)
+        return self._size_by_size((qkv,), packing, packing, ())
 
 
 class _Case:

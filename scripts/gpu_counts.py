@@ -2,9 +2,9 @@
 
 The step is rehearsed in bf16 at ZeRO 1. Launches are operators, weighed by the kernels that they start; a function that
 torch.compile fuses counts as Inductor's kernels, which tests compare. Gigabytes are what operators read and write,
-products too, each argument and each result once. DeepSpeed's part follows from the number of tensors
-and groups, and milliseconds are the planner's. `--compile`: launches and gigabytes of the blocks stay those of eager
-ones; only the milliseconds are less, by the planner's assumption.
+products too, each argument and each result once. DeepSpeed's part, the optimizer, follows from the number of parameter
+groups, and milliseconds are the planner's. `--compile`: launches and gigabytes of the blocks stay those of eager ones;
+only the milliseconds are less, by the planner's assumption.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from dino_ds.planning.speed import ASSUMPTIONS, Cluster, estimate_step
 
 _DS = "ds_configs/zero1_bf16.json"
 _CARDS = {"h100": "h100-80g", "h200": "h200-141g"}
-_COPIES_OF_GRADIENT = 2
-"""Copies of each gradient that DeepSpeed makes at stages 1 and 2, one operator each: into its bucket and out of it."""
-_COPY_BYTES = 4
 _LAUNCHES_OF_GROUP = 7
 """Operators of DeepSpeed's step for each parameter group; counted on a CPU, as in tests/cuda/test_engine.py."""
 _LAUNCHES_OF_EMA = 2
@@ -81,7 +78,6 @@ def _counts(recipe: Recipe, config: DsConfig, costs: StepCosts) -> Counts:
     return {
         "teacher": teacher,
         **counts,
-        "engine": (_COPIES_OF_GRADIENT * len(facts.sizes), _COPIES_OF_GRADIENT * _COPY_BYTES * weights / 1e9),
         "optimizer": (_LAUNCHES_OF_GROUP * len(facts.groups), ASSUMPTIONS["optimizer_bytes"] * weights / 1e9),
         "ema": ema,
         "prototypes": _sum(costs.prototypes.values()),

@@ -88,6 +88,14 @@ class DsConfig:
         asked = self.performance.teacher_copy
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
+    def copies_gradients(self, world_size: int) -> bool:
+        """Whether DeepSpeed brings gradients together in buckets. A process alone has nothing to sum them with: at
+        stages 0 and 1 they stay where they are, unless another device or another dtype wants them."""
+        zero = self.raw.get("zero_optimization", {})
+        if self.stage != 1 or world_size > 1 or zero.get("overlap_comm") or offloads_optimizer(zero):
+            return self.stage > 0
+        return self.raw.get("data_types", {}).get("grad_accum_dtype", self.precision) not in (self.precision, None)
+
 
 def offloads_optimizer(zero: dict[str, Any]) -> bool:
     """Whether a zero_optimization section puts the optimizer's state on another device."""

@@ -58,7 +58,7 @@ def estimate_memory(
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
     total = sum(trained.values())
-    gradients, buckets = gradient_bytes(trained, config, world_size, on_gpu), bucket_bytes(config)
+    gradients, buckets = gradient_bytes(trained, config, world_size, on_gpu), bucket_bytes(config, world_size)
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
     # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
@@ -179,10 +179,10 @@ def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, 
     return _gradient_element(config) * ((total - whole) // world_size + whole)
 
 
-def bucket_bytes(config: DsConfig) -> int:
+def bucket_bytes(config: DsConfig, world_size: int) -> int:
     """The buffers in which gradients are reduced: two with overlap at stages 1 and 2."""
     zero = config.raw["zero_optimization"]
-    if config.stage == 0 or not zero.get("contiguous_gradients", True):
+    if not config.copies_gradients(world_size) or not zero.get("contiguous_gradients", True):
         return 0
     buffers = 2 if config.stage < 3 and zero.get("overlap_comm") else 1
     return buffers * int(zero["reduce_bucket_size"]) * element_bytes(config)

@@ -35,14 +35,24 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
         raise ConfigError(f"DeepSpeed refuses this ds config: {' '.join(str(error).split())}") from error
     if config.stage == 3:
         let_go_of(network)
-    if config.stage == 0 and distributed.world_size() == 1:
-        engine.enable_backward_allreduce = False  # it copies all gradients, to sum them with nothing
+    if distributed.world_size() == 1:
+        _sum_with_nothing(engine, zero_optimizer, config)
     if config.dynamic_loss_scale:
         # Of a window that was spoilt to stop, it would be no error: `Engine.scale_is_exhausted` tells who knows.
         zero_optimizer.loss_scaler.raise_error_at_min_scale = False
     _read_finiteness_once(zero_optimizer)
     _gather_weights_at_once(logged="comms_logger" in config.raw)
     return engine, zero_optimizer
+
+
+def _sum_with_nothing(engine: Any, optimizer: Any, config: DsConfig) -> None:
+    """Let a process alone take its gradients as they are at stages 0 and 1. DeepSpeed copies each of them into a bucket
+    and out of it, two kernels a parameter, and divides their sum by 1."""
+    if config.stage == 0:
+        engine.enable_backward_allreduce = False
+    elif not config.copies_gradients(1):
+        optimizer.contiguous_gradients = False  # no memory for buckets
+        optimizer.reduce_gradients = lambda **_: optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
 def _read_finiteness_once(optimizer: Any) -> None:

@@ -13,6 +13,7 @@ from dino_ds.config.sections import HeadSection
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.models.build import build_backbone
+from dino_ds.models.fused import fuse_as_in_training
 from dino_ds.models.head import DinoHead, RegressionHead
 from dino_ds.models.network import Network, Query
 from dino_ds.models.specs.base import BackboneOptions
@@ -63,7 +64,9 @@ def build_meta(
         }
     asked = {name: query for name, query in queries.items() if name in outputs}
     features = [name for name in outputs if name not in queries]
-    return Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
+    network = Network(backbone, heads, asked, features, freezes_backbone=model.freeze_backbone.value > 0)
+    fuse_as_in_training(network)
+    return network
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:

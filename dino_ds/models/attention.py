@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dino_ds.models.fused import fuses_in_block
 from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.rope import write_rotated
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -51,27 +53,55 @@ class _PerSize(torch.autograd.Function):
 
     Their gradients are written into one matrix, each once. Autograd would stack those of keys and values, copy them
     into the order of the tokens, and concatenate sizes and queries in two more passes.
+    parts: (rotated, all). With `tables` of RoPE, one of each size, the first parts are rotated while they are copied.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, groups: tuple[tuple[int, int], ...], parts: tuple[int, int], heads: int, *tables: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.groups, ctx.parts = groups, parts
-        pieces = []
-        for (sequences, tokens), rows in zip(groups, x.split([s * n for s, n in groups]), strict=True):
-            # (sequences, tokens, parts, heads, c) -> parts x (sequences, heads, tokens, c)
-            pieces += rows.view(sequences, tokens, parts, heads, -1).transpose(1, 3).unbind(2)
-        return tuple(pieces)
+        ctx.save_for_backward(*tables)
+        found = _views(x, groups, parts[1], heads)
+        if tables:
+            x = torch.empty_like(x)
+            _write_rotated(x, found, groups, tables, parts[0], back=False)
+            found = _views(x, groups, parts[1], heads)
+        return tuple(piece for own in found for piece in own)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rotated, parts = ctx.parts
         sizes = [sequences * tokens for sequences, tokens in ctx.groups]
         width = grads[0].shape[1] * grads[0].shape[3]
-        grad = grads[0].new_empty(sum(sizes), ctx.parts * width)
-        for i, rows in enumerate(grad.split(sizes)):
-            own = grads[i * ctx.parts : (i + 1) * ctx.parts]
-            torch.cat([g.transpose(1, 2).reshape(-1, width) for g in own], dim=1, out=rows)
-        return grad, None, None, None
+        grad = grads[0].new_empty(sum(sizes), parts * width)
+        pieces = [grads[i : i + parts] for i in range(0, len(grads), parts)]
+        if tables := ctx.saved_tensors:
+            _write_rotated(grad, pieces, ctx.groups, tables, rotated, back=True)
+        else:
+            for rows, own in zip(grad.split(sizes), pieces, strict=True):
+                torch.cat([g.transpose(1, 2).reshape(-1, width) for g in own], dim=1, out=rows)
+        return grad, None, None, None, *[None] * len(tables)
+
+
+def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> list[tuple[Tensor, ...]]:
+    """x (tokens, parts * d) -> of each size `parts` views (sequences, heads, tokens, c)."""
+    cut = zip(groups, x.split([sequences * tokens for sequences, tokens in groups]), strict=True)
+    return [rows.view(*group, parts, heads, -1).transpose(1, 3).unbind(2) for group, rows in cut]
+
+
+def _write_rotated(
+    out: Tensor,
+    pieces: Sequence[Sequence[Tensor]],
+    groups: tuple[tuple[int, int], ...],
+    tables: Sequence[Tensor],
+    rotated: int,
+    back: bool,
+) -> None:
+    cut = out.split([sequences * tokens for sequences, tokens in groups])
+    for rows, group, own, table in zip(cut, groups, pieces, tables, strict=True):
+        write_rotated(rows.view(*group, len(own), own[0].shape[1], 2, -1), list(own), table, rotated, back)
 
 
 class Attention(nn.Module):
@@ -90,14 +120,17 @@ class Attention(nn.Module):
         self, x: Tensor, packing: Packing, selection: Selection | None = None, tables: Sequence[Tensor] = ()
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (rows, d) for the selected ones alone. tables: of RoPE, for each size."""
-        projected = self.projected(x, packing, selection, tables)
-        attend = self._one_kernel if self.implementation == "varlen" else self._size_by_size
-        return self.proj(attend(projected, packing, packing if selection is None else selection.packing))
+        asking = packing if selection is None else selection.packing
+        if self.implementation == "varlen":
+            return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, asking))
+        later = tables and fuses_in_block(x)
+        projected = self.projected(x, packing, selection, () if later else tables)
+        return self.proj(self._size_by_size(projected, packing, asking, tables if later else ()))
 
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values as `QueryKeyValue` gives them, with their positions."""
+        """Queries, keys and values as `QueryKeyValue` gives them, rotated by `tables` if there are some."""
         return self.qkv(x, None if selection is None else selection.rows)
 
     def qkv_bias(self) -> Tensor | None:
@@ -113,17 +146,21 @@ class Attention(nn.Module):
         q = q[:, :, :1] if cls_only else q
         return (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
 
-    def _size_by_size(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
-        """One kernel call per size; `packing` holds the keys and values, `asking` the queries."""
+    def _size_by_size(
+        self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing, tables: Sequence[Tensor]
+    ) -> Tensor:
+        """One kernel call per size; `packing` holds the keys and values, `asking` the queries. tables: of RoPE, if
+        queries and keys are not rotated yet."""
         groups = packing.groups
         if len(projected) == 1:
-            pieces = _PerSize.apply(projected[0], groups, 3, self.heads)
+            pieces = _PerSize.apply(projected[0], groups, (2, 3), self.heads, *tables)
             triples = [pieces[i : i + 3] for i in range(0, len(pieces), 3)]
         else:
-            queries = _PerSize.apply(projected[0], asking.groups, 1, self.heads)
-            pieces = _PerSize.apply(projected[1], groups, 2, self.heads)
+            queries = _PerSize.apply(projected[0], asking.groups, (1, 1), self.heads, *tables)
+            pieces = _PerSize.apply(projected[1], groups, (1, 2), self.heads, *tables)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
-        return torch.cat([rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples])
+        found = [rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.residual import LayerScale, add_branch
 from dino_ds.models.specs.backbones import ViTSpec
 
 
@@ -117,20 +118,6 @@ def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
     return F.silu(gate) * value
 
 
-class LayerScale(nn.Module):
-    def __init__(self, width: int, initial: float) -> None:
-        super().__init__()
-        self.initial = initial
-        self.gamma = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gamma, self.initial)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gamma
-
-
 def norm_layer(arch: ViTSpec) -> nn.Module:
     return (nn.RMSNorm if arch.rms_norm else nn.LayerNorm)(arch.width, eps=arch.norm_eps)
 
@@ -163,27 +150,33 @@ class Block(nn.Module):
         """
         if isinstance(drop, list):
             return self._forward_kept(x, drop, selection, tables)
-        branch = self.scale1(self.attn(self.norm1(x), packing, selection, tables))
-        x = _selected(x, selection) + (branch if drop is None else branch * drop[0])
-        branch = self.scale2(self.mlp(self.norm2(x)))
-        return x + (branch if drop is None else branch * drop[1])
+        first, second = (None, None) if drop is None else drop
+        branch = self.attn(self.norm1(x), packing, selection, tables)
+        x = self.add1(_selected(x, selection), branch, first)
+        return self.add2(x, self.mlp(self.norm2(x)), second)
 
     def _forward_kept(
         self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
     ) -> Tensor:
         first, second = kept
         rows, x = _gather(x, first.rows)
-        branch = self.scale1(self.attn(self.norm1(rows), first.packing, first.selection, tables))
-        x = _add(_selected(x, selection), branch, first)
+        branch = self.attn(self.norm1(rows), first.packing, first.selection, tables)
+        x = self.add1(_selected(x, selection), branch, first)
         rows, x = _gather(x, second.places)
-        branch = self.scale2(self.mlp(self.norm2(rows)))
-        return _add(x, branch, second)
+        return self.add2(x, self.mlp(self.norm2(rows)), second)
 
-    def scale1(self, branch: Tensor) -> Tensor:
-        return self.ls1(branch)
+    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        """x plus the branch of the attention, by `add_branch`."""
+        return _add(self.ls1, x, branch, drop)
 
-    def scale2(self, branch: Tensor) -> Tensor:
-        return self.ls2(branch)
+    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        """x plus the branch of the MLP."""
+        return _add(self.ls2, x, branch, drop)
+
+
+def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
+    # Inside its own forward: ZeRO 3 gathers LayerScale's gamma only around it.
+    return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
 
 
 def _gather(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,27 +205,3 @@ class _Gather(torch.autograd.Function):
 
 def _selected(x: Tensor, selection: Selection | None) -> Tensor:
     return x if selection is None else x.index_select(0, selection.rows)
-
-
-def _add(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
-    """x plus the branch of the sequences that have one, made larger by those that have none."""
-    if torch.compiler.is_compiling():
-        return x.index_add(0, kept.places, (branch * kept.scales).to(x.dtype))
-    added: Tensor = _Add.apply(x, branch, kept.places, kept.scales)
-    return added
-
-
-class _Add(torch.autograd.Function):
-    """Products with FP32 scales are rounded once, in the pass that makes them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:
-        ctx.save_for_backward(places, scales)
-        ctx.dtype = branch.dtype
-        return x.index_add(0, places, torch.mul(branch, scales, out=torch.empty_like(branch, dtype=x.dtype)))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (grad,), (places, scales) = grad_outputs, ctx.saved_tensors
-        return grad, grad.index_select(0, places).mul_(scales).to(ctx.dtype), None, None

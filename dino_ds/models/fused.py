@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.rehearsal import device_kind, rehearsing
 from dino_ds.errors import one_line
@@ -22,6 +23,7 @@ _TOLERANCE = 1e-5
 _PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
 KernelListener = Callable[[int, float], AbstractContextManager[Any]]
 _listeners: list[KernelListener] = []
+_training: list[None] = []
 
 
 class Fused:
@@ -41,8 +43,10 @@ class Fused:
         if not rehearsing():
             with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):
                 return self._compiled(*arguments)
-        given = zip(self._names, arguments, strict=False)
-        moved = sum(self.passes.get(name, 1) * one.nbytes for name, one in given if isinstance(one, Tensor))
+        moved = 0.0
+        for name, argument in zip(self._names, arguments, strict=False):
+            tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
+            moved += self.passes.get(name, 1) * sum(tensor.nbytes for tensor in tensors)
         with _kernels_of_gpu(self.kernels, moved):
             return self.function(*arguments)
 
@@ -60,12 +64,33 @@ def fuses(of: Tensor) -> bool:
     return of.is_cuda and not torch.are_deterministic_algorithms_enabled() and not why_not_fused(of.device)
 
 
+def fuses_in_block(of: Tensor) -> bool:
+    """Whether functions inside a backbone's block are to be fused: with gradients, and in what `fuse_as_in_training`
+    names, as teachers. Elsewhere a network may see a few images, for which compiling takes too long."""
+    wanted = torch.is_grad_enabled() or bool(_training)
+    return wanted and not torch.compiler.is_compiling() and fuses(of)
+
+
+def fuse_as_in_training(network: nn.Module) -> None:
+    """Let the blocks of a network be fused in its own forward pass without gradients too, and those of its copies."""
+    network.register_forward_pre_hook(_begin)
+    network.register_forward_hook(_end, always_call=True)
+
+
+def _begin(*_: Any) -> None:
+    _training.append(None)
+
+
+def _end(*_: Any) -> None:
+    _training.pop()
+
+
 @functools.cache
 def why_not_fused(device: torch.device) -> str:
     """The reason why a GPU can't compile functions, or why its results are not believed, with a warning; or ""."""
     why = _difference(device)
     if why:
-        warnings.warn(f"the loss takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
+        warnings.warn(f"the step takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
     return why
 
 

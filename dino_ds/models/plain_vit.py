@@ -54,8 +54,8 @@ def _run(block: nn.Module, x: Tensor, turns: Tensor | None) -> Tensor:
     if turns is not None:
         q, k = (_rotated(t, turns) for t in (q, k))
     mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-    x = x + block.scale1(attention.proj(mixed))
-    return x + block.scale2(block.mlp(block.norm2(x)))
+    x = block.add1(x, attention.proj(mixed))
+    return block.add2(x, block.mlp(block.norm2(x)))
 
 
 def _rotated(x: Tensor, turns: Tensor) -> Tensor:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.hashing import mix, shift_right
+from dino_ds.models.fused import fused
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
@@ -105,8 +107,10 @@ def rotate(
 
     groups: (sequences, tokens of each) per size; tables: of each size. A sequence ends with its patches; a sequence
     of one token, or what comes before the patches, is not rotated. Pair j is (j, j + c / 2) of a head of width c.
-    The memory of `projected` is used: nothing else may read it.
+    Without tables nothing is rotated. The memory of `projected` is used: nothing else may read it.
     """
+    if not tables:
+        return projected
     if torch.compiler.is_compiling():
         return _rotated(projected, groups, tables, parts, heads)
     turned: Tensor = _Rotate.apply(projected, groups, parts, heads, *tables)
@@ -162,6 +166,22 @@ def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
     turned.select(-2, 0).addcmul_(second, sin, value=-direction)
     turned.select(-2, 1).addcmul_(first, sin, value=direction)
     pairs.copy_(turned)
+
+
+@fused(kernels=1, pieces=2)
+def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int, back: bool) -> None:
+    """Write parts (sequences, heads, tokens, c) of one size into `out` (sequences, tokens, parts, heads, 2, c / 2), the
+    patches of the first ones rotated as by `rotate`, or back."""
+    tokens, patches = pieces[0].shape[2], table.shape[1]
+    whole = [piece.transpose(1, 2).unflatten(-1, (2, -1)) for piece in pieces]
+    if tokens > patches:
+        cos, sin = F.pad(table, (0, 0, tokens - patches, 0)).view(2, tokens, 1, 1, -1)
+        is_patch = (torch.arange(tokens, device=table.device) >= tokens - patches).view(-1, 1, 1, 1)
+        sign = (1 - 2 * torch.arange(2, device=table.device).view(2, 1)) * (1 if back else -1)
+        for i, one in enumerate(whole[:rotated]):
+            turned = one * cos + one.flip(-2) * (sin * sign)
+            whole[i] = torch.where(is_patch, turned.to(one.dtype), one)
+    out.copy_(torch.stack(whole, dim=2))
 
 
 def _rotated(

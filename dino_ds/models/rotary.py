@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from dino_ds.models.attention import Attention
 from dino_ds.models.blocks import ActivatedLinear, Block, Mlp, norm_layer
+from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.residual import add_branch
 from dino_ds.models.rope import rotate
 from dino_ds.models.specs.backbones import ViTSpec
 
@@ -79,8 +81,8 @@ class RotaryBlock(Block):
             if gamma is not None:
                 nn.init.constant_(gamma, self._layer_scale)
 
-    def scale1(self, branch: Tensor) -> Tensor:
-        return branch if self.gamma_1 is None else branch * self.gamma_1
+    def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        return add_branch(x, branch, self.gamma_1, drop)
 
-    def scale2(self, branch: Tensor) -> Tensor:
-        return branch if self.gamma_2 is None else branch * self.gamma_2
+    def add2(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
+        return add_branch(x, branch, self.gamma_2, drop)

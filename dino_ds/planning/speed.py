@@ -95,7 +95,7 @@ class StepTime:
 def estimate_step(recipe: Recipe, config: DsConfig, cluster: Cluster, exact: bool = True) -> StepTime:
     """Estimate the step of a resolved config; exact: as of `step_costs`. Raises NotEstimated."""
     gpu, world, times = cluster.gpu, cluster.world_size, config.accumulation
-    work = Work.of(recipe, config, exact)
+    work = Work.of(recipe, config, world, exact)
     compute, again = _seconds(work.all, recipe, config, gpu), _seconds(work.again, recipe, config, gpu, hooks=0.0)
     backward = compute * work.backward + again
     traffic = recipe_traffic(recipe, config, world, exact=exact)

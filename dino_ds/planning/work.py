@@ -11,7 +11,7 @@ from dino_ds.costs.memory import element_bytes
 from dino_ds.costs.step_costs import StepCosts, mean_costs, student_facts
 
 ASSUMPTIONS = {
-    "bucket_launches_per_tensor": 2,  # DeepSpeed copies gradients into buckets, at stages 1 to 3
+    "bucket_launches_per_tensor": 2,  # DeepSpeed copies gradients into buckets and out of them
     "optimizer_launches_per_block": 5,  # in a step, at stages 1 to 3
     "compiled_share": 0.5,  # of the bytes that operators other than products move, in compiled blocks
     "slower_in_tf32": 2,  # products of FP32 numbers, in TF32 where the engine's precision is low
@@ -46,13 +46,13 @@ class Work:
     kept: float
 
     @staticmethod
-    def of(recipe: Recipe, config: DsConfig, exact: bool = True) -> Work:
-        """The work on a GPU; exact: as of `step_costs`. Raises NotEstimated."""
+    def of(recipe: Recipe, config: DsConfig, world_size: int, exact: bool = True) -> Work:
+        """The work on each of `world_size` GPUs; exact: as of `step_costs`. Raises NotEstimated."""
         done = mean_costs(recipe, config, True, exact)
         once = mean_costs(recipe, dataclasses.replace(config, checkpoint_blocks=0), True, exact)
         amounts = [_amount(costs, config) for costs in (done, once)]
-        in_engine = config.stage > 0
-        buckets = in_engine * len(student_facts(recipe).trained) * ASSUMPTIONS["bucket_launches_per_tensor"]
+        copied = config.copies_gradients(world_size) * len(student_facts(recipe).trained)
+        buckets = copied * ASSUMPTIONS["bucket_launches_per_tensor"]
         segments = recipe.model.spec().depth
         return Work(
             dataclasses.replace(amounts[1], operators=amounts[1].operators + buckets),
@@ -60,7 +60,7 @@ class Work:
             once.parts["backward"].flops / once.sum("flops"),
             done.sum("flops"),
             once.sum("flops"),
-            in_engine * segments * ASSUMPTIONS["optimizer_launches_per_block"],
+            (config.stage > 0) * segments * ASSUMPTIONS["optimizer_launches_per_block"],
             done.on_host,
         )
 

@@ -146,7 +146,7 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str,
     predicted = sum(state_bytes(sizes, config, ranks, False, kind, frozen).values())
     if stage == 3:
         trained = {name: size for name, size in sizes.items() if name not in frozen}
-        predicted += gradient_bytes(trained, config, ranks, on_gpu=False) + bucket_bytes(config)
+        predicted += gradient_bytes(trained, config, ranks, on_gpu=False) + bucket_bytes(config, ranks)
     return held, predicted
 
 

@@ -142,7 +142,7 @@ def _peaks_of_construction() -> tuple[int, int, int]:
     sizes, ranks = student_facts(recipe).sizes, distributed.world_size()
     state = state_bytes(sizes, config, ranks, on_gpu=True)
     state.pop("teacher")
-    held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config)
+    held = sum(state.values()) + gradient_bytes(sizes, config, ranks, on_gpu=True) + bucket_bytes(config, ranks)
     return _peak_bytes(build), _peak_bytes(build_all), held
 
 

@@ -18,7 +18,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.networks import build_meta
 from dino_ds.method.step import Inputs
 from dino_ds.planning.measure.trial import build_trial, resolve
-from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
+from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
@@ -154,6 +154,34 @@ def _cudnn_attention() -> bool:
 
 def test_a_step_leaves_out_cudnn_attention_unless_it_is_named():
     assert run_on_ranks(_cudnn_attention, world=1) == [False]
+
+
+def _trained(precision: str, buckets: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses of three windows of two micro-batches at ZeRO 1, the masters after them, and elements of buckets."""
+    from dino_ds.engine import deepspeed_engine
+
+    settings = {"fp16_settings": {"initial_scale_power": 30}} if precision == "fp16" else {}  # the first overflows
+    config = ds_config(1, precision, 8, accumulation=2, gradient_clipping=1.0, **settings)
+    sums = (lambda *_: None) if buckets else deepspeed_engine._sum_with_nothing
+    with mock.patch.object(deepspeed_engine, "_sum_with_nothing", sums):
+        step = build_step(config)
+    optimizer, sizes = step.engine._optimizer, []
+    setup = optimizer.setup_buckets
+
+    def measured() -> None:
+        setup()
+        sizes.append(sum(part.numel() for bucket in optimizer.ipg_buckets.values() for part in bucket.buffer))
+
+    optimizer.setup_buckets = measured
+    return run_windows(step, 0, 3), fp32_student(step.engine, tiny_network()), max(sizes)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_process_alone_sums_nothing_and_learns_the_same_to_the_bit(precision: str):
+    ((losses, masters, bucket),) = run_on_ranks(_trained, precision, False, world=1)
+    ((same_losses, same_masters, copied_there),) = run_on_ranks(_trained, precision, True, world=1)
+    assert bucket == 0 < copied_there and losses == same_losses
+    assert all(torch.equal(masters[name], same_masters[name]) for name in same_masters)
 
 
 def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 import torch._dynamo
 import torch._inductor
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend
 
-from dino_ds.models import attention, blocks
+from dino_ds.basics.rehearsal import rehearsal
+from dino_ds.models import attention, blocks, residual
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept, drop_path_draws, kept_sequences, sample_keys, step_key
+from dino_ds.models.fused import fuse_as_in_training, listen_to_kernels
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
@@ -35,6 +40,7 @@ WAYS = {
     "math": {"attention_backend": "math"},
     "varlen": {"attention": "varlen"},
     "recomputed": {},
+    "fused": {},  # as on a GPU, by the operators that torch.compile would make kernels of
 }
 _DROP = {"drop_path": 0.6, "rope_shift": 0.2, "rope_jitter": 1.3, "rope_rescale": 2.0}
 
@@ -86,6 +92,15 @@ def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
     return torch.cat(out)
 
 
+@contextmanager
+def _kernels_of_a_gpu():
+    """As on a GPU; blocks must take fused functions there."""
+    seen = []
+    with rehearsal("cuda"), listen_to_kernels(lambda kernels, _: nullcontext(seen.append(kernels))):
+        yield
+    assert seen
+
+
 @pytest.mark.slow
 @pytest.mark.numerical
 @pytest.mark.parametrize("way", WAYS)
@@ -97,7 +112,9 @@ def test_they_change_nothing(arch, depth, patches, way, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
     vit = _model(arch, stochastic_depth=depth, **WAYS[way])
     vit.checkpoint_segments(None if way == "recomputed" else 0)
-    found, usual = _run(vit, patches), _usual(arch, depth, patches)
+    with _kernels_of_a_gpu() if way == "fused" else nullcontext():
+        found = _run(vit, patches)
+    usual = _usual(arch, depth, patches)
     _assert_equal(found, usual)
     assert way != "recomputed" or all(torch.equal(found[name], tensor) for name, tensor in usual.items())
 
@@ -143,12 +160,45 @@ def test_kept_sequences_are_read_and_added_exactly(dtype, monkeypatch):
 
     def run():
         read, rest = blocks._gather(x, rows)
-        out = blocks._add(rest, read.tanh() * branch, Kept(rows, Packing.of([(7, 1)], rows.device), None, rows, scales))
+        kept = Kept(rows, Packing.of([(7, 1)], rows.device), None, rows, scales)
+        out = residual.add_branch(rest, read.tanh() * branch, None, kept)
         return out, *torch.autograd.grad(out, (x, branch), direction)
 
     found = run()
     monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
     assert all(torch.equal(a, b) for a, b in zip(found, run(), strict=True))
+
+
+@pytest.mark.numerical
+def test_blocks_are_fused_in_training_alone():
+    """A network that gives features may see any number of images; a teacher, a copy of a named network, sees those of
+    training, and gives the same."""
+    model, seen = _model("rotary"), []
+    named = nn.Sequential(model)
+    fuse_as_in_training(named)
+    with rehearsal("cuda"), listen_to_kernels(lambda *_: nullcontext(seen.append(1))), torch.no_grad():
+        plain = model(_crops())[CLS]
+        assert not seen
+        fused = copy.deepcopy(named)(_crops())[CLS]
+        assert len(seen) >= 4
+        with pytest.raises(TypeError):
+            named(None)
+        seen.clear()
+        model(_crops())
+    assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
+
+
+@pytest.mark.numerical
+def test_frozen_scales_are_fused_too():
+    """The parts that are trained have the gradients that they have without."""
+    found = []
+    for context in (nullcontext(), _kernels_of_a_gpu()):
+        model = _model("rotary", stochastic_depth="batched")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("gamma" not in name and "patch_embed" not in name)
+        with context:
+            found.append({n: grad for n, grad in _run(model).items() if grad is not None})
+    _assert_equal(*found)
 
 
 def test_batched_stochastic_depth_is_not_used_in_evaluation():
@@ -165,7 +215,7 @@ def test_the_gradients_of_queries_keys_and_values_are_put_together_exactly(parts
     for start, (sequences, tokens) in ((0, groups[0]), (10, groups[1])):
         rows = x[start : start + sequences * tokens].view(sequences, tokens, parts, heads, width)
         theirs += [rows[:, :, part].transpose(1, 2) for part in range(parts)]
-    ours = attention._PerSize.apply(x, groups, parts, heads)
+    ours = attention._PerSize.apply(x, groups, (0, parts), heads)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     grads = [torch.randn_like(piece) for piece in theirs]
     (a,), (b,) = (torch.autograd.grad(pieces, x, grads) for pieces in (ours, theirs))

@@ -160,9 +160,11 @@ def test_a_node_holds_what_is_offloaded_and_saved():
 def test_bytes_and_launches_are_those_that_were_counted():
     """ViT-S/16 in bf16 at 64 images, eager: operators of the real step on fake CUDA tensors. To 10 %."""
     recipe = load_recipe("vits16", {"data.global_batch": "64", "model.drop_path": "0"})
-    work = Work.of(recipe, fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config)
+    config = fit(recipe, _ds("zero1_bf16"), "x", 1, 1e9).config
+    work, alone = Work.of(recipe, config, 2), Work.of(recipe, config, 1)
     assert work.all.moved == pytest.approx(37.8e9, rel=0.1)
     assert (work.all.operators, work.in_step) == (pytest.approx(849 + 313, rel=0.1), pytest.approx(61, rel=0.02))
+    assert alone.all.operators == work.all.operators - 2 * 157  # no copies of gradients, to sum them with nothing
 
 
 def test_recomputation_and_offloading_cost_time():
