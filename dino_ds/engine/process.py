@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dino_ds.basics.ports import find_free_port
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
+from dino_ds.engine.device import keep_freed_memory
 from dino_ds.errors import ConfigError
 
 
@@ -50,6 +51,7 @@ def _join(timeout: timedelta) -> None:
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
+        keep_freed_memory()
         with distributed.agreed_world_size(timeout):
             deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
