@@ -51,15 +51,13 @@ def resize_crop(image: np.ndarray, box: Box, size: int, place: Tensor | None = N
     stay interleaved: so torch neither copies them before nor after.
     """
     left, top, right, bottom = box
-    if image.strides[1:] != (image.shape[2] * image.itemsize, image.itemsize):
-        image = np.ascontiguousarray(image)
-    # Sliced as a batch of one: of an image without that dimension torch would not see that its pixels are interleaved.
-    pixels = torch.from_numpy(image[None, top:bottom, left:right])
+    # A batch of one with all its strides: else torch would not see that pixels are interleaved.
+    pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
     if pixels.shape[1:3] == (size, size):
         return pixels[0] if place is None else place.copy_(pixels[0])
     crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if place is None else place
-    given = pixels.permute(0, 3, 1, 2), (size, size), False, None, None
-    torch.ops.aten._upsample_bicubic2d_aa.out(*given, out=crop[None].permute(0, 3, 1, 2))
+    out = crop[None].permute(0, 3, 1, 2)
+    torch._C._nn._upsample_bicubic2d_aa(pixels.permute(0, 3, 1, 2), (size, size), False, None, out=out)  # type: ignore[call-arg]
     if crop.is_floating_point():
         crop.clamp_(0, 1)  # bicubic overshoots at edges; uint8 saturates
     return crop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 from pathlib import Path
@@ -13,10 +12,6 @@ from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""mallopt's numbers for them."""
-_LARGEST_THRESHOLD = 32 * 2**20
-"""Bytes of an allocation that glibc may take from what was freed before; it refuses more."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,20 +37,6 @@ def free_memory() -> str:
         return text
     free, total = torch.cuda.mem_get_info()
     return f"{free / 2**30:.2f} of {total / 2**30:.1f} GiB are free on the GPU, {text}"
-
-
-def keep_freed_memory() -> None:
-    """Have the C library keep the memory that a step frees, for the next one, where the kernel would be asked for new
-    pages each time: a ViT-Ti/16 on a CPU took 80,000 a step.
-
-    The peak stays what it was but for gaps. Settings of the user's in MALLOC_TRIM_THRESHOLD_ or glibc's tunables hold;
-    other C libraries have their own way.
-    """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(_TRIM_THRESHOLD, -1)
-        mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
 
 
 def use_deterministic_kernels() -> None:

@@ -34,8 +34,6 @@ from dino_ds.models.network import Network, Output
 
 # What DeepSpeed counts, and what moves in its dynamic loss scaler.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_CLIP_EPS = 1e-3
-"""Far above what torch adds to a norm: gradients below the limit by this are multiplied by exactly 1."""
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -161,7 +159,7 @@ class Engine:
             if not finite:
                 for parameter in part:
                     parameter.grad = None
-            elif self.config.clipping and self._stage0_norm > self.config.clipping - _CLIP_EPS:  # else no part is longer
+            elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # else torch would multiply by exactly 1
                 torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
         return finite
 
