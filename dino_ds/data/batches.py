@@ -150,9 +150,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
         places = [place for group in crops.values() for place in group]
         for row, (epoch, index) in enumerate(keys):
-            cut, how, name, failures = self._sample(multicrop, epoch, index)
-            for place, crop in zip(places, cut, strict=True):
-                place[row] = crop
+            own = [place[row] for place in places]
+            cut, how, name, failures = self._sample(multicrop, epoch, index, own)
+            for place, crop in zip(own, cut, strict=True):
+                if place is not crop:
+                    place.copy_(crop)
             sampled.append(how)
             names.append(name)
             bad += failures
@@ -177,11 +179,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
     def _sample(
-        self, multicrop: MultiCrop, epoch: int, index: int
+        self, multicrop: MultiCrop, epoch: int, index: int, places: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
-        """The crops of one image, what is still to be done to them, its name, and the unreadable images met before it:
-        others sampled for (seed, epoch, index) replace them, of a mixture from the same part. Raises DataError after
-        100 in a row."""
+        """The crops of one image, in `places` unless Pillow augments them, what is still to be done to them, its name,
+        and the unreadable images met before it: others sampled for (seed, epoch, index) replace them, of a mixture from
+        the same part. Raises DataError after 100 in a row."""
         seed, bad, images = self._options.seed, list[str](), len(self._source)
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):
@@ -190,7 +192,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             actual = another(index % images, again) if attempt else index % images
             try:
                 image = self._open(actual)
-                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index))
+                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index), places)
                 return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
@@ -215,15 +217,18 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
                 "reports what it can't read by raising UnreadableImage"
             ) from error
-        check_channels(image, options.channels, self._source.name(index))
+        if image.channels != options.channels:  # only then: looking a name up takes as long as a small crop
+            check_channels(image, options.channels, self._source.name(index))
         return image
 
-    def _cut(self, multicrop: MultiCrop, image: _Opened, seed: int) -> tuple[list[Tensor], list[CropParameters]]:
+    def _cut(
+        self, multicrop: MultiCrop, image: _Opened, seed: int, places: Sequence[Tensor] | None
+    ) -> tuple[list[Tensor], list[CropParameters]]:
         """The crops of an image, turned and transformed; augmented where Pillow does it."""
         if self._by_pillow:
             return multicrop(Image.fromarray(image.decode()), seed), []
         sampled = multicrop.sample(image.width, image.height, seed)
-        return cut_crops(image, sampled, multicrop.sizes, multicrop.transforms(seed)), sampled
+        return cut_crops(image, sampled, multicrop.sizes, multicrop.transforms(seed), places), sampled
 
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]

@@ -159,7 +159,7 @@ class Engine:
             if not finite:
                 for parameter in part:
                     parameter.grad = None
-            elif self.config.clipping:
+            elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # else torch would multiply by exactly 1
                 torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
         return finite
 

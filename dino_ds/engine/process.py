@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from datetime import timedelta
@@ -13,6 +14,11 @@ from dino_ds.basics.ports import find_free_port
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import ConfigError
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""mallopt's numbers for them."""
+_LARGEST_THRESHOLD = 32 * 2**20
+"""Bytes of an allocation up to which glibc looks for room in what was freed; it takes no larger number."""
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
@@ -50,6 +56,7 @@ def _join(timeout: timedelta) -> None:
         # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
+        _keep_freed_memory()
         with distributed.agreed_world_size(timeout):
             deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:
@@ -71,6 +78,20 @@ def _share_cores() -> None:
     """Give torch's operators on the host this rank's share of its cores, unless the user has set their threads."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
+
+
+def _keep_freed_memory() -> None:
+    """Have the C library keep the memory that a step frees, for the next one, where the kernel would be asked for new
+    pages each time: a ViT-Ti/16 on a CPU took 80,000 a step.
+
+    The peak stays what it was but for gaps. Settings of the user's in MALLOC_TRIM_THRESHOLD_ or glibc's tunables hold;
+    other C libraries have their own way.
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+        return
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_TRIM_THRESHOLD, -1)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
 
 
 def leave() -> None:

@@ -14,8 +14,8 @@ from dino_ds.basics.rehearsal import device_kind
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Compared, Comparison, Logits, part_rows, tf32, tile_rows
 
-# Prototypes whose gradient is finished at a time: 16 MiB at a bottleneck of 256, on a GPU 64 in a quarter of launches.
-_BLOCK = {"cpu": 16384, "cuda": 65536}
+# Prototypes whose gradient is finished at a time: at a bottleneck of 256 what a CPU's caches hold, on a GPU 64 MiB.
+_BLOCK = {"cpu": 256, "cuda": 65536}
 
 
 class Prototypes(nn.Module):
@@ -86,8 +86,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
         scale, inverse = _scale(w, lengths, ctx.free)
         wanted = any(ctx.needs_input_grad)
         grad_rows = torch.zeros_like(rows) if wanted else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted and not frozen else None
+        grad_weight = torch.empty_like(weight, dtype=torch.float32) if wanted and not frozen else None
         tiles = _Tiles(Logits(rows, w, scale, low), comparison)
+        if grad_weight is not None and not tiles.images:
+            grad_weight.zero_()
         total, entropy = rows.new_zeros(()), rows.new_zeros(())
         for tile in tiles:
             total += tile.loss
@@ -196,7 +198,9 @@ class _Tile:
             own = grad_rows.view(tiles.rows.shape)[:, self._images]
             own.copy_((self._grad @ student.weight).view(own.shape))
             if grad_weight is not None:
-                grad_weight.addmm_(self._grad.t(), self._rows)
+                # The first tile's is written: with beta 0 nothing is read.
+                first = self._images.start == 0
+                grad_weight.addmm_(self._grad.t(), self._rows, beta=0 if first else 1)
 
 
 class _Tiles:
@@ -205,19 +209,19 @@ class _Tiles:
     def __init__(self, student: Logits, comparison: Comparison) -> None:
         self.student, self.comparison = student, comparison
         teacher, g = comparison.teacher, comparison.crops
-        self._images = len(teacher.rows) // g
-        self.teacher_rows = teacher.rows.view(g, self._images, teacher.rows.shape[-1])
-        crops = len(student.rows) // self._images if self._images else 1
-        self.rows = student.rows.view(crops, self._images, student.rows.shape[-1])
+        self.images = len(teacher.rows) // g
+        self.teacher_rows = teacher.rows.view(g, self.images, teacher.rows.shape[-1])
+        crops = len(student.rows) // self.images if self.images else 1
+        self.rows = student.rows.view(crops, self.images, student.rows.shape[-1])
         pairs, _ = comparison.pairs(len(student.rows))
-        self.divisor = comparison.divisor or float(max(pairs * self._images, 1))
+        self.divisor = comparison.divisor or float(max(pairs * self.images, 1))
         self.teacher_scale = teacher.scale / comparison.temperature
         self.student_scale = student.scale / comparison.student_temp
         self.grad_scale = self.student_scale / self.divisor
         most, self.fused = max(crops, g), fuses(student.weight)
         self._size = max(1, tile_rows(student.weight, self.fused) // most)
         self.part = max(1, part_rows(student.weight) // most)
-        k, n = len(student.weight), min(self._size, self._images)
+        k, n = len(student.weight), min(self._size, self.images)
         self.logits, self.targets = student.rows.new_empty(crops * n, k), student.rows.new_empty(g * n, k)
         if self.fused:
             return
@@ -225,8 +229,8 @@ class _Tiles:
         self.probs = [student.rows.new_empty(each, min(self.part, n), k) for each in (g, together)]
 
     def __iter__(self) -> Iterator[_Tile]:
-        for start in range(0, self._images, self._size):
-            yield _Tile(self, slice(start, min(start + self._size, self._images)))
+        for start in range(0, self.images, self._size):
+            yield _Tile(self, slice(start, min(start + self._size, self.images)))
 
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
