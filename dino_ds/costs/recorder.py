@@ -219,6 +219,11 @@ def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) 
     return int(forward * (mask[0] + mask[1]))
 
 
+def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """torch below 2.15 has no formula for a CPU's kernel."""
+    return int(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
+
+
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
     """torch's own formula counts what is computed a second time."""
     return int(4 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
@@ -232,6 +237,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.addmm_: _addmm_in_place,
     _aten.convolution_backward: _convolution_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 """FLOPs of an operator from its arguments and its result."""

@@ -229,13 +229,17 @@ MORE_PEAKS = [
     ("sections", "prototypes", "terms"), [*PEAKS, *(pytest.param(*cell, marks=pytest.mark.full) for cell in MORE_PEAKS)]
 )
 @pytest.mark.slow
-def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms):
-    """Within 6 %, whatever moment it is at: of a toy's 25 MB at the least, some 1.5 MB are short-lived copies."""
+def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms, monkeypatch):
+    """Within 6 %, whatever moment it is at: of a toy's 25 MB at the least, some 1.5 MB are short-lived copies.
+
+    Without oneDNN, whose products in bf16 take up to 6 MB beside their tensors on a CPU with AVX-512 and no bf16 units.
+    """
     init_distributed()
     ds = tiny_ds(0, **sections)
     changes = {"model.width": "96", "model.depth": "3", "crops.global_size": "64", "head.prototypes": str(prototypes)}
     recipe, config = resolve(tiny_recipe(**changes | terms), ds, "test.json", 16)
     predicted = estimate_memory(recipe, config, 1, on_gpu=False)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", "bf16" not in sections)
     assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06), predicted
 
 
