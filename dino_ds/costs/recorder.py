@@ -28,7 +28,7 @@ _OF_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_scaled_dot_product"
 """Operators that compute for as long as they move memory: their bytes are counted apart. Convolutions' are not."""
 KERNELS = {
     "native_layer_norm_backward": 3, "topk": 3, "sort": 4, "cumsum": 2, "convolution": 2, "convolution_backward": 6,
-    "index_put": 3, "index_put_": 3, "_index_put_impl_": 3, "logsumexp": 6, "nonzero": 4,
+    "index_add": 2, "index_put": 3, "index_put_": 3, "_index_put_impl_": 3, "logsumexp": 6, "nonzero": 4,
     "_scaled_dot_product_flash_attention_backward": 3, "_flash_attention_backward": 3,
     "_scaled_dot_product_efficient_attention_backward": 3, "_efficient_attention_backward": 3,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 3, "_reshape_alias": 0, "_unsafe_view": 0, "resize_": 0,
