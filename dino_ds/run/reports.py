@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -102,10 +103,10 @@ class Reports:
     def _ask_alarms(self, record: dict[str, Any]) -> list[str]:
         """Lines of the alarms for a collapse; images of a single color are told to the first one alone."""
         told = [record["constant_images"], *[0.0] * len(self._collapse)]
-        lines = [
-            alarm.look(record["step"], *(record[name] for name in names), constant)
-            for (names, alarm), constant in zip(self._collapse, told, strict=False)
-        ]
+        lines = []
+        for (names, alarm), constant in zip(self._collapse, told, strict=False):
+            look: Callable[..., str] = alarm.look
+            lines.append(look(record["step"], *(record[name] for name in names), constant=constant))
         return [line for line in lines if line]
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
