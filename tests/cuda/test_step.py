@@ -87,7 +87,7 @@ BF16 = {
     "teacher": (171, 7.6),
     "student": (173, 8.4),
     "loss": (51, 1.3),
-    "backward": (429, 19.8),  # GELU is computed again: 3.0 GB here for 1.5 GB of memory
+    "backward": (431, 19.8),  # GELU is computed again: 3.0 GB here for 1.5 GB of memory
     "ema": (13, 0.6),
 }
 
@@ -118,15 +118,15 @@ VARLEN, NAIVE = (
 @pytest.mark.parametrize(
     "model, performance, dtype, checkpoint, launches",
     [
-        ({"drop_path": 0.1}, COPY, torch.float16, 0, 388),
-        ({}, PerformanceOptions(), torch.float32, 0, 280),
-        ({}, PerformanceOptions(teacher_copy=False), torch.bfloat16, 0, 320),
-        ({"drop_path": 0.1, "stochastic_depth": "batched"}, PerformanceOptions(), torch.bfloat16, 0, 442),
-        ({}, PerformanceOptions(), torch.bfloat16, 2, 345),
-        ({}, VARLEN, torch.bfloat16, 0, 303),
-        ({}, NAIVE, torch.bfloat16, 0, 471),
-        (ROTARY, COPY, torch.bfloat16, 0, 399),
-        (ROTARY | {"rope_rescale": 2.0, "local_cls_norm": True}, COPY, torch.bfloat16, 0, 445),
+        ({"drop_path": 0.1}, COPY, torch.float16, 0, 389),
+        ({}, PerformanceOptions(), torch.float32, 0, 281),
+        ({}, PerformanceOptions(teacher_copy=False), torch.bfloat16, 0, 321),
+        ({"drop_path": 0.1, "stochastic_depth": "batched"}, PerformanceOptions(), torch.bfloat16, 0, 451),
+        ({}, PerformanceOptions(), torch.bfloat16, 2, 346),
+        ({}, VARLEN, torch.bfloat16, 0, 304),
+        ({}, NAIVE, torch.bfloat16, 0, 472),
+        (ROTARY, COPY, torch.bfloat16, 0, 400),
+        (ROTARY | {"rope_rescale": 2.0, "local_cls_norm": True}, COPY, torch.bfloat16, 0, 447),
     ],
     ids=[
         "fp16 drop path",
