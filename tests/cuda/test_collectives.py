@@ -50,8 +50,8 @@ from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        Version(torch.__version__) < Version("2.15"),
-        reason="fake tensors of torch 2.11 open CUDA",
+        Version(torch.__version__) < Version("2.14"),
+        reason="fake tensors of torch 2.11 open CUDA; 2.12 and 2.13 were not tried",
     ),
 ]
 
