@@ -58,11 +58,13 @@ def test_ranks_with_gpus_share_the_cores_of_their_host(monkeypatch, ranks, threa
     assert len(found) <= 1
 
 
+@pytest.mark.slow
 def test_a_step_reuses_the_memory_of_the_one_before(monkeypatch):
-    """8 blocks of 16 MiB have 32,768 pages; what the C library has kept needs none of them anew, noise some dozens."""
+    """8 blocks of 16 MiB have 32,768 pages; what the C library has kept needs none of them anew, noise some dozens. A
+    new process: a forked one copies the pages of its parent as it touches them."""
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    child = multiprocessing.get_context("fork").Process(target=_two_steps)
+    child = multiprocessing.get_context("spawn").Process(target=_two_steps)
     child.start()
     child.join(60)
     assert child.exitcode == 0

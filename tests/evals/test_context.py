@@ -98,7 +98,8 @@ def test_unreadable_images_are_noted_once():
     context = _context(images, images)
     assert len(context.test.labels) == len(context.train.labels) == 2
     whole = _context(_Images([0, 0, 0], ["a"]), None)
-    assert torch.equal(context.train.features, whole.any_images.features[::2])
+    # Not to the bit: products of two rows and of three may round otherwise.
+    torch.testing.assert_close(context.train.features, whole.any_images.features[::2], rtol=0, atol=1e-5)
     assert context.notes == ["left out, unreadable: 1 (broken)"]
 
 
