@@ -52,9 +52,8 @@ def _open(data: bytes, wanted: int | None) -> Raster | None:
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
     # Other kinds may name other files, or sizes of lists that take all memory.
-    others: dict[str, Any] = {f"is_{name}": False for name in tifffile.TIFF.FILE_FLAGS - _METADATA}
-    if isinstance(fixed := getattr(tifffile.TiffFile, "is_sis", None), property) and fixed.fset is None:
-        del others["is_sis"]  # tifffile of 2025, the last one for Python 3.10, lets nobody set it
+    names = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS - _METADATA)
+    others: dict[str, Any] = {name: False for name in names if _can_be_set(tifffile.TiffFile, name)}
     file = tifffile.TiffFile(io.BytesIO(data), **others)
     _check_pages(data, file)
     series = _only_series(file)
@@ -80,6 +79,12 @@ def _open(data: bytes, wanted: int | None) -> Raster | None:
     tag = page.tags.get("Orientation")
     channels = 1 if axis is None else sides[axis]
     return Raster("TIFF", width, height, channels, series.dtype != np.uint8, read, 1 if tag is None else tag.value)
+
+
+def _can_be_set(file: type, flag: str) -> bool:
+    """Whether tifffile takes a flag: some are properties that nobody can set, is_sis in 2025, is_motic in 2026."""
+    found = getattr(file, flag, None)
+    return not isinstance(found, property) or found.fset is not None
 
 
 def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -> bool:
