@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -254,6 +256,8 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Make torch believe in one GPU: tensors are fake, and operators on the GPU are counted."""
+    if Version(torch.__version__) < Version("2.14"):
+        pytest.skip("fake tensors of torch 2.11 open CUDA; 2.12 and 2.13 were not tried")
     torch._C._ensureCUDADeviceGuardSet()
     believed = {
         "is_available": lambda: True,

@@ -36,7 +36,8 @@ def references(images, tmp_path_factory):
 def test_shipped_config_trains(config, images, references, tmp_path):
     """Swapping the JSON does not change what is learned beyond rounding: the losses of one process.
 
-    fp32: 1e-5. bf16: 2e-3 of one bf16 process (gradients are summed over ranks in bf16), 5e-2 of fp32.
+    fp32: 1e-5. bf16: 2e-3 of one bf16 process (gradients are summed over ranks in bf16), 2e-2 of fp32 before the first
+    step; two of Adam at a high rate carry its rounding to 8 % on one CPU, 5 % on others.
     fp16 starts with skipped windows, which use up images: only that it trains is compared.
     """
     run = tmp_path / "run"
@@ -46,7 +47,8 @@ def test_shipped_config_trains(config, images, references, tmp_path):
         assert losses == pytest.approx(references["fp32"], rel=1e-5)
     elif "bf16" in config:
         assert losses == pytest.approx(references["bf16"], rel=2e-3)
-        assert losses == pytest.approx(references["fp32"], rel=5e-2)
+        assert losses[0] == pytest.approx(references["fp32"][0], rel=2e-2)
+        assert losses == pytest.approx(references["fp32"], rel=0.12)
     assert len(losses) == 3 and all(loss == loss for loss in losses)
     records = read_metrics(run)
     resolved = json.loads((run / "ds_config.json").read_text())
