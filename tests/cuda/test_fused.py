@@ -23,7 +23,7 @@ from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 
 OLD_INDUCTOR = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.14"),
-    reason="Inductor of torch 2.11 can't compile for a GPU that is not there",
+    reason="torch 2.11 can't compile for a GPU that is not there",
 )
 K, ROWS, IMAGES, C = 131072, 512, 51, 256  # tiles of ViT-L/14: hidden patches, and images with 2 + 8 crops
 V, ONE = (K,), (1, ROWS, K)
