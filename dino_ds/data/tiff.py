@@ -52,8 +52,8 @@ def _open(data: bytes, wanted: int | None) -> Raster | None:
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
     # Other kinds may name other files, or sizes of lists that take all memory.
-    names = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS - _METADATA)
-    others: dict[str, Any] = {name: False for name in names if _can_be_set(tifffile.TiffFile, name)}
+    flags = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS - _METADATA)
+    others: dict[str, Any] = {flag: False for flag in flags if _can_be_set(tifffile.TiffFile, flag)}
     file = tifffile.TiffFile(io.BytesIO(data), **others)
     _check_pages(data, file)
     series = _only_series(file)
