@@ -37,7 +37,7 @@ WITHOUT_DROP_PATH = {"densenet121", "vgg11_bn"}
 
 def _recipe(name: str, arguments: str = "{}", **changes: str):
     drop_path = "0" if name in WITHOUT_DROP_PATH or ":" in name else "0.1"
-    plain = {"model__drop_path": drop_path, "optimizer__warmup": "0 steps", "optimizer__eps": "1e-8",
+    plain = {"model__drop_path": drop_path, "optimizer__warmup": "0 steps", "optimizer__eps": "1e-12",
              "optimizer__lr": "0.01", "objective__freeze_prototypes": "0 steps"}  # fmt: skip
     return foreign_recipe(name, arguments, **(plain | changes))
 
@@ -70,7 +70,7 @@ def test_every_parameter_moves(name, trained):
 def test_stages_agree(trained):
     """Networks whose segments take and give other things than one map have the same losses at stages 0 and 2.
 
-    1e-3: Adam, with an epsilon as small as in real runs, follows the rounding of gradients that are 0.
+    1e-3: Adam, with so small an epsilon, follows the rounding of gradients that are 0.
     """
     families = ["densenet121", "swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224"]
     for name, (losses, _) in run_on_ranks(_two_steps, 0, families)[0].items():
