@@ -43,6 +43,10 @@ from dino_ds.models.fused import listen_to_kernels
 
 CUDA = torch.device("cuda", 0)
 
+_TOO_OLD = Version(torch.__version__) < Version("2.14")
+_WHY = "torch 2.11 can't play or compile for a GPU that is not there; 2.12 and 2.13 were not tried"
+needs_fake_cuda = pytest.mark.skipif(_TOO_OLD, reason=_WHY)
+
 _NOT_COUNTED = (
     "mm",
     "addmm",
@@ -256,8 +260,8 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
     """Make torch believe in one GPU: tensors are fake, and operators on the GPU are counted."""
-    if Version(torch.__version__) < Version("2.14"):
-        pytest.skip("fake tensors of torch 2.11 open CUDA; 2.12 and 2.13 were not tried")
+    if _TOO_OLD:
+        pytest.skip(_WHY)
     torch._C._ensureCUDADeviceGuardSet()
     believed = {
         "is_available": lambda: True,

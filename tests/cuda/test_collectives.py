@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,15 +44,9 @@ from dino_ds.models.batch_norm import use_own_batch_norm
 from dino_ds.models.network import Network
 from dino_ds.run.metrics import Meter
 from scripts.measures import PACKAGE
-from tests.fake_cuda import CUDA, FakeCuda, fake_cuda
+from tests.fake_cuda import CUDA, FakeCuda, fake_cuda, needs_fake_cuda
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        Version(torch.__version__) < Version("2.14"),
-        reason="fake tensors of torch 2.11 open CUDA; 2.12 and 2.13 were not tried",
-    ),
-]
+pytestmark = [pytest.mark.slow, needs_fake_cuda]
 
 
 RANKS = 8

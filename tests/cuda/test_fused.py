@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,11 +19,8 @@ from dino_ds.method import centering
 from dino_ds.models import prototypes, residual, rope
 from dino_ds.models.fused import why_not_fused
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
+from tests.fake_cuda import needs_fake_cuda
 
-OLD_INDUCTOR = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.14"),
-    reason="torch 2.11 can't compile for a GPU that is not there",
-)
 K, ROWS, IMAGES, C = 131072, 512, 51, 256  # tiles of ViT-L/14: hidden patches, and images with 2 + 8 crops
 V, ONE = (K,), (1, ROWS, K)
 CASES = [
@@ -54,7 +50,7 @@ IN_BLOCKS = [
 CASES += IN_BLOCKS
 
 
-@OLD_INDUCTOR
+@needs_fake_cuda
 @pytest.mark.slow
 def test_no_more_kernels_and_bytes_than_are_counted():
     """1 %: sums of rows and parts of sums, which are not counted."""
@@ -67,7 +63,7 @@ def test_no_more_kernels_and_bytes_than_are_counted():
         assert sum(size for _, size in kernels) <= 1.01 * counted, kernels
 
 
-@OLD_INDUCTOR
+@needs_fake_cuda
 @pytest.mark.slow
 def test_blocks_take_no_more_kernels_in_bf16_and_for_other_sizes():
     """The second program of a function is for any number of sequences and tokens."""
