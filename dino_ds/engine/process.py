@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dino_ds.basics.ports import find_free_port
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
+from dino_ds.engine.products import on_amd, take_onednn
 from dino_ds.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -57,6 +58,8 @@ def _join(timeout: timedelta) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
         _keep_freed_memory()
+        if on_amd():
+            take_onednn()
         with distributed.agreed_world_size(timeout):
             deepspeed.init_distributed("gloo", verbose=False, timeout=timeout)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from dino_ds.basics.digits import short
 from dino_ds.basics.ranges import PARTS
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
+from dino_ds.engine.products import products_of_torch
 from dino_ds.options.bench import BenchLadderOptions
 from dino_ds.planning.bench.common import MEMORY_STEPS, about, begin, clock_name, heading
 from dino_ds.planning.bench.ladder_steps import SELECTIONS, LadderStep, build_ladder_step, why_skipped
@@ -74,7 +76,8 @@ def _prepare(
     found = _Measured(step, memory, trial.step.engine.config.stage if step.engine else None)
 
     def train() -> None:
-        found.losses.append(float(trial.run()))
+        with nullcontext() if step.onednn else products_of_torch():
+            found.losses.append(float(trial.run()))
 
     if peak:
         for _ in range(MEMORY_STEPS):
@@ -87,8 +90,9 @@ def take_ladder_step(only: str, name: str, recipe: dict[str, Any], batch: int) -
     """Run a few steps in the process whose memory is measured."""
     step = next(step for step in SELECTIONS[only]() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
-    for _ in range(MEMORY_STEPS):
-        trial.run()
+    with nullcontext() if step.onednn else products_of_torch():
+        for _ in range(MEMORY_STEPS):
+            trial.run()
 
 
 def _rows(

@@ -16,6 +16,7 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
+from dino_ds.engine.products import on_amd
 from dino_ds.method.backbone_checks import fitting_levers
 from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
@@ -44,6 +45,7 @@ class LadderStep:
     tiled_loss: bool = False
     fused_adamw: bool = False
     one_pass_ema: bool = False
+    onednn: bool = False
     engine: bool = False
     precision: str = "fp32"
     stage: int | None = None
@@ -70,6 +72,7 @@ def all_steps() -> list[LadderStep]:
     add("prototypes and loss in tiles", tiled_loss=True)
     add("fused AdamW", fused_adamw=True)
     add("one-pass EMA", one_pass_ema=True)
+    add("oneDNN's products", onednn=True)
     add("DeepSpeed engine", engine=True)
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", performance=with_option(compile="default"))
@@ -115,6 +118,8 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
     if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
         kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
         return f"{recipe.model.backbone} is {kind}"
+    if step.name == "oneDNN's products" and not (on_amd() and not cuda):
+        return "they pay on AMD's CPUs with AVX-512 only"
     if step.name == "bf16" and not cuda and not _cpu_has_bf16():
         return "this CPU has no bf16 units"
     if step.name == "torch.compile" and not cuda:
