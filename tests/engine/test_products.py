@@ -12,6 +12,7 @@ from dino_ds.engine import products
 
 pytestmark = pytest.mark.numerical
 
+
 @pytest.fixture(autouse=True)
 def _onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """oneDNN multiplies in this test, on any make of CPU."""
