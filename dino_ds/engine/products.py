@@ -54,14 +54,14 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     if _suits(a, b):
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return torch.mm(a, b, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
 def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     bias = added.dim() == 1 and added.is_contiguous() and added.dtype == a.dtype and beta == alpha == 1
     if bias and len(added) == b.shape[1] and _suits(a, b):
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), added, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), added, "none", [], "")
     return torch.addmm(added, a, b, beta=beta, alpha=alpha, out=a.new_empty(a.shape[0], b.shape[1]))
 
 
