@@ -6,6 +6,7 @@ GFLOP/s by MKL and 250 by oneDNN, which is a part of torch too. The two differ b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -34,8 +35,10 @@ def take_onednn() -> None:
     torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all take it.
     """
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private: may leave in another version of torch
-        _LIBRARY.impl("mm", _mm, "CPU", allow_override=True)
-        _LIBRARY.impl("addmm", _addmm, "CPU", allow_override=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch 2.11 says once that a kernel is replaced
+            _LIBRARY.impl("mm", _mm, "CPU", allow_override=True)
+            _LIBRARY.impl("addmm", _addmm, "CPU", allow_override=True)
 
 
 @contextmanager
