@@ -22,6 +22,7 @@ from dino_ds.planning.rules import (
     prototypes,
     recipe_for,
     released_weights,
+    small_momentum,
     tiny_patch,
 )
 
@@ -156,11 +157,16 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     rate, warmup = 7.5e-4 if recipe == "vitb16" else 5e-4, max(1, min(10, passes // 10))
     why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
+    if recipe == "small":
+        flags["optimizer.lr_scaling"] = "linear"
     yield Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
-    if recipe.startswith("small"):
-        ema = f"{load_recipe(recipe, {}).teacher.momentum:g}"
-        yield Row("EMA momentum", f"{ema} to 1", f"recipe {recipe}'s: low ones learn faster (docs/small-data.md)")
-        return  # its objective has no prototypes
+    if recipe.startswith("small"):  # its objective has no prototypes
+        value, rule = load_recipe(recipe, {}).teacher.momentum, ""
+        if recipe == "small":
+            value, rule = small_momentum(batch), " 0.9 at 64 images, by the root of the batch"
+        why = f"recipe {recipe}'s{rule}: low ones learn faster (docs/small-data.md)"
+        yield Row("EMA momentum", f"{value:g} to 1", why, {"teacher.momentum": f"{value:g}"})
+        return
     yield from _momentum_and_prototypes(data.images, batch, steps)
 
 

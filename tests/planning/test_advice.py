@@ -22,6 +22,7 @@ from dino_ds.planning.rules import (
     prototypes,
     recipe_for,
     released_weights,
+    small_momentum,
     useful_gpus,
 )
 
@@ -101,6 +102,11 @@ def test_momentum_is_dino_s_at_its_batch_higher_for_smaller_ones_and_lower_in_sh
     assert _falls([momentum(batch, 250_000) for batch in (16, 32, 64, 128, 256, 512, 1024)])
     assert _falls([momentum(256, steps) for steps in (250_000, 50_000, 20_000, 10_000, 100)])
     assert momentum(256, 100) == 0.99
+
+
+def test_momentum_of_the_small_recipe_is_its_own_at_its_batch_and_falls_with_the_batch():
+    assert small_momentum(load_recipe("small", {}).data.global_batch) == load_recipe("small", {}).teacher.momentum
+    assert (small_momentum(16), small_momentum(256)) == (0.949, 0.81)
 
 
 @pytest.mark.parametrize("patch", [4, 8, 16])
