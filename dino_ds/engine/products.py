@@ -29,16 +29,19 @@ def on_amd() -> bool:
 
 
 @cache
-def take_onednn() -> None:
+def take_onednn() -> torch.library.Library:
     """Have this process multiply FP32 matrices on the CPU by oneDNN from now on, where the operator exists.
 
-    torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all take it.
+    torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all take it. The
+    kernels stay as long as what is returned, which the cache keeps.
     """
+    library = torch.library.Library("aten", "IMPL")
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private: may leave in another version of torch
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.11 says once that a kernel is replaced
-            _LIBRARY.impl("mm", _mm, "CPU", allow_override=True)
-            _LIBRARY.impl("addmm", _addmm, "CPU", allow_override=True)
+            library.impl("mm", _mm, "CPU", allow_override=True)
+            library.impl("addmm", _addmm, "CPU", allow_override=True)
+    return library
 
 
 @contextmanager
@@ -50,9 +53,6 @@ def products_of_torch() -> Iterator[None]:
         yield
     finally:
         _by_onednn = before
-
-
-_LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:

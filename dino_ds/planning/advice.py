@@ -158,14 +158,16 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
     if recipe == "small":
-        flags["optimizer.lr_scaling"] = "linear"
+        flags["optimizer.lr_scaling"] = "linear"  # its own is the root's, for its own rate
     yield Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
-    if recipe.startswith("small"):  # its objective has no prototypes
-        value, rule = load_recipe(recipe, {}).teacher.momentum, ""
-        if recipe == "small":
-            value, rule = small_momentum(batch), " 0.9 at 64 images, by the root of the batch"
-        why = f"recipe {recipe}'s{rule}: low ones learn faster (docs/small-data.md)"
-        yield Row("EMA momentum", f"{value:g} to 1", why, {"teacher.momentum": f"{value:g}"})
+    if recipe == "small":
+        ema, faster = f"{small_momentum(batch):g}", "low ones learn faster (docs/small-data.md)"
+        why = f"recipe small's 0.9 at 64 images, by the root of the batch: {faster}"
+        yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
+        return  # its objective has no prototypes
+    if recipe.startswith("small"):
+        ema = f"{load_recipe(recipe, {}).teacher.momentum:g}"
+        yield Row("EMA momentum", f"{ema} to 1", f"recipe {recipe}'s: low ones learn faster (docs/small-data.md)")
         return
     yield from _momentum_and_prototypes(data.images, batch, steps)
 

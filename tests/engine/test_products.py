@@ -14,13 +14,11 @@ pytestmark = pytest.mark.numerical
 
 
 @pytest.fixture(autouse=True)
-def _onednn(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _onednn() -> Iterator[None]:
     """oneDNN multiplies in this test, on any make of CPU."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no such operator")
-    library = torch.library.Library("aten", "IMPL")
-    monkeypatch.setattr(products, "_LIBRARY", library)
-    products.take_onednn.__wrapped__()
+    library = products.take_onednn.__wrapped__()
     yield
     library._destroy()
 

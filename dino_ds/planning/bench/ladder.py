@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dino_ds.basics.digits import short
 from dino_ds.basics.ranges import PARTS
@@ -22,6 +23,7 @@ from dino_ds.planning.bench.ladder_steps import SELECTIONS, LadderStep, build_la
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.planning.measure.trial import Trial
 
 FIRST = 3
 """Steps whose losses are compared: exact optimizations add in another order, and Adam makes the difference grow."""
@@ -76,8 +78,7 @@ def _prepare(
     found = _Measured(step, memory, trial.step.engine.config.stage if step.engine else None)
 
     def train() -> None:
-        with nullcontext() if step.onednn else products_of_torch():
-            found.losses.append(float(trial.run()))
+        found.losses.append(float(_run(step, trial)))
 
     if peak:
         for _ in range(MEMORY_STEPS):
@@ -90,9 +91,14 @@ def take_ladder_step(only: str, name: str, recipe: dict[str, Any], batch: int) -
     """Run a few steps in the process whose memory is measured."""
     step = next(step for step in SELECTIONS[only]() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
+    for _ in range(MEMORY_STEPS):
+        _run(step, trial)
+
+
+def _run(step: LadderStep, trial: Trial) -> Tensor:
+    """One training step; without oneDNN's products where the ladder has not come to them yet."""
     with nullcontext() if step.onednn else products_of_torch():
-        for _ in range(MEMORY_STEPS):
-            trial.run()
+        return trial.run()
 
 
 def _rows(
