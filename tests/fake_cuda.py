@@ -27,6 +27,7 @@ import itertools
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,10 +39,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import dino_ds
 from dino_ds.costs.recorder import KERNELS
 from dino_ds.models.fused import listen_to_kernels
 
 CUDA = torch.device("cuda", 0)
+
+_PACKAGE = f"{Path(dino_ds.__file__).parent}/"
 
 _TOO_OLD = Version(torch.__version__) < Version("2.14")
 _WHY = "torch 2.11 can't play or compile for a GPU that is not there; 2.12 and 2.13 were not tried"
@@ -165,7 +169,7 @@ class Counter(TorchDispatchMode):
             self._note(f"{name} has no CUDA kernel")
 
     def _note(self, problem: str) -> None:
-        frames = [f for f in traceback.extract_stack() if "/dino_ds/" in f.filename or "/deepspeed/" in f.filename]
+        frames = [f for f in traceback.extract_stack() if f.filename.startswith(_PACKAGE) or "/deepspeed/" in f.filename]
         where = f" at {frames[-1].filename.split('/')[-1]}:{frames[-1].lineno}" if frames else ""
         self.problems[f"{self._part}: {problem}{where}"] += 1
 
