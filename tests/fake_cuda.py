@@ -169,7 +169,8 @@ class Counter(TorchDispatchMode):
             self._note(f"{name} has no CUDA kernel")
 
     def _note(self, problem: str) -> None:
-        frames = [f for f in traceback.extract_stack() if f.filename.startswith(_PACKAGE) or "/deepspeed/" in f.filename]
+        stack = traceback.extract_stack()
+        frames = [f for f in stack if f.filename.startswith(_PACKAGE) or "/deepspeed/" in f.filename]
         where = f" at {frames[-1].filename.split('/')[-1]}:{frames[-1].lineno}" if frames else ""
         self.problems[f"{self._part}: {problem}{where}"] += 1
 
