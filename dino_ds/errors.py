@@ -24,6 +24,8 @@ STOPPED = 75
 INTERRUPTED = 130
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that make a run save and stop; they often reach all of its processes at once."""
+FORWARDED_SECONDS = 2.0
+"""A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
 
 _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-from dino_ds.errors import STOP_SIGNALS, STOPPED, PeerError
+from dino_ds.errors import FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, PeerError
 from dino_ds.health.files import Disk
 from dino_ds.health.processes import death_by
 from dino_ds.health.records import Heartbeat, Heartbeats, describe_death, last_checkpoint, last_checkpoint_step
@@ -52,10 +53,23 @@ class Outcome:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The signals in STOP_SIGNALS that come while the `with` block runs, in order of time."""
+    """The signals in STOP_SIGNALS that come while the `with` block runs, in order of time.
+
+    What comes within FORWARDED_SECONDS of the first one is that one, sent twice, and left out.
+    """
     received: list[int] = []
+    first_at = 0.0
+
+    def note(number: int, _: FrameType | None) -> None:
+        nonlocal first_at
+        if not received:
+            first_at = time.monotonic()
+        elif time.monotonic() - first_at <= FORWARDED_SECONDS:
+            return
+        received.append(number)
+
     wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in wanted}
+    before = {number: signal.signal(number, note) for number in wanted}
     try:
         yield received
     finally:

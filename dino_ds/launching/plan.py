@@ -97,6 +97,11 @@ def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tup
             )
         if nodes[1] > 1 and options.master_addr is None:
             raise ConfigError("--nodes: give --master_addr HOST, the machine where the others meet, the same on all")
+        if nodes[0] < nodes[1] and options.max_restarts == 0:
+            raise ConfigError(
+                f"--nodes {options.nodes}: without --max_restarts the first machine that is lost would end the run: "
+                "add --max_restarts 100"
+            )
     elif options.nodes is not None:
         raise ConfigError("--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines")
     elif options.no_ssh and (hostfile is None or options.node_rank is None):

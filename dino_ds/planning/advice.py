@@ -6,7 +6,7 @@ A rule without a source says that it is a rule of thumb. Nothing here reads an i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.loading import load_recipe
@@ -116,12 +116,12 @@ def _objective(recipe: str, weights: str | None) -> Row:
 
 def _crops(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
     start = {"model.init_from": weights} if weights else {}
-    known, mild = load_recipe(recipe, start).crops, "half strength and no blur: recipe small"
+    known, mild = load_recipe(recipe, start).crops, "colors of recipe small, no blur"
     local = known.num_local
     if not gpus.count:
         sizes = fitting_sizes(data.side, *cpu_patch(data))
         why = f"by the images' size, with few patches for a CPU: rule of thumb; {mild}"
-        why = "recipe small (docs/small-data.md)" if sizes == (32, 16) else why
+        why = "measured on images of 32 and 64 pixels (docs/small-data.md)" if sizes in ((32, 16), (64, 32)) else why
     elif recipe == "small":
         sizes, local = fitting_sizes(data.side, tiny_patch(data), 64), 6
         why = f"{mild}; sizes by the images: rule of thumb"
@@ -157,14 +157,14 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     rate, warmup = 7.5e-4 if recipe == "vitb16" else 5e-4, max(1, min(10, passes // 10))
     why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
+    row = Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
     if recipe == "small":
-        flags["optimizer.lr_scaling"] = "linear"  # its own is the root's, for its own rate
-    yield Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
-    if recipe == "small":
+        yield replace(row, flags={**flags, "optimizer.lr_scaling": "linear"})  # its own is the root's, for its own rate
         ema, faster = f"{small_momentum(batch):g}", "low ones learn faster (docs/small-data.md)"
         why = f"recipe small's 0.9 at 64 images, by the root of the batch: {faster}"
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
         return  # its objective has no prototypes
+    yield row
     if recipe.startswith("small"):
         ema = f"{load_recipe(recipe, {}).teacher.momentum:g}"
         yield Row("EMA momentum", f"{ema} to 1", f"recipe {recipe}'s: low ones learn faster (docs/small-data.md)")

@@ -181,8 +181,8 @@ def _remedies(recipe: Recipe) -> Iterator[str]:
             "(docs/your-data.md)"
         )
     yield (
-        f"k-NN falls: keep checkpoints (--keep_every), use the best, and try {slower}; more images, or the released "
-        f"weights as they are: {RULE} (dinov2#204)"
+        f"k-NN falls: with --eval.root the best teacher is kept (--weights best); try {slower}; more images, or the "
+        f"released weights as they are: {RULE} (dinov2#204)"
     )
     yield "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)"
 

@@ -122,5 +122,5 @@ def tiny_patch(data: Data) -> int:
 
 
 def cpu_patch(data: Data) -> tuple[int, int]:
-    """Patches, and the largest crops, of 36 of them at most."""
-    return (4, 16) if data.side < 16 else (8, 32) if data.tiny else (16, 96)
+    """Side of the patches, and of the largest crops: 64 patches of these at most."""
+    return (4, 16) if data.side < 16 else (8, 64) if data.tiny else (16, 96)

@@ -14,11 +14,8 @@ from types import TracebackType
 from typing import Any
 
 from dino_ds.engine.distributed import set_store_flag, store_flag_is_set
-from dino_ds.errors import STOP_SIGNALS, STOPPED
+from dino_ds.errors import FORWARDED_SECONDS, STOP_SIGNALS, STOPPED
 from dino_ds.health.beat import Beat
-
-FORWARDED_SECONDS = 2.0
-"""A second signal within this time is the first one, forwarded: terminals send Ctrl-C to launcher and ranks alike."""
 
 
 class StopRequests:

@@ -73,7 +73,9 @@ def test_torchrun_and_its_elastic_form():
 
 
 def test_an_elastic_run_must_be_able_to_go_on():
-    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", skip_checks=True, dry_run=True)
+    options = LaunchOptions(
+        launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", max_restarts=9, skip_checks=True, dry_run=True
+    )
     with pytest.raises(ConfigError, match="add --resume auto"):
         run(options, train_words=WORDS, train={"options": TrainOptions()})
 
@@ -112,7 +114,7 @@ def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
     resumed = launched("--resume", *STAGES.split("="), "--run_dir", runs)
     assert resumed[0] == f"--config quickstart_gram --run_dir {second} --resume auto --from {first}"
     assert len(resumed) == 2
-    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1")
+    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", max_restarts=9)
     with pytest.raises(ConfigError, match="launch one stage after the other"):
         run(options, train_words=WORDS, train={"options": TrainOptions(stages="a,b")})
 
@@ -123,6 +125,7 @@ def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
         ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
         ({"launcher": "torchrun", "nodes": "2"}, "give --master_addr HOST"),
         ({"launcher": "torchrun", "nodes": "3:2"}, "LEAST:MOST"),
+        ({"launcher": "torchrun", "nodes": "1:2", "master_addr": "w1"}, "without --max_restarts the first machine"),
         ({"nodes": "2"}, "--nodes is for --launcher torchrun"),
         ({"no_ssh": True}, "give --hostfile"),
         ({"node_rank": 0}, "--node_rank is for --no_ssh"),

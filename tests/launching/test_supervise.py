@@ -29,6 +29,7 @@ from dino_ds.data.held_out import training_images
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
+from dino_ds.errors import FORWARDED_SECONDS
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat
 from dino_ds.launching.attempt import Outcome, _for_ranks, stop_signals
@@ -319,6 +320,9 @@ def test_a_second_signal_ends_everything(tmp_path):
     while not job.has("signals"):
         assert job.process.poll() is None
         time.sleep(0.02)
+    job.process.terminate()  # the first one once more, as terminals and schedulers send it
+    time.sleep(FORWARDED_SECONDS)
+    assert job.process.poll() is None
     job.process.terminate()
     code, (line,) = job.end()
     assert code == 143 and "second signal" in line and len(job.starts) == 1
