@@ -42,7 +42,7 @@ from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.backbone_checks import check_start
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
-from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.method.specs.of_recipe import check_images_at_once, teachers_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.options.run import TrainOptions
 from dino_ds.planning.measure.trial import free_memory
@@ -249,6 +249,7 @@ def _build(
     pictures = PeriodicPictures.build(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_start(recipe)
+    check_images_at_once(recipe, config.micro_batch, distributed.world_size())
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += _describe_start(begin, step, recipe)
 

@@ -29,12 +29,12 @@ from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
+from dino_ds.data.held_out import training_images
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.listing import FolderLabels
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.sources import training_source
 from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
@@ -56,7 +56,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     """
     png = _check(options.out)
     data = recipe.data
-    source = training_source(data)
+    source = training_images(data, recipe.eval.val_share)
     recipe, words = _with_some_range(recipe, source)
     check_transform(recipe, source)
     channels = recipe.model.in_chans
@@ -88,7 +88,7 @@ def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
         was_found = ranged.data.known_range != recipe.data.known_range
         return ranged, notes[0] if was_found else f"data.value_range {show_value(ranged.data.value_range)}"
     except ConfigError as error:
-        sample = look_at_values([source], recipe.model.in_chans)
+        sample = look_at_values([source], recipe.model.in_chans, recipe.data.max_pixels)
         if not sample.deep:
             raise
         data = recipe.data.model_copy(update={"value_range": sample.measured})

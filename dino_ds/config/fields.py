@@ -90,11 +90,18 @@ class Ramp:
     length: Length | None = None
 
     def __str__(self) -> str:
-        return f"{self.start:g}" if self.length is None else f"{self.start:g}..{self.end:g} over {self.length}"
+        start = _exact(self.start)
+        return start if self.end is None else f"{start}..{_exact(self.end)} over {self.length}"
 
     def __bool__(self) -> bool:
         """Whether it is ever more than 0."""
         return self.start > 0 or bool(self.end)
+
+
+def _exact(number: float) -> str:
+    """The shortest text of a number that is read as the same one."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)
 
 
 def parse_ramp(value: object) -> Ramp:

@@ -15,7 +15,7 @@ from dino_ds.errors import ConfigError
 
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
-_PATHS = ("data.root", "eval.root", "eval.benchmark_root", "teacher.source")
+_PATHS = ("data.root", "eval.root", "eval.val_root", "eval.benchmark_root", "teacher.source")
 
 
 def own_recipe(run_dir: Path, given: Collection[str], notes: list[str]) -> Recipe:

@@ -147,7 +147,7 @@ class Recipe(Section):
     def check_learning_rates(self) -> None:
         """Check a recipe that is to be trained; tools also look at parts of its batch. Raises ConfigError."""
         peak = self.peak_lr
-        if self.optimizer.min_lr > peak * (1 + 1e-9):
+        if self.optimizer.schedule != "constant" and self.optimizer.min_lr > peak * (1 + 1e-9):
             low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 

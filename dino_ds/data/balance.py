@@ -71,9 +71,14 @@ def _left_out(labels: np.ndarray, kind: str) -> list[str]:
 
 
 def _repeats(draws: Draws, parts: tuple[Part, ...], kind: str, images: int) -> list[str]:
-    """Notes on images that come more than once in an epoch."""
+    """Notes on images that come more than once in an epoch. Raises ConfigError for a part of which none comes."""
     notes = []
     for number, part in enumerate(parts):
+        if not draws.counts(images)[number]:
+            raise ConfigError(
+                f"data.mixture: {part.place} with a share of {float(part.share):.3g} gives none of the {images} images "
+                "of an epoch: raise its share, or leave it out"
+            )
         most = draws.most_repeats(number, images)
         if kind == "none" and most > 1:
             notes.append(f"data.mixture: each image of {part.place} comes {most:.3g} times in an epoch")
@@ -108,7 +113,7 @@ def _read_clusters(file: str, source: Source) -> np.ndarray:
 def _rows(file: str) -> Iterator[tuple[str, str]]:
     try:
         csv.field_size_limit(_MOST_FIELD)
-        with open(os.path.expanduser(file), newline="", encoding="utf-8") as lines:
+        with open(os.path.expanduser(file), newline="", encoding="utf-8-sig") as lines:
             rows = csv.DictReader(lines)
             if not {"name", "cluster"} <= set(rows.fieldnames or ()):
                 raise DataError(f"data.balance: the first line of {file} does not name the columns name and cluster")

@@ -235,4 +235,5 @@ def _check_size(width: int, height: int, name: str, max_pixels: int | None, chan
     if max_pixels is not None and width * height * max(1, channels / 3) > max_pixels:
         more = f" of {channels} channels" if channels > 3 else ""
         less = f" of 3: {3 * max_pixels // channels} of {channels}" if more else ""
-        raise UnreadableImage(name, f"{width} x {height} pixels{more}, data.max_pixels allows {max_pixels}{less}")
+        limit = f"at most {max_pixels}{less} are read (in training data.max_pixels)"
+        raise UnreadableImage(name, f"{width} x {height} pixels{more}, {limit}")

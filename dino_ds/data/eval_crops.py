@@ -14,6 +14,8 @@ from dino_ds.data.multicrop import BICUBIC, Box, sample_box, to_tensor
 from dino_ds.data.normalisation import Normalisation
 
 _PROBE_SCALE = (0.08, 1.0)
+_FLAT = 16
+"""Times the side of a crop, above which the rest of an image is not enlarged only to be cut off: it might not fit."""
 
 
 class EvalCrop:
@@ -46,8 +48,12 @@ class EvalCrop:
         return (wide, high), ((wide - self.size) // 2, (high - self.size) // 2)
 
     def _cut(self, image: Image.Image) -> Image.Image:
-        size, (left, top) = self._resized(*image.size)
-        return image.resize(size, BICUBIC).crop((left, top, left + self.size, top + self.size))
+        size, (x, y) = self._resized(*image.size)
+        if max(size) > _FLAT * self.size:
+            left, top, right, bottom = self.box(*image.size)
+            box = (left, top, min(right, image.width), min(bottom, image.height))
+            return image.resize((self.size, self.size), BICUBIC, box=box)
+        return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
 
 
 class RandomCrop:

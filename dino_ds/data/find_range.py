@@ -70,11 +70,11 @@ class Sample:
     deep: list[DeepImage] = field(default_factory=list)
     problem: str = ""
 
-    def add(self, source: Source, indices: Iterable[int], wanted: int) -> None:
-        """`wanted`: the channels of the run; images of others are only counted."""
+    def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
+        """`wanted`: the channels of the run; images of others are only counted. Larger ones are not read."""
         for index in indices:
             try:
-                image = open_image(source, index, MAX_PIXELS, channels=wanted)
+                image = open_image(source, index, max_pixels, channels=wanted)
                 values = image.values() if image.deep and image.channels == wanted else None
                 if values is not None:
                     name = source.name(index)
@@ -136,8 +136,8 @@ class Sample:
         return f"{len(self.deep)} of {self.images} images looked at are deeper than 8 bits: {types}, values {values}"
 
 
-def look_at_values(sources: Sequence[Source], channels: int) -> Sample:
-    """At most 64 images of each source, evenly spread, where `channels` are wanted. Of files pixels are read only where
+def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS) -> Sample:
+    """At most 64 images of each source, evenly spread, where `channels` are wanted, of at most `max_pixels`. Of files pixels are read only where
     they are deep, and where 3 are wanted JPEGs are left out."""
     sample = Sample()
     for source in sources:
@@ -145,14 +145,14 @@ def look_at_values(sources: Sequence[Source], channels: int) -> Sample:
             some = evenly_spaced_indices(len(source), _NAMES)
             others = [i for i in some if channels != 3 or not source.name(i).lower().endswith((".jpg", ".jpeg"))]
             chosen = [others[i] for i in evenly_spaced_indices(len(others), _SAMPLE)]
-            sample.add(source, chosen, channels)
+            sample.add(source, chosen, channels, max_pixels)
             if len(others) < len(some):
                 sample.problem = ""
                 sample.channels[3] += len(some) - len(others)
             continue
-        sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels)
+        sample.add(source, evenly_spaced_indices(len(source), _FIRST), channels, max_pixels)
         if sample.deep:
-            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE), channels)
+            sample.add(source, evenly_spaced_indices(len(source), _SAMPLE), channels, max_pixels)
     return sample
 
 
@@ -183,7 +183,7 @@ def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
     found = Sample()
     parts = source.joined if isinstance(source, Joined) else [JoinedPart("", source, None)]
     for part in parts:
-        sample = look_at_values([part.source], recipe.model.in_chans)
+        sample = look_at_values([part.source], recipe.model.in_chans, recipe.data.max_pixels)
         with _naming(part.place):
             _check_images(recipe, part.source, sample)
         found.images += sample.images
@@ -219,7 +219,7 @@ def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
     """The options with which a run takes images of so many `channels`, with what was measured on some of them."""
     flags, value_range = [f"--model.in_chans {channels}"], recipe.data.known_range
     if value_range is None:
-        sample = look_at_values([source], channels)
+        sample = look_at_values([source], channels, recipe.data.max_pixels)
         try:
             value_range, _ = sample.decide()
         except ConfigError:
@@ -227,7 +227,7 @@ def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
             flags.append(f"--data.value_range {range_text(value_range)}")
     if channels in (1, 3) and recipe.data.mean is None:
         return " ".join(flags)
-    moments = list(_moments(source, channels, value_range))
+    moments = list(_moments(source, channels, value_range, recipe.data.max_pixels))
     if not moments:
         return " ".join([*flags, "and data.mean and data.std of as many"])
     found = Normalisation.measured(moments)
@@ -235,14 +235,16 @@ def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
     return f"{' '.join(flags)} (measured on {len(moments)} images; dino-ds look-data with these measures more)"
 
 
-def _moments(source: Source, channels: int, value_range: ValueRange | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _moments(
+    source: Source, channels: int, value_range: ValueRange | None, max_pixels: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The means by channel of values and of their squares, black 0 and white 1, of up to 64 images.
 
     Images of other `channels`, and those that can't be read or lie beyond the range are left out.
     """
     for index in evenly_spaced_indices(len(source), _SAMPLE):
         try:
-            image = open_image(source, index, MAX_PIXELS, value_range, channels)
+            image = open_image(source, index, max_pixels, value_range, channels)
             pixels = image.decode() if image.channels == channels else None
         except Exception:  # as in a sample
             continue

@@ -47,6 +47,7 @@ class Hdf5Images(EncodedImages):
         import_h5py()
         self._files = [os.path.abspath(file) for file in files]
         self._names, counts, labels = list[str](), list[int](), list[np.ndarray | None]()
+        self.notes: list[str] = []
         for file in self._files:
             try:
                 with _open(file) as opened:
@@ -55,7 +56,7 @@ class Hdf5Images(EncodedImages):
                         raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
                     self._names.append(dataset.name)
                     counts.append(len(dataset))
-                    labels.append(_labels_beside(opened, dataset))
+                    labels.append(_labels_beside(opened, dataset, self.notes))
             except DataError as error:
                 raise DataError(f"{error}") from None
             except Exception as error:  # h5py raises OSError, KeyError, RuntimeError and others for a broken file
@@ -191,16 +192,19 @@ def _problem(dataset: Any) -> str:
     return "" if dataset.id.get_storage_size() else "has no values: none were written"
 
 
-def _labels_beside(opened: Any, dataset: Any) -> np.ndarray | None:
-    """Class numbers (n,) next to a dataset, or None where there are none."""
+def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | None:
+    """Class numbers (n,) next to a dataset, or None; `notes` gets a line for each set of values that can't be these."""
     h5py, group = import_h5py(), _parent(opened, dataset.name)
     for name in _LABELS:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             continue
         found = group[name]
-        fits = isinstance(found, h5py.Dataset) and found.shape == dataset.shape[:1] and found.dtype.kind in "ui"
-        if fits and not (found.is_virtual or found.external):
-            return np.asarray(found[()], np.int64)
+        if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+            continue
+        if found.dtype.kind in "ui" and found.shape in ((len(dataset),), (len(dataset), 1)):
+            return np.asarray(found[()], np.int64).reshape(-1)
+        what = f"{found.name} {found.shape} {found.dtype} of {opened.filename} is not read as classes"
+        notes.append(printable(f"{what}: it must be whole numbers, one an image"))
     return None
 
 

@@ -38,12 +38,14 @@ class ParquetImages(EncodedImages):
         parquet = import_parquet()
         self._files = [os.path.abspath(file) for file in files]
         first, groups, labels = 0, [], list[Any]()
+        self.notes: list[str] = []
         for number, file in enumerate(self._files):
             try:
                 opened = parquet.ParquetFile(file)
                 if number == 0:
                     schema = opened.schema_arrow
-                    self._column, label = _image_column(schema, file), _label_column(schema)
+                    self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
+                _check_alike(schema, opened.schema_arrow, self._column, label, (self._files[0], file))
                 for group in range(opened.num_row_groups):
                     groups.append((first, number, group))
                     first += opened.metadata.row_group(group).num_rows
@@ -162,14 +164,41 @@ def _image_column(schema: Any, file: str) -> str:
     raise DataError(f"{printable(file)} has {what}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}")
 
 
-def _label_column(schema: Any) -> str | None:
-    from pyarrow import types
-
+def _label_column(schema: Any, notes: list[str]) -> str | None:
+    """The column of classes, or None; `notes` gets a line for one whose values can't be classes."""
     for name in _LABEL_NAMES:
         place = schema.get_field_index(name)
-        if place >= 0 and (types.is_integer(schema.field(place).type) or types.is_string(schema.field(place).type)):
+        if place < 0:
+            continue
+        if _kind_of_label(schema.field(place).type):
             return name
+        what = f"the column {name} ({schema.field(place).type}) of the Parquet files"
+        notes.append(f"{what} is not read as classes: it must be whole numbers or texts")
     return None
+
+
+def _kind_of_label(kind: Any) -> str:
+    """Of a label column's type: number, text, or nothing where it can't be a class."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_integer(kind):
+        return "number"
+    return "text" if types.is_string(kind) or types.is_large_string(kind) else ""
+
+
+def _check_alike(first: Any, schema: Any, image: str, label: str | None, files: tuple[str, str]) -> None:
+    """Raise DataError where a file, the second of `files`, lacks a column of the first one's, or has other labels."""
+    for column in (image, label) if label else (image,):
+        place = schema.get_field_index(column)
+        if place < 0:
+            what = f"has no column {column}"
+        elif column == label and _kind_of_label(schema.field(place).type) != _kind_of_label(first.field(label).type):
+            what = f"has another type in the column {column}, {schema.field(place).type}"
+        else:
+            continue
+        raise DataError(f"{printable(files[1])} {what}, unlike {printable(files[0])}: write all files alike")
 
 
 def _class_names(schema: Any, label: str) -> list[str]:

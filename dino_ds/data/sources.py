@@ -6,6 +6,8 @@ import inspect
 import pickle
 from typing import Any, Literal
 
+import numpy as np
+
 from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.own_code import find_own
 from dino_ds.config.fields import SOURCES
@@ -103,6 +105,7 @@ def _build_own(path: str, root: str | None) -> Any:
     _check_names(source, path, images)
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
+    _check_labels(source, path)
     try:
         pickle.dumps(source)
     except Exception as error:
@@ -111,6 +114,19 @@ def _build_own(path: str, root: str | None) -> Any:
             "connections in load, not in __init__"
         ) from error
     return source
+
+
+def _check_labels(source: Any, path: str) -> None:
+    """Raises ConfigError for labels that are not the numbers of classes, or -1."""
+    if source.labels is None:
+        return
+    most, labels = len(source.classes) - 1, np.asarray(source.labels)
+    wrong = np.arange(len(labels)) if labels.dtype.kind not in "iu" else np.flatnonzero((labels < -1) | (labels > most))
+    if len(wrong):
+        raise ConfigError(
+            f"{path}.labels[{wrong[0]}] is {one_line(repr(source.labels[wrong[0]]))}: it must be a whole number, the "
+            f"place of the image's class in {path}.classes (0 to {most}), or -1 for none"
+        )
 
 
 def _check_names(source: Any, path: str, images: int) -> None:

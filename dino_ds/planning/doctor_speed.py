@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.decode import MAX_PIXELS, EncodedImage
+from dino_ds.data.decode import EncodedImage
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.sources import training_source
 from dino_ds.engine import distributed
@@ -50,7 +50,8 @@ def measure_data(recipe: Recipe) -> Iterator[Finding]:
     if hasattr(source, "read"):
         done, seconds, bad = _timed(lambda index: encoded.append(source.read(index)), sample)
         decoded, decode_seconds, more = _timed(
-            lambda data: EncodedImage(data, "", MAX_PIXELS, channels=recipe.model.in_chans).values(), encoded
+            lambda data: EncodedImage(data, "", recipe.data.max_pixels, channels=recipe.model.in_chans).values(),
+            encoded,
         )
         bad, reads, decodes = bad + more, done / seconds, decoded / decode_seconds
         text += f"; {reads:.0f} files/s, {sum(map(len, encoded)) / seconds / 1e6:.0f} MB/s read by one process"

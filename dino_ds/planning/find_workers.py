@@ -15,7 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.sources import training_source
+from dino_ds.data.held_out import training_images
 from dino_ds.data.workers import check_shared_memory, worker_options
 from dino_ds.method.build import build_prefetcher
 from dino_ds.options.data import FindWorkersOptions
@@ -54,7 +54,7 @@ def run(options: FindWorkersOptions, *, recipe: Recipe) -> None:
     ranks = max(torch.cuda.device_count(), 1)
     share = max(host["cores"] // ranks, 1)
     data = recipe.data
-    source = training_source(data)
+    source = training_images(data, recipe.eval.val_share)
     recipe, _ = with_value_range(recipe, source)
     counts = _counts(options.max_workers or min(share, _MOST_WORKERS))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -39,6 +39,8 @@ def versions() -> dict[str, str]:
 def own_code(recipe: Recipe) -> dict[str, str]:
     """A digest of each module of the user's own that a recipe names, without the modules that these import."""
     names = [recipe.data.transform, recipe.data.source, recipe.model.backbone]
+    for own in (recipe.objective.terms, recipe.teacher.others):
+        names += [values.get("spec") for values in json.loads(own).values()]
     found = {}
     for module in [name.partition(":")[0] for name in names if name and ":" in name]:
         file = getattr(sys.modules.get(module), "__file__", None)

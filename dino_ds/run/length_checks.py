@@ -24,6 +24,13 @@ def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
         "optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak"),
         "objective.freeze_prototypes": (recipe.objective.freeze_prototypes, "the prototypes stay as they were drawn"),
     }
+    how = recipe.objective
+    if how.warmup_teacher_temp != how.teacher_temp:
+        so = f"objective.teacher_temp {how.teacher_temp:g} is not reached"
+        late["objective.teacher_temp_warmup"] = (how.teacher_temp_warmup, so)
+    for term in terms_of(recipe):
+        if term.weight.length is not None:
+            late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
     return [
         f"{name} {part} is {steps} steps, and {length} is {last}: {so}"
         for name, (part, so) in late.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ import timm
 import yaml
 
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.fields import Length
+from dino_ds.config.fields import Length, parse_ramp
 from dino_ds.config.homes import DS_HOMES, RECIPE_HOMES
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
+from dino_ds.method.specs.of_recipe import check_images_at_once
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneSpec
 
@@ -490,6 +492,33 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
     for changes in ({"optimizer.min_lr": "1.1e-3"}, {"optimizer.min_lr": "1e-3", "data.global_batch": "256"}):
         with pytest.raises(ConfigError, match=r"optimizer\.min_lr .* is more than the peak learning rate"):
             load_recipe(None, changes).check_learning_rates()
+        load_recipe(None, changes | {"optimizer.schedule": "constant"}).check_learning_rates()  # which has no end
+
+
+def test_a_weight_is_written_as_it_is_read():
+    """Also where six digits are not enough for it."""
+    for text in ("0.123456789", "0.1..0.30000000000000004 over 7 steps", "0.2", "1e-09"):
+        recipe = load_recipe(None, {"objective.koleo_weight": text})
+        assert parse_ramp(str(recipe.objective.koleo_weight)) == parse_ramp(text) == recipe.objective.koleo_weight
+    assert str(parse_ramp("0.1..2.0 over 7 steps")) == "0.1..2 over 7 steps"
+
+
+@pytest.mark.parametrize(
+    ("changes", "micro_batch", "ranks", "text"),
+    [
+        ({"objective.koleo_weight": "0.1"}, 1, 1, "micro-batch of 1 image has no other: raise train_micro_batch_size"),
+        ({"objective.koleo_weight": "0.1"}, 1, 8, "train_micro_batch_size_per_gpu, or set --objective.koleo_ranks all"),
+        ({"objective.koleo_weight": "0.1", "objective.koleo_ranks": "all"}, 1, 8, ""),
+        ({"objective.koleo_weight": "0.1"}, 2, 1, ""),
+        ({"objective.coding_rate_weight": "1"}, 1, 1, "coding_rate_weight spreads images from each other"),
+        ({"objective.coding_rate_weight": "1"}, 1, 2, ""),
+        ({}, 1, 1, ""),
+    ],
+)
+def test_one_image_at_a_time_is_refused_where_terms_compare_several(changes, micro_batch, ranks, text):
+    recipe = load_recipe(None, changes)
+    with pytest.raises(ConfigError, match=text) if text else nullcontext():
+        check_images_at_once(recipe, micro_batch, ranks)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ def test_a_lone_dataset_needs_no_name(tmp_path):
     assert [np.array_equal(values(source, i), NOISE[i]) for i in range(len(source))] == [True] * 7
     assert source.name(6) == f"{tmp_path}/a.h5:/images/6" and source.member(6) == "a/images/000000006"
     assert (list(source.labels), source.classes) == ([0, 0, 1, -1, 1, 1, 0], ["3", "5"])
+    source = opened(written(tmp_path / "b.h5", images=NOISE, labels=np.array([[3], [3], [5], [-1], [5], [5], [3]])))
+    assert list(source.labels) == [0, 0, 1, -1, 1, 1, 0] and source.notes == []
+    source = opened(written(tmp_path / "c.h5", images=NOISE, labels=np.array([b"cat"] * 7)))
+    (note,) = source.notes
+    assert source.labels is None and "/labels (7,) |S3 of" in note and "must be whole numbers, one an image" in note
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "chunked", "channels first", "gray", "16 bits, big-endian"])

@@ -115,6 +115,11 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
         with_value_range(recipe, training_source(recipe.data))
 
 
+def test_a_share_of_no_image_is_refused(root):
+    with pytest.raises(ConfigError, match=r"plain with a share of 0\.01 gives none of the 9 images of an epoch"):
+        source_with(root, "mine=0.99,plain=0.01")
+
+
 def test_classes_of_one_name_are_one(root):
     source = source_with(root, "mine=0.5,theirs=0.3,plain=0.2")
     assert source.classes == ["class0", "class1", "class2"]
@@ -244,6 +249,9 @@ def test_clusters_come_from_a_file(tmp_path):
         source_with(folder, "", balance=f"clusters:{tmp_path}/gone.csv")
     with pytest.raises(ConfigError, match="the images have no classes"):
         source_with(folder, "", balance="classes")
+    source(rows)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as Excel writes UTF-8
+    assert _drawn(source_with(folder, "", balance=f"clusters:{file}"), 12) == names
     with pytest.raises(ConfigError, match="is not none, classes, or clusters:FILE"):
         source_with(folder, "", balance="cluster")
 

@@ -142,6 +142,16 @@ def test_eval_crop_equals_torchvisions(width, height, size):
     torch.testing.assert_close(EvalCrop(size, IMAGENET)(image), to_tensor(reference, IMAGENET), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("width", "height"), [(700, 20), (20, 700), (3001, 7), (900, 50)])
+def test_a_flat_image_is_cut_before_it_is_enlarged(width, height):
+    """Within a level of 255, the rounding of Pillow's steps; a million to one fits into memory, as in training."""
+    image, crop = photo(width, height), EvalCrop(32, IMAGENET)
+    size, (left, top) = crop._resized(width, height)
+    whole = image.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + 32, top + 32))
+    assert np.abs(np.asarray(crop._cut(image), np.int16) - np.asarray(whole, np.int16)).max() <= 1
+    assert crop(Image.new("RGB", (1_000_000, 1), "red")).shape == (3, 32, 32)
+
+
 def test_small_images_lose_no_border_in_evaluation():
     image = photo(32, 32)
     torch.testing.assert_close(EvalCrop(32, IMAGENET)(image), to_tensor(image, IMAGENET), rtol=0, atol=0)

@@ -75,6 +75,14 @@ def test_the_example_of_the_docs_runs(write_module):
             r"open files .* in load",
         ),
         ("mod:A", f"class A:\n    labels = [0]\n    def __init__(self, r): pass\n    {GOOD}", r"3 images and 1 labels"),
+        *(
+            (
+                "mod:A",
+                f"class A:\n    labels, classes = {labels}, 'ab'\n    def __init__(self, r): pass\n    {GOOD}",
+                rf"mod:A\.labels\[{place}\] is .*the place of the image's class in mod:A\.classes \(0 to 1\), or -1",
+            )
+            for labels, place in (([-1, 1, 2], 2), (["a", "b", "a"], 0), ([0, -2, 1], 1), ([0.0, 1.0, 1.0], 0))
+        ),
     ],
 )
 def test_what_is_wrong_with_a_class_is_one_line(write_module, source, text, message):

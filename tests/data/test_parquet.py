@@ -49,6 +49,30 @@ def test_plain_bytes_and_texts_as_labels(tmp_path):
     assert reds(source) == [5, 6] and source.labels == [1, 0] and source.classes == ["cat", "dog"]
 
 
+def test_labels_of_any_kind_of_whole_numbers_and_texts(tmp_path):
+    """What can't be classes is said; files after the first must have the same columns."""
+    pyarrow = pytest.importorskip("pyarrow")
+    for name, values, kind in (
+        ("large", ["dog", "cat"], pyarrow.large_string()),
+        ("coded", ["dog", "cat"], pyarrow.dictionary(pyarrow.int8(), pyarrow.string())),
+    ):
+        labels = pyarrow.array(values, kind)
+        source = read(write(tmp_path / f"{name}.parquet", {"image": struct(range(2)), "label": labels}))
+        assert source.labels == [1, 0] and source.classes == ["cat", "dog"] and source.notes == []
+    source = read(write(tmp_path / "a.parquet", {"image": struct(range(2)), "label": [0.5, None]}))
+    note = "the column label (double) of the Parquet files is not read as classes: it must be whole numbers or texts"
+    assert source.labels is None and source.notes == [note]
+    write(tmp_path / "d/a.parquet", {"image": struct(range(2)), "label": [0, 1]})
+    for columns, said in (
+        ({"image": struct([2])}, "has no column label"),
+        ({"image": struct([2]), "label": ["a"]}, "has another type in the column label, string"),
+        ({"img": struct([2]), "label": [1]}, "has no column image"),
+    ):
+        write(tmp_path / "d/b.parquet", columns)
+        with pytest.raises(DataError, match=rf"d/b\.parquet {said}, unlike .*d/a\.parquet: write all files alike"):
+            read(tmp_path / "d")
+
+
 def test_rows_without_an_image_are_unreadable_one_by_one(tmp_path):
     images = [{"bytes": None, "path": "x.png"}, None, {"bytes": b"", "path": None}, *struct([4])]
     source = read(write(tmp_path / "a.parquet", {"image": images}))

@@ -184,7 +184,7 @@ def test_nothing_is_unpickled():
 def test_sizes_are_checked_before_memory_is_taken():
     """Three channels count as one image; a tile has a size of its own, and cut files are not filled up."""
     assert refused(LAYOUTS["interleaved"], max_pixels=3839) == (
-        "48 x 40 pixels of 6 channels, data.max_pixels allows 3839 of 3: 1919 of 6"
+        "48 x 40 pixels of 6 channels, at most 3839 of 3: 1919 of 6 are read (in training data.max_pixels)"
     )
     np.testing.assert_array_equal(EncodedImage(LAYOUTS["interleaved"], "file", 3840, channels=6).values(), BANDS)
     assert "does not have 0 bytes" in refused(npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(999999,999),"))
@@ -423,7 +423,7 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "colors as PALETTE COLOR in a DICOM file"),
         ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),
         ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
-        ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, data.max_pixels allows 1000000"),
+        ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, at most 1000000 are read"),
         ({"PatientID": "1.2.840.10008.1.2.1.99"}, "a deflated DICOM file"),
     ],
 )

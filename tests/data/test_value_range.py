@@ -25,7 +25,7 @@ from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.engine import distributed
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Arrays, Files, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks
 
@@ -302,6 +302,14 @@ def test_a_range_that_is_known_is_tried_on_the_images():
         recipe, notes = with_value_range(recipe_for(), dark, earlier)
         assert recipe.data.value_range == earlier() and len(notes) == 1 and "of 4 images looked at" in notes[0]
     assert "0 to 1): store all images alike" in with_value_range(recipe_for(3, "0,65535"), dark)[1][0]
+
+
+def test_a_raised_limit_of_pixels_holds_for_the_look_before_the_run(tmp_path):
+    Image.new("RGB", (8000, 7000)).save(tmp_path / "large.png")
+    with pytest.raises(DataError, match=r"none of the images looked at can be read; .*at most 50000000 are read"):
+        with_value_range(recipe_for(), ImageFolder(str(tmp_path)))
+    raised = load_recipe(None, {"data.max_pixels": "60000000"})
+    assert with_value_range(raised, ImageFolder(str(tmp_path)))[1] == []
 
 
 def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):

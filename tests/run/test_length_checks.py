@@ -40,6 +40,14 @@ def test_what_lasts_to_the_end_is_said():
     assert lines == [
         "optimizer.warmup 2 epochs is 4 steps, and length 3 steps is 3: the learning rate does not reach its peak"
     ]
+    slow = {"objective.teacher_temp": "0.07", "objective.teacher_temp_warmup": "2 epochs"}
+    slow |= {"objective.koleo_weight": "0.1..0.5 over 2 epochs"}
+    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps"} | slow), 2)
+    assert lines == [
+        "objective.teacher_temp_warmup 2 epochs is 4 steps, and length 3 steps is 3: objective.teacher_temp 0.07 is "
+        "not reached",
+        "the ramp of koleo's weight 2 epochs is 4 steps, and length 3 steps is 3: it does not reach 0.5",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,17 @@ def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cu
     assert [step for step, _ in losses_of(cut)] == [1, 2, 3, 4, 6]
 
 
+def test_held_out_images_are_those_of_the_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Others of the same relative name, where the run is continued, are not taken for them."""
+    held_out = {"eval.val_root": "held_out", "eval.every": "1 steps", "eval.evals": "statistics"}
+    image_folder(place / "held_out")
+    image_folder(place / "elsewhere/held_out", seed=5)
+    settings = flags(TINY | CHANGED | held_out | {"data.root": "images"})
+    assert train_in(place, ["--run_dir", str(tmp_path / "run"), "--max_steps", "1", *settings]) is None
+    assert train_in(place / "elsewhere", ["--run_dir", str(tmp_path / "run"), "--resume", "--max_steps", "2"]) is None
+    assert f"note     eval.val_root held_out is {place}/held_out: " in log_of(tmp_path / "run")
+
+
 def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Path, tmp_path: Path):
     """A run of an older version does not know the folder of its start, and names one; --data.root is the answer."""
     path = cut / "environment.json"

@@ -99,6 +99,21 @@ def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
     return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM, preserve.START})
 
 
+def check_images_at_once(recipe: Recipe, micro_batch: int, ranks: int) -> None:
+    """Raise ConfigError where a term that compares images gets one at a time: it would be a constant."""
+    seen = {
+        "koleo_weight": micro_batch * (ranks if recipe.objective.koleo_ranks == "all" else 1),
+        "coding_rate_weight": micro_batch * ranks,
+    }
+    for key, images in seen.items():
+        if getattr(recipe.objective, key) and images < 2:
+            others = ", or set --objective.koleo_ranks all" if micro_batch * ranks > 1 else ""
+            raise ConfigError(
+                f"objective.{key} spreads images from each other, and a micro-batch of 1 image has no other: raise "
+                f"train_micro_batch_size_per_gpu{others}"
+            )
+
+
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
     """Notes and warnings on gradient accumulation, for terms and layers that look at several images at once."""
     if accumulation == 1:

@@ -18,9 +18,9 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
+from dino_ds.data.held_out import training_images
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.prefetcher import DevicePrefetcher
-from dino_ds.data.sources import training_source
 from dino_ds.engine import distributed
 from dino_ds.engine.device import fp16_supported
 from dino_ds.engine.process import init_distributed
@@ -68,7 +68,7 @@ def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
 def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
     """The images that `train` would take, from its beginning. Raises DataError."""
     data, engine = recipe.data, trial.step.engine
-    source = training_source(data)
+    source = training_images(data, recipe.eval.val_share)
     recipe, _ = with_value_range(recipe, source)
     return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
 
