@@ -137,8 +137,8 @@ class Sample:
 
 
 def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS) -> Sample:
-    """At most 64 images of each source, evenly spread, where `channels` are wanted, of at most `max_pixels`. Of files pixels are read only where
-    they are deep, and where 3 are wanted JPEGs are left out."""
+    """At most 64 images of each source, evenly spread, where `channels` are wanted, none of more than `max_pixels`. Of
+    files pixels are read only where they are deep, and where 3 are wanted JPEGs are left out."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):

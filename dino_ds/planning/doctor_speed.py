@@ -49,9 +49,9 @@ def measure_data(recipe: Recipe) -> Iterator[Finding]:
     text, cure, encoded = f"{len(source)} images", "", list[bytes]()
     if hasattr(source, "read"):
         done, seconds, bad = _timed(lambda index: encoded.append(source.read(index)), sample)
+        most, channels = data.max_pixels, recipe.model.in_chans
         decoded, decode_seconds, more = _timed(
-            lambda data: EncodedImage(data, "", recipe.data.max_pixels, channels=recipe.model.in_chans).values(),
-            encoded,
+            lambda file: EncodedImage(file, "", most, channels=channels).values(), encoded
         )
         bad, reads, decodes = bad + more, done / seconds, decoded / decode_seconds
         text += f"; {reads:.0f} files/s, {sum(map(len, encoded)) / seconds / 1e6:.0f} MB/s read by one process"

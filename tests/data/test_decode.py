@@ -100,9 +100,7 @@ def test_content_of_other_formats_reaches_no_decoder():
 
 def test_a_decompression_bomb_is_named_before_it_is_decoded():
     bomb = png_of(60000, 60000, 8, 2, b"")
-    with pytest.raises(
-        UnreadableImage, match=r"bomb \(60000 x 60000 pixels, at most 178956970 are read \(in training d"
-    ):
+    with pytest.raises(UnreadableImage, match=r"bomb \(60000 x 60000 pixels, at most 178956970 are read \("):
         EncodedImage(bomb, "bomb", 178956970)
     assert decode_rgb(encoded(photo(60, 45), "PNG"), "file", 60 * 45).shape == (45, 60, 3)
     with pytest.raises(UnreadableImage, match="at most 2699 are"):
