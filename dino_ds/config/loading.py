@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,9 +15,10 @@ from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted
 from dino_ds.config.homes import RECIPE_HOMES, ds_home
+from dino_ds.config.idle_keys import idle_keys
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
-from dino_ds.config.recipe_files import read_recipe_files
+from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.schema import COMMAND_LINE, NONE_WORDS, Option, options_of, problem_lines
 from dino_ds.errors import ConfigError
 
@@ -62,12 +64,14 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
 
     config: a shipped name, a YAML path, several of them with commas between, where each one's keys replace those of the
     ones before, or None for the defaults. `notes` gets a line for what a recipe sets and another backbone has no use
-    for. Raises ConfigError with one line per problem.
+    for, and for keys without effect that are not a shipped recipe's. Raises ConfigError with one line per problem.
     """
     given = _collect(config, overrides)
+    recipe = _validate(given)
     if notes is not None:
-        notes += given.notes
-    return _validate(given)
+        own = [key for key, (_, origin) in given.values.items() if Path(origin).parent != RECIPES]
+        notes += [*given.notes, *idle_keys(recipe, own)]
+    return recipe
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | None = None) -> Recipe:

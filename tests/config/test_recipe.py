@@ -495,6 +495,44 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
         load_recipe(None, changes | {"optimizer.schedule": "constant"}).check_learning_rates()  # which has no end
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes", "said"),
+    [
+        (
+            "vits16",
+            {"optimizer.schedule": "constant", "optimizer.min_lr": "1e-7"},
+            "min_lr 1e-07 has no effect",
+        ),
+        (
+            "vits16",
+            {"crops.num_local": "0", "crops.local_size": "64"},
+            "has no effect: crops.num_local is 0",
+        ),
+        ("vits16", {"crops.mask_share": "0.1"}, "crops.mask_share 0.1 has no effect: crops.mask is none"),
+        ("vits16", {"objective.warmup_teacher_temp": "0.01"}, "has no effect: objective.teacher_temp_warmup is 0"),
+        ("small", {"objective.teacher_temp": "0.02"}, "teacher_temp 0.02 has no effect: no loss has prototypes"),
+        ("small", {"head.prototypes": "64"}, "head.prototypes 64 has no effect: no loss has prototypes"),
+        ("small", {"model.stochastic_depth": "batched"}, "batched has no effect: model.drop_path is 0"),
+        ("vits16", {"objective.koleo_ranks": "all"}, "koleo_ranks all has no effect: objective.koleo_weight is 0"),
+        ("vits16", {"objective.ibot_head": "shared"}, "ibot_head shared has no effect: objective.ibot_weight is 0"),
+        ("vits16", {"optimizer.warmup": "0 steps", "optimizer.warmup_shape": "cosine"}, "optimizer.warmup is 0"),
+    ],
+)
+def test_a_given_key_without_effect_is_said(recipe, changes, said):
+    notes: list[str] = []
+    load_recipe(recipe, changes, notes)
+    (note,) = notes
+    assert said in note
+
+
+def test_shipped_recipes_have_no_notes():
+    """Theirs serve the recipes that extend them."""
+    for name in recipe_names():
+        weights = {"model.init_from": "vit_small_patch16_224.dino"} if name.startswith("continue") else {}
+        load_recipe(name, weights, notes := list[str]())
+        assert notes == []
+
+
 def test_a_weight_is_written_as_it_is_read():
     """Also where six digits are not enough for it."""
     for text in ("0.123456789", "0.1..0.30000000000000004 over 7 steps", "0.2", "1e-09"):
