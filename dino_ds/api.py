@@ -47,7 +47,7 @@ class Run:
     path: Path
 
     def __init__(self, path: Place) -> None:
-        place = Path(path).expanduser()
+        place = Path(os.path.expanduser(path))
         if not place.is_dir():
             beside = [one.name for one in place.parent.iterdir() if one.is_dir()] if place.parent.is_dir() else []
             near = did_you_mean(place.name, beside)

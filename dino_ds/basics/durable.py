@@ -84,7 +84,7 @@ def is_gone(path: Path) -> bool:
 
 def why_not_writable(path: Path) -> str:
     """Why a new file or folder can't be made at `path`; "" if it can."""
-    there = next(place for place in path.absolute().parents if place.exists())
+    there = next(place for place in path.absolute().parents if os.path.exists(place))
     return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is not a writable folder"
 
 
@@ -108,5 +108,5 @@ def cache_folder() -> Path:
     RuntimeError for a user without a home, as of a container."""
     named = os.environ.get("DINO_DS_CACHE")
     if named:
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds"

@@ -89,6 +89,10 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     if is_out_of_memory(error):
         _say_error(_memory_text(error), said_by_me=True)
         return OutOfMemory.exit_code
+    if isinstance(error, PermissionError) and error.filename:
+        place = os.fsdecode(error.filename)
+        _say_error(f"{place}: permission denied; name another place, or have it opened to you", True, debug=debug)
+        return ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1
 
@@ -243,7 +247,7 @@ def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
     rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "the traceback is above" if debug else "--debug shows the traceback"
-    if not debug and run_dir is not None and (run_dir / "config.yaml").exists():
+    if not debug and run_dir is not None and os.path.exists(run_dir / "config.yaml"):
         path = run_dir / f"error-{rank}.txt"
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())

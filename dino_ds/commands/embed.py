@@ -7,6 +7,7 @@ with the images, and what was done before an interruption is not done again.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -30,7 +31,7 @@ _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
 
 def check(options: EmbedOptions) -> None:
     """Refuse options that are wrong without a look at images or weights. Raises ConfigError."""
-    place = Path(options.out).expanduser()
+    place = Path(os.path.expanduser(options.out))
     if place.suffix not in _ENDINGS:
         raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
     if options.what == "patches" and place.suffix == ".csv":
@@ -86,7 +87,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         source = find_images(options.model, options.source, options.root)
         shape = _shape(model, options.what, size)
     value_range, notes = range_for(model, [source])
-    place = Path(options.out).expanduser()
+    place = Path(os.path.expanduser(options.out))
     parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:

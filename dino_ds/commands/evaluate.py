@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from dino_ds.basics.digits import short
+from dino_ds.basics.text_file import read_object
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
@@ -104,7 +105,7 @@ def _settings(options: EvalOptions) -> Settings:
     """The settings that are given; others have the defaults of Settings."""
     names = ("size", "temperature", "images", "epochs", "batch", "workers")
     given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
-    given["benchmark_root"] = Path(options.benchmark_root).expanduser() if options.benchmark_root else None
+    given["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -143,6 +144,8 @@ def _check_places(model: str, out: str | None) -> None:
     """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
     for place in _places(model, out):
         try:
+            if not set(read_object(place) if place.is_file() else {}) <= {*EVALUATIONS}:
+                raise ValueError("it holds something else than results of dino-ds eval")
             read_results(place)
         except (OSError, ValueError) as error:
             raise _not_written(place, error) from None
@@ -154,7 +157,7 @@ def _check_places(model: str, out: str | None) -> None:
 
 def _places(model: str, out: str | None) -> list[Path]:
     """`out`, and of a run the file in its folder, of a checkpoint one of its own there; other results in them stay."""
-    places, home = [Path(out).expanduser()] if out else [], home_of(model)
+    places, home = [Path(os.path.expanduser(out))] if out else [], home_of(model)
     result = Path(RESULTS)
     return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
 

@@ -6,6 +6,7 @@ With --push the folder is uploaded to the Hugging Face Hub too; a new repository
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def check(options: ExportOptions) -> None:
     """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
     _check_push(options)
     if options.out is not None:
-        _check_place(Path(options.model).expanduser(), options.format, Path(options.out).expanduser())
+        _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
 
 
 def run(options: ExportOptions) -> None:
@@ -45,10 +46,10 @@ def run(options: ExportOptions) -> None:
     from dino_ds.weights.load import load
 
     write, ending = FORMATS[options.format]
-    source = Path(options.model).expanduser()
+    source = Path(os.path.expanduser(options.model))
     home = home_of(options.model)
     default = home.place(options.weights, ending) if source.is_dir() else source.with_name(source.stem + ending)
-    place = Path(options.out).expanduser() if options.out else default
+    place = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, place)
     network: ExportedNetwork = "student" if options.weights == "student" else "teacher"
     backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=network)

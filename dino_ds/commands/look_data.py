@@ -100,7 +100,7 @@ def _modes(found: dict[str, Any]) -> str:
 
 
 def _check(out: str) -> Path:
-    path = Path(out).expanduser()
+    path = Path(os.path.expanduser(out))
     if path.suffix != ".png":
         raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -55,7 +55,7 @@ GPUs.
 
 def check(options: InitOptions) -> None:
     """Whether the folder can be written and the recipe is a shipped one, before torch is loaded. Raises ConfigError."""
-    folder = Path(options.dir).expanduser()
+    folder = Path(os.path.expanduser(options.dir))
     if options.recipe not in recipe_names():
         near = did_you_mean(options.recipe, recipe_names())
         raise ConfigError(f"--recipe {options.recipe}: begin with one of {', '.join(recipe_names())}.{near}")
@@ -69,8 +69,8 @@ def check(options: InitOptions) -> None:
 
 def run(options: InitOptions) -> None:
     """Write the folder. Raises ConfigError, also where no micro-batch of the recipe fits this machine."""
-    folder = Path(options.dir).expanduser()
-    title, root = folder.resolve().name, str(Path(options.root).expanduser().absolute())
+    folder = Path(os.path.expanduser(options.dir))
+    title, root = folder.resolve().name, str(Path(os.path.expanduser(options.root)).absolute())
     text = _RECIPE.format(name=options.recipe) + (RECIPES / f"{options.recipe}.yaml").read_text()
     values = {"DATA": root, "RUN": f"runs/{title}", "RECIPE": "recipe.yaml"}
     recipe = load_recipe(options.recipe, {})

@@ -49,7 +49,7 @@ def run(options: ShardOptions) -> None:
     begin = time.monotonic()
     images = build_source(options.source, options.root, options.split, False)
     recoding = Shrink(options.shrink, options.quality)
-    folder = Path(options.out).expanduser()
+    folder = Path(os.path.expanduser(options.out))
     plan = {
         "source": options.source,
         "split": options.split,

@@ -18,10 +18,11 @@ STARTED_IN = "folder"
 _PATHS = ("data.root", "eval.root", "eval.val_root", "eval.benchmark_root", "teacher.source")
 
 
-def own_recipe(run_dir: Path, given: Collection[str], notes: list[str]) -> Recipe:
+def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
     """The recipe of the run in `run_dir`, whose relative paths begin in the folder in which that was started.
 
-    given: keys that another value takes the place of. `notes` gets a line for each path that is so found elsewhere.
+    given: keys that another value takes the place of; flag: the option that names other images. `notes` gets a line
+    for each path that is so found elsewhere.
     Raises ConfigError for a file that is not a recipe, and for images that are in neither folder.
     """
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
@@ -37,7 +38,7 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str]) -> Recip
         elif key == "data.root" and not recipe.data.download and ":" not in recipe.data.source and not _is_there(value):
             places = f"{folder}, where it was started, nor in {os.getcwd()}" if folder else os.getcwd()
             raise ConfigError(
-                f"{run_dir} was trained on data.root {value}, which is not in {places}: name it with --data.root"
+                f"{run_dir} was trained on data.root {value}, which is not in {places}: name it with {flag}"
             )
     return change_recipe(recipe, moved) if moved else recipe
 

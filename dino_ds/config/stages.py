@@ -5,6 +5,7 @@ What a stage sets counts from the step at which it began; what it leaves goes on
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,7 +121,7 @@ class Home(NamedTuple):
 
 def home_of(model: str) -> Home:
     """The place of a model that is given as a run folder, as one of its checkpoints, or otherwise."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.name == BEST_TEACHER and (path.parent / "config.yaml").is_file():
         return Home(path.parent, path.stem)
     folder, step = split_origin(str(path if len(path.parts) > 2 else path.absolute()))

@@ -68,7 +68,7 @@ class ListFile(ListedFiles):
     """
 
     def __init__(self, path: str) -> None:
-        listed = Path(path).expanduser().absolute()
+        listed = Path(os.path.expanduser(path)).absolute()
         self._folder = str(listed.parent)
         try:
             now = listed.stat()

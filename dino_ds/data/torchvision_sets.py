@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class TorchvisionImages:
 
 
 def _open(dataset: str, root: str, split: str, download: bool) -> list[Any]:
-    datasets, folder = _import_datasets(), Path(root).expanduser()
+    datasets, folder = _import_datasets(), Path(os.path.expanduser(root))
     try:
         return _build(datasets, dataset, folder, split, download=False)
     except ImportError as error:  # flowers102 reads its labels with scipy

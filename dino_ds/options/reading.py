@@ -75,8 +75,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
     if hasattr(options, "model") and getattr(options, "weights", NEWEST) not in (NEWEST, "teacher", "student"):
         chosen = chosen_model(options.model, options.weights)  # from here on it is a path as one may give it
-        default = next(field.default for field in dataclasses.fields(options) if field.name == "weights")
-        options = dataclasses.replace(options, model=chosen, weights=default)
+        options = dataclasses.replace(options, model=chosen, weights=command.known_options["weights"].info.default)
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
         files["train_words"] = flags.train_words

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,11 @@ def run(options: AttentionVideoOptions) -> None:
     if form != "png" and not _SLOWEST <= rate <= _FASTEST:
         raise ConfigError(f"{rate:g} frames a second can't be written: give --fps, {_SLOWEST:g} to {_FASTEST:g}")
     backbone = load_for_pictures(options.model)
+    if (channels := len(backbone.normalisation.mean)) != 3:
+        raise ConfigError(
+            f"{options.model} takes images of {channels} channels, and a clip's frames have 3: dino-ds pictures shows "
+            "its images"
+        )
     if options.show != "pca":
         _ = backbone.vit  # raises where there is no attention
     count, sample = survey(clip, _SAMPLE)
@@ -90,7 +96,7 @@ def _destination(clip: str, out: str | None, form: str | None) -> tuple[Path, st
     if form == "mp4":
         import_av()
     name = Path(clip.rstrip("/")).stem.strip("*?[]") or "clip"
-    path = Path(out).expanduser() if out else Path(f"{name}_attention" + ("" if form == "png" else f".{form}"))
+    path = Path(os.path.expanduser(out)) if out else Path(f"{name}_attention" + ("" if form == "png" else f".{form}"))
     if path.exists():
         raise ConfigError(f"{path} exists already: remove it, or name another with --out")
     if reason := why_not_writable(path):

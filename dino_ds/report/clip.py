@@ -106,12 +106,19 @@ def _images(paths: Sequence[str], name: str) -> Clip:
         raise DataError(f"{name} has no frames: looked for {' '.join(EXTENSIONS)} in {len(paths)} files")
 
     def frames() -> Iterator[np.ndarray]:
-        source = NamedFiles(found)
+        source, size = NamedFiles(found), None
         for index in range(len(found)):
             try:
-                yield np.asarray(load_image(source, index, None))
+                frame = np.asarray(load_image(source, index, None))
             except UnreadableImage as error:
                 raise DataError(f"frame {error} can't be read: fix or remove it; frames have 8 bits") from None
+            size = size or frame.shape[:2]
+            if frame.shape[:2] != size:
+                here, first = (f"{wide} x {high}" for high, wide in (frame.shape[:2], size))
+                raise DataError(
+                    f"frame {found[index]} has {here} pixels, the first one {first}: frames of a clip have one size"
+                )
+            yield frame
 
     return Clip(name, IMAGES_FPS, frames)
 

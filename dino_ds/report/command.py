@@ -37,7 +37,7 @@ def run(options: ReportOptions) -> None:
 def write_page(options: ReportOptions) -> tuple[Path, list[RunFiles]]:
     """RUN/report.html, or RUN/compare.html of the first of several; and what was read. Raises ConfigError."""
     named = (*filter(None, [options.run]), *(options.compare or ()))
-    folders = [Path(text).expanduser() for text in named]
+    folders = [Path(os.path.expanduser(text)) for text in named]
     if not folders or (options.compare and len(folders) < 2):
         raise ConfigError("give a run folder, and others with --compare RUN RUN: dino-ds report runs/cifar10")
     if len(folders) > _MOST_RUNS:
@@ -45,7 +45,7 @@ def write_page(options: ReportOptions) -> tuple[Path, list[RunFiles]]:
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("a run is named twice: give each folder once")
     default = folders[0] / ("compare.html" if options.compare else "report.html")
-    page = Path(options.out).expanduser() if options.out else default
+    page = Path(os.path.expanduser(options.out)) if options.out else default
     _check_out(page, folders[0])
     runs = [read_run(folder) for folder in folders]
     _write(page, runs)

@@ -109,7 +109,10 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
     if set(kinds) - {"curves"}:
         backbone = load_for_pictures(options.model)
         kinds = _possible(kinds, backbone, options)
-        queries = choose(options.queries, "queries", shown.source) if options.queries else None
+        queries, asked = None, options.queries
+        if asked:
+            whole = asked.isdecimal()
+            queries = spread(shown.source(), int(asked)) if whole else choose(asked, "queries", shown.source)
         if set(kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), kinds, options)
         if set(kinds) & set(_OF_FEATURES):
@@ -244,10 +247,12 @@ class PictureFiles:
     def __init__(self, model: str, out: str | None) -> None:
         home = home_of(model)
         own = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
-        self._folder = Path(out).expanduser() if out else own
+        self._folder = Path(os.path.expanduser(out)) if out else own
         board = home.folder / "tensorboard"
         self._board = board if out is None and board.is_dir() else None
-        self._step = int(home.name.removeprefix("step_")) if home.name else _step_of(home.folder / "teacher.json")
+        step = home.name.removeprefix("step_")
+        described = home.folder / f"{home.name or 'teacher'}.json"
+        self._step = int(step) if step.isdecimal() else _step_of(described)
         self.written: list[str] = []
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.own_recipe import own_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
 from dino_ds.data.find_range import find_misfits, look_at_values
@@ -39,11 +40,16 @@ def check_unused_options(
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run `model`, or of the one that this checkpoint lies in, where no images are named."""
+    """The recipe of the run `model`, or of the one that this checkpoint lies in, where no images are named: relative
+    paths begin where the run was started."""
     home = home_of(model)
-    return (
-        load_recipe(str(home.folder / "config.yaml"), {}) if source is None and root is None and home.is_run else None
-    )
+    if source is not None or root is not None or not home.is_run:
+        return None
+    recipe = own_recipe(home.folder, (), notes := list[str](), "--root")
+    if distributed.rank() == 0:
+        for note in notes:
+            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
+    return recipe
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:

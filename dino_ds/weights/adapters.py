@@ -6,6 +6,7 @@ A file holds both matrices of each adapted layer, `LAYER.lora_a` and `LAYER.lora
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class Adapters:
 
 def find_adapters(place: str, network: NetworkName = "teacher") -> Adapters:
     """The adapters of a run or a checkpoint at `place`. Raises CheckpointError where there are none."""
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     if folder is None:
         raise CheckpointError(
@@ -65,7 +66,7 @@ def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]
 
     Raises CheckpointError.
     """
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     tensors, facts = read_file(path)
     alpha, base = facts.get(ALPHA), facts.get(BASE)
     if not isinstance(alpha, float) or not isinstance(base, str) or adapters_in(tensors).keys() != tensors.keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,7 @@ def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
 
     key: of the recipe, which names it. Raises CheckpointError for anything else.
     """
-    path = Path(place).expanduser()
+    path = Path(os.path.expanduser(place))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     with naming(f"{key} {place}"):
         found = _of_checkpoint(place, folder) if folder else _of_weights(place)

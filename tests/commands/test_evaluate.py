@@ -263,6 +263,13 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
         _run(place, out=str(place / "nowhere/results.json"))
 
 
+def test_a_file_of_something_else_is_not_written_over(place):
+    (place / "package.json").write_text('{"name": "mine"}')
+    with pytest.raises(ConfigError, match="holds something else than results of dino-ds eval; fix it, or name"):
+        _run(place, out=str(place / "package.json"))
+    assert (place / "package.json").read_text() == '{"name": "mine"}'
+
+
 def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
     """--out does not spare its own file."""
     (place / "config.yaml").write_text("")

@@ -631,3 +631,22 @@ def test_lengths_without_a_unit_are_named():
     recipe = load_recipe("quickstart", {"length": "1000", "optimizer.warmup": "10 steps", "eval.every": "5"})
     assert lengths_without_unit(recipe) == ["length", "eval.every"]
     assert lengths_without_unit(load_recipe(None, {})) == []
+
+
+def test_a_place_that_may_not_be_entered_is_no_bug(monkeypatch, capsys):
+    """Python 3.11 asks the system whether a file is there, and raises where it may not know."""
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "theirs/run/config.yaml")
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "theirs/run"])
+    assert ended.value.code == 2
+    assert "theirs/run/config.yaml: permission denied; name another place" in capsys.readouterr().err
+
+
+def test_an_unknown_user_s_home_is_a_place_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "~nobody_of_that_name/run"])
+    assert ended.value.code == 2 and "~nobody_of_that_name/run" in capsys.readouterr().err

@@ -44,7 +44,15 @@ def test_equals_the_reference_protocol(k):
     assert 30 < accuracy < 90
     assert knn_accuracies(bank, bank_labels, queries, labels, [k], 0.07) == {k: accuracy}
     similarity, index = nearest(queries, bank, k)
-    torch.testing.assert_close(knn_votes(similarity, bank_labels[index], 8, 0.07), votes, rtol=1e-4, atol=1e-2)
+    nearest_vote = (similarity.amax(1, keepdim=True) / 0.07).exp()
+    ours = knn_votes(similarity, bank_labels[index], 8, 0.07) * nearest_vote
+    torch.testing.assert_close(ours, votes, rtol=1e-4, atol=1e-2)
+
+
+def test_a_low_temperature_leaves_the_nearest_to_decide():
+    """exp(1 / 0.005) is beyond FP32; all classes would tie."""
+    bank, labels = torch.eye(8) + 0.01, torch.arange(8)
+    assert knn_accuracies(bank, labels, bank, labels, [1, 5, 8], 0.005) == {1: 100.0, 5: 100.0, 8: 100.0}
 
 
 @pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])

@@ -214,8 +214,16 @@ def test_bad_input_is_one_line(place, tmp_path):
     (tmp_path / "mixed/1.png").write_bytes(b"broken")
     (tmp_path / "line").mkdir()
     Image.new("RGB", (20000, 2)).save(tmp_path / "line/1.png")
+    (tmp_path / "sizes").mkdir()
+    for number, size in enumerate(((64, 64), (64, 64), (128, 32))):
+        Image.new("RGB", size).save(tmp_path / f"sizes/{number}.png")
     out = tmp_path / "out.mp4"
     for changes, error, words in (
+        (
+            {"clip": str(tmp_path / "sizes")},
+            DataError,
+            "2.png has 128 x 32 pixels, the first one 64 x 64",
+        ),
         ({"clip": "nowhere.mp4"}, DataError, "nowhere.mp4: there is no such clip"),
         ({"clip": str(tmp_path / "empty")}, DataError, "has no frames: looked for .jpg"),
         ({"clip": str(tmp_path / "*.jpg")}, DataError, "has no frames"),

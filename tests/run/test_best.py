@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import shutil
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import dino_ds
+from dino_ds.cli.main import main
 from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import home_of
@@ -253,7 +255,7 @@ def test_a_full_disk_delays_the_best_teacher(root, tmp_path):
     assert best_of(run)["step"] == 4 and "could not be saved" not in log_of(run)
 
 
-def test_the_best_of_a_run_is_meant_by_one_word(straight, tmp_path):
+def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
     """Its checkpoint, which has the heads, or the file where that is gone; with one line for what is not there."""
     run = tmp_path / "run"
     shutil.copytree(straight, run)
@@ -263,6 +265,10 @@ def test_the_best_of_a_run_is_meant_by_one_word(straight, tmp_path):
     assert with_heads.heads and not alone.heads and alone.about["step"] == with_heads.about["step"] == 4
     for name, tensor in alone.network.state_dict().items():
         assert torch.equal(tensor, with_heads.network.state_dict()[name])
+    export, draw = (f"export {run} --format timm --out {tmp_path / 'x'}", f"pictures {run} --only pca --root {root}")
+    for command in (export, draw):
+        main([*command.split(), "--weights", "best"])
+    assert json.loads((tmp_path / "x/config.json").read_text()) and list(run.glob("pictures/best_teacher/*.png"))
     assert home_of(chosen_model(run, "best")).folder == run and chosen_model(run, "newest") == str(run)
     for model, weights, says in (
         (run, "step_3", "has no checkpoint step_00000003; found: step_00000012"),
