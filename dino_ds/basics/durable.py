@@ -37,7 +37,7 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder to write files into, which then gets the name `path`; that must not exist."""
-    temporary = path.with_name(f"{path.name}.tmp"[-255:])
+    temporary = path.with_name(f".{path.name[-200:]}.tmp")  # hidden: NAME.tmp may be the user's
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

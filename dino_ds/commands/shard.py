@@ -37,6 +37,7 @@ _RECORDS = "shards.jsonl"
 BAD = "unreadable.txt"
 _UNITS = {"": 1, "images": 1, "mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 _SAMPLED = 200
+_QUALITY = 90
 """Images looked at to find how many make a shard of so many bytes."""
 
 
@@ -47,15 +48,19 @@ def run(options: ShardOptions) -> None:
     `quality`. Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
+    if options.quality and not options.shrink:
+        raise ConfigError(
+            f"--quality {options.quality} is of images that --shrink makes smaller: add it, or leave it out"
+        )
     images = build_source(options.source, options.root, options.split, False)
-    recoding = Shrink(options.shrink, options.quality)
+    recoding = Shrink(options.shrink, options.quality or _QUALITY)
     folder = Path(os.path.expanduser(options.out))
     plan = {
         "source": options.source,
         "split": options.split,
         "shard_size": options.shard_size,
         "shrink": options.shrink,
-        "quality": options.quality if options.shrink else None,
+        "quality": recoding.quality if options.shrink else None,
         "images": len(images),
         "names_sha256": names_digest(images),
     }

@@ -57,6 +57,6 @@ class ShardOptions:
     out: str = option(..., "folder of the shards")
     shard_size: str = option("256MiB", "images of a shard (10000) or about its size (256MiB)")
     shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
-    quality: Annotated[Count, Field(le=100)] = option(90, "of shrunken JPEGs, 1 to 100")
+    quality: Annotated[Count, Field(le=100)] | None = option(None, "of shrunken JPEGs, 1 to 100", shown="90")
     workers: Count | None = option(None, "processes", shown="one a core")
     json: Json = False

@@ -228,6 +228,7 @@ def test_folders_of_something_else_are_left_alone(made, tmp_path):
         ({"shard_size": "big"}, "write 10000"),
         ({"shard_size": "0"}, "write 10000"),
         ({"shard_size": "5 furlongs"}, "write 10000"),
+        ({"quality": 50}, "--quality 50 is of images that --shrink makes smaller: add it, or leave it out"),
     ],
 )
 def test_options_that_can_not_be(made, tmp_path, options, message):
