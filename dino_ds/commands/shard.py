@@ -37,8 +37,9 @@ _RECORDS = "shards.jsonl"
 BAD = "unreadable.txt"
 _UNITS = {"": 1, "images": 1, "mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 _SAMPLED = 200
-_QUALITY = 90
 """Images looked at to find how many make a shard of so many bytes."""
+_QUALITY = 90
+"""Quality of JPEGs that are made smaller, where none is given."""
 
 
 def run(options: ShardOptions) -> None:

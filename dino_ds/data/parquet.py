@@ -178,7 +178,7 @@ def _label_column(schema: Any, notes: list[str]) -> str | None:
 
 
 def _kind_of_label(kind: Any) -> str:
-    """Of a label column's type: number, text, or nothing where it can't be a class."""
+    """The kind of values that an Arrow type holds: "number", "text", or "" for what can't be classes."""
     from pyarrow import types
 
     if types.is_dictionary(kind):

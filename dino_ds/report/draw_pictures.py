@@ -104,15 +104,17 @@ class _Shown:
         return spread(self.source(), size) if self.has_others or self._count is not None else self._chosen
 
 
+def _queries(text: str, shown: _Shown) -> list[Picked]:
+    """The images that --queries names, or, of a lone number, so many of the source's."""
+    return spread(shown.source(), int(text)) if text.isdecimal() else choose(text, "queries", shown.source)
+
+
 def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> Iterator[tuple[str, Figure]]:
     """(name, Figure) one after another."""
     if set(kinds) - {"curves"}:
         backbone = load_for_pictures(options.model)
         kinds = _possible(kinds, backbone, options)
-        queries, asked = None, options.queries
-        if asked:
-            whole = asked.isdecimal()
-            queries = spread(shown.source(), int(asked)) if whole else choose(asked, "queries", shown.source)
+        queries = _queries(options.queries, shown) if options.queries else None
         if set(kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), kinds, options)
         if set(kinds) & set(_OF_FEATURES):
