@@ -24,7 +24,7 @@ from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.results import RESULTS, as_json, name_images, read_results, write_results
+from dino_ds.evals.results import RESULTS, as_json, name_images, write_results
 from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.options.model import EvalOptions
@@ -142,11 +142,12 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
 
 def _check_places(model: str, out: str | None) -> None:
     """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
-    for place in _places(model, out):
+    places = _places(model, out)
+    for place in places:
         try:
-            if not set(read_object(place) if place.is_file() else {}) <= {*EVALUATIONS}:
+            found = read_object(place) if place.is_file() else {}
+            if out and place is places[0] and not found.keys() <= {*EVALUATIONS}:
                 raise ValueError("it holds something else than results of dino-ds eval")
-            read_results(place)
         except (OSError, ValueError) as error:
             raise _not_written(place, error) from None
         if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
