@@ -63,6 +63,31 @@ class BenchInferenceOptions:
     json: Json = False
 
 
+@command("bench batch-size", "dino_ds.planning.bench.batch_size:run", "measure", takes_recipe=True, takes_ds=True)
+class BenchBatchSizeOptions:
+    """which micro-batches fit on the real step, and the fastest of them"""
+
+    ranks: Count | None = option(None, "processes to try with, a GPU each", shown="one per GPU")
+    memory_gib: Positive | None = option(
+        None, "largest memory: of each GPU, or on a CPU of all processes", shown="the GPU's, or 90 % of what is free"
+    )
+    steps: Count = option(3, "optimizer steps measured per size")
+    threads: Count | None = option(None, "threads of each process on a CPU", shown="its share of the cores")
+    json: Json = False
+
+
+@command("bench workers", "dino_ds.planning.bench.workers:run", "measure", takes_recipe=True, needs_images=True)
+class BenchWorkersOptions:
+    """images/s for 0, 1, 2, 4, ... loader processes, and how many to take"""
+
+    seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
+    max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
+    step_images_per_second: Positive | None = option(
+        None, "of one rank's training step: would it wait?", shown="not compared"
+    )
+    json: Json = False
+
+
 @command("profile", "dino_ds.planning.profiler:run", "measure", takes_recipe=True, recipe="vitti16", takes_ds=True)
 class ProfileOptions(BenchOptions):
     """where the step's time goes by part and by operator, which resource bounds it and what to change"""

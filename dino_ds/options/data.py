@@ -10,18 +10,6 @@ from dino_ds.config.fields import Amount, Count, Positive, option
 from dino_ds.options.definition import Json, command
 
 
-@command("find-workers", "dino_ds.planning.find_workers:run", "train", takes_recipe=True, needs_images=True)
-class FindWorkersOptions:
-    """images/s for 0, 1, 2, 4, ... loader processes, the costliest stage, and a recommendation"""
-
-    seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
-    max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
-    step_images_per_second: Positive | None = option(
-        None, "of one rank's training step: would it wait?", shown="not compared"
-    )
-    json: Json = False
-
-
 @command("look-data", "dino_ds.commands.look_data:run", "look", takes_recipe=True, needs_images=True)
 class LookDataOptions:
     """a sheet of images with all their crops, and what the data set is like"""

@@ -21,7 +21,7 @@ OPTIONS = by_word({
     'write --length "{n} epochs"': "epochs epoch max_epochs num_train_epochs num_epochs n_epochs",
     'write --length "{n} steps"': "steps iterations num_steps max_iter max_iters total_steps num_train_steps "
     "max_train_steps official_epoch_length",
-    "dino-ds find-batch-size measures what fits": "auto_scale_batch_size auto_find_batch_size",
+    "dino-ds bench batch-size measures what fits": "auto_scale_batch_size auto_find_batch_size",
     "sizes are those of the crops: --crops.global_size {n}, --crops.local_size": "image_size img_size crop_size "
     "input_size resolution",
     "recompute blocks instead: --ds_config ds_configs/zero2_bf16_checkpointing.json (docs/performance.md)": (
@@ -136,6 +136,8 @@ COMMANDS_ELSEWHERE = by_word({
     "tar xf SHARD.tar -C FOLDER takes the images out, sha256sum -c checksums.sha256 checks the shards": "unshard",
     "dino-ds train --help all lists every option; --help alone, the commands": "completion",
 }) | {
+    "find-workers": "dino-ds bench workers measures loader processes",
+    "find-batch-size": "dino-ds bench batch-size measures which micro-batches fit",
     "bench scaling": "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks, dino-ds bench "
     "step on one; dino-ds plan predicts other machines",
 }  # fmt: skip

@@ -52,17 +52,3 @@ class PlanOptions:
     network_gbit: Positive | None = option(None, "of a node to others, each way, Gbit/s", shown="vendor default")
     write: str | None = option(None, "new file for the recommended ds JSON")
     json: Json = False
-
-
-@command("find-batch-size", "dino_ds.planning.find_batch_size:run", "train", takes_recipe=True, takes_ds=True)
-class FindBatchSizeOptions:
-    """the largest micro-batch that fits and the fastest one, with the table that was measured"""
-
-    ranks: Count | None = option(None, "processes to try with, a GPU each", shown="one per GPU")
-    memory_gib: Positive | None = option(
-        None, "largest memory: of each GPU, or on a CPU of all processes", shown="the GPU's, or 90 % of what is free"
-    )
-    steps: Count = option(3, "optimizer steps measured per size")
-    threads: Count | None = option(None, "threads of each process on a CPU", shown="its share of the cores")
-    write: str | None = option(None, "ds JSON to write the fastest micro-batch into")
-    json: Json = False

@@ -206,7 +206,7 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     else:
-        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds find-workers {images}"
+        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {images}"
     if not has_tests and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
 

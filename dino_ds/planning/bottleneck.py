@@ -21,7 +21,7 @@ _COMMUNICATION = ("nccl", "gloo", "c10d", "all_reduce", "allgather", "all_gather
 _ADVICE = {
     "input": "more data.workers; a faster disk or shards (dino-ds shard); smaller images; a cheaper crops.augment or "
     "fewer local crops. Until this is fixed nothing else helps",
-    "host": "a larger micro-batch (dino-ds find-batch-size), so that each call does more; ds.dino_ds.compile true",
+    "host": "a larger micro-batch (dino-ds bench batch-size), so that each call does more; ds.dino_ds.compile true",
     "communication": "a larger micro-batch or more accumulation, so that gradients are exchanged less often; a lower "
     "ZeRO stage if memory allows; overlap_comm true",
     "compute": "the device does what it is for. Less work: bf16 where the device has it; of ViTs packed and "

@@ -298,6 +298,8 @@ def test_wrong_flags_stop_before_anything_starts(typed: str, says: str, errors: 
     [
         ("simulate-goodput --mtbf_hours 24", "--save_every auto, the default, takes the interval"),
         ("bench scaling --ranks 2", "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks"),
+        ("find-workers --data.root x", "dino-ds bench workers measures loader processes"),
+        ("find-batch-size", "dino-ds bench batch-size measures which micro-batches fit"),
         ("convert x --out y", "dino-ds train --resume --run_dir RUN continues on any number of ranks"),
         ("convert x --out y --student", "dino-ds export CHECKPOINT --format safetensors --weights student"),
         ("unshard --root x --out y", "tar xf SHARD.tar -C FOLDER takes the images out"),
