@@ -38,7 +38,6 @@ ALLOWED = {
         "dino_ds/planning/measure/memory.py",
         "importlib.import_module",
     ): "a function named by the process that started this one",
-    ("dino_ds/evals/protocols/plain_pickle.py", "pickle._Unpickler"): "every name stands for something of ours",
     ("dino_ds/launching/launch.py", "os.execvp"): "torchrun, words checked, no shell",
     ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
     ("tests/commands/test_embed.py", "exec"): "the examples of our own page",

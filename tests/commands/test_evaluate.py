@@ -27,7 +27,7 @@ from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
 from dino_ds.weights.export import FORMATS
-from tests.evals.protocols.tiny import clips
+from tests.evals.tiny import clips
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone

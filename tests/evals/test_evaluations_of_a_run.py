@@ -25,7 +25,7 @@ from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.report import during_run as pictures_module
 from dino_ds.report.during_run import PeriodicPictures
 from dino_ds.run.run import Moment
-from tests.evals.protocols.tiny import clips
+from tests.evals.tiny import clips
 from tests.run.harness import image_folder
 
 CPU = torch.device("cpu")

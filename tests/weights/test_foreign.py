@@ -16,9 +16,9 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.protocols.copydays import copydays
-from dino_ds.evals.protocols.davis import davis
-from dino_ds.evals.protocols.landmarks import oxford
+from dino_ds.evals.copydays import copydays
+from dino_ds.evals.davis import davis
+from dino_ds.evals.landmarks import oxford
 from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
@@ -28,7 +28,7 @@ from dino_ds.weights.export import FORMATS
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
-from tests.evals.protocols.tiny import clips, copies, landmarks
+from tests.evals.tiny import clips, copies, landmarks
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import dino_ds.evals.protocols.landmarks as module
+import dino_ds.evals.landmarks as module
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.protocols.landmarks import describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
-from tests.evals.protocols.tiny import context_of, landmarks
+from dino_ds.evals.landmarks import Answer, describe_at_scales, landmark_scores, oxford, paris, read_ground_truth
+from tests.evals.tiny import context_of, landmarks
+
+
+def _answer(**kinds):
+    return Answer(**{"bbx": (0, 0, 1, 1), "easy": [], "hard": [], "junk": [], **kinds})
 
 
 def _slow_scores(ranking, positives, junk):
@@ -40,23 +49,23 @@ def test_scores_equal_a_slow_reference():
         drawn = generator.permutation(40)[:12].tolist()
         sizes = (0, 0, 4) if query == 3 else (3, 5, 4)
         easy, hard, junk = drawn[: sizes[0]], drawn[3 : 3 + sizes[1]], drawn[8 : 8 + sizes[2]]
-        answers.append({"easy": easy, "hard": hard, "junk": junk})
+        answers.append(_answer(easy=easy, hard=hard, junk=junk))
     rules = {"easy": ("easy", "junk hard"), "medium": ("easy hard", "junk"), "hard": ("hard", "junk easy")}
     for setup, (found, passed) in rules.items():
         rows = []
         for row, answer in zip(ranking, answers, strict=True):
-            positives = [i for key in found.split() for i in answer[key]]
+            positives = [i for key in found.split() for i in getattr(answer, key)]
             if positives:  # revisitop leaves the others out of all means
-                rows.append(_slow_scores(row, positives, [i for key in passed.split() for i in answer[key]]))
+                rows.append(_slow_scores(row, positives, [i for key in passed.split() for i in getattr(answer, key)]))
         assert len(rows) == 19
         wanted = 100 * np.mean(rows, axis=0)
         ours = landmark_scores(ranking, answers, setup)
         assert [ours[key] for key in ("map", "mp1", "mp5", "mp10")] == pytest.approx(wanted.tolist(), abs=1e-10)
 
 
-def test_what_is_wanted_is_no_junk():
+def test_an_image_that_is_wanted_is_no_junk():
     """A list that names an image twice: it is found."""
-    answer = {"easy": [1], "hard": [], "junk": [0, 1]}
+    answer = _answer(easy=[1], junk=[0, 1])
     assert landmark_scores([[0, 1, 2]], [answer], "easy") == {"map": 100, "mp1": 100, "mp5": 100, "mp10": 100}
 
 
@@ -66,7 +75,7 @@ def test_paris_is_seen_at_three_scales_and_oxford_at_one(monkeypatch):
 
 
 def test_nothing_to_find_is_no_number():
-    assert math.isnan(landmark_scores([[0, 1]], [{"easy": [], "hard": [], "junk": [0]}], "medium")["map"])
+    assert math.isnan(landmark_scores([[0, 1]], [_answer(junk=[0])], "medium")["map"])
 
 
 def test_colors_find_their_landmarks_once_the_query_is_cut_out(tmp_path):
@@ -95,19 +104,27 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("protocol", range(6))
-def test_ground_truth_of_every_protocol(tmp_path, protocol):
-    truth = read_ground_truth(landmarks(tmp_path, protocol=protocol) / "gnd_roxford5k.pkl")
-    assert truth.answers == [{"easy": [0], "hard": [1], "junk": [2]}, {"easy": [6], "hard": [7], "junk": [8]}]
-    assert truth.boxes == [(0.0, 0.0, 39.6, 39.6)] * 2
-    assert truth.queries == ["query_0", "query_1"] and len(truth.images) == 12
+def test_the_page_s_script_converts_a_pickled_ground_truth(tmp_path):
+    """With the arrays that revisitop's files hold."""
+    folder = landmarks(tmp_path)
+    (path,) = folder.glob("*.json")
+    wanted, content = read_ground_truth(path), json.loads(path.read_text())
+    for entry in content["gnd"]:
+        entry |= {kind: np.array(entry[kind]) for kind in ("easy", "hard", "junk")}
+    path.unlink()
+    (folder / "gnd_roxford5k.pkl").write_bytes(pickle.dumps(content))
+    page = (Path(__file__).parents[2] / "docs/evaluations.md").read_text()
+    (script,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
+    subprocess.run([sys.executable, "-c", script, folder / "gnd_roxford5k.pkl"], check=True)
+    assert read_ground_truth(path) == wanted
+    assert [answer.hard for answer in wanted.gnd] == [[1], [7]] and wanted.gnd[0].bbx == (0.0, 0.0, 39.6, 39.6)
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"--benchmark_root DIR.*revisitop"):
         oxford(context_of(None))
     with pytest.raises(
-        DataError, match=r"no roxford5k in .*, .*/roxford5k: .*gnd_roxford5k.pkl is not there; wanted is"
+        DataError, match=r"no roxford5k in .* or .*/roxford5k: .*gnd_roxford5k.json is not there; wanted is"
     ):
         oxford(context_of(tmp_path))
     folder = landmarks(tmp_path)
@@ -122,21 +139,30 @@ def test_what_is_missing_is_said_in_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"imlist": ["../../etc/passwd"]}, "not the name of an image"),
-        ({"imlist": []}, "not a list of integers"),
-        ({"qimlist": ["a"]}, "1 queries, 2 answers"),
-        ({"gnd": 5}, "not a ground truth"),
-        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [12], "hard": [], "junk": []}] * 2}, "not below 12"),
-        ({"gnd": [{"bbx": [0, 0, 1, 1], "easy": [0.5], "hard": [], "junk": []}] * 2}, "not a list of integers"),
-        ({"gnd": [{"bbx": [0, 0, 10**9, 1], "easy": [], "hard": [], "junk": []}] * 2}, "not a box"),
-        ({"gnd": [{"bbx": [-50, 0, 10, 1], "easy": [], "hard": [], "junk": []}] * 2}, "not a box"),
-        ({"gnd": [{"bbx": [0, 0, 1], "easy": [], "hard": [], "junk": []}] * 2}, "not a ground truth"),
+        ({"imlist": ["../../etc/passwd"]}, "imlist"),
+        ({"qimlist": [".hidden", "a"]}, "qimlist"),
+        ({"imlist": []}, "imlist"),
+        ({"qimlist": ["a"]}, "1 queries can't have 2 answers"),
+        ({"gnd": 5}, "gnd"),
         ({"gnd": [{"easy": [], "hard": [], "junk": []}] * 2}, "bbx"),
+        ({"easy": [12]}, "not below 12"),
+        ({"easy": [-1]}, "easy"),
+        ({"easy": [0.5]}, "easy"),
+        ({"bbx": [0, 0, 10**9, 1]}, "bbx"),
+        ({"bbx": [-50, 0, 10, 1]}, "not a box"),
+        ({"bbx": [0, 0, 1]}, "bbx"),
+        (b"\x80\x05N.", "not a ground truth"),
     ],
 )
 def test_a_wrong_ground_truth_is_refused(tmp_path, change, words):
-    path = landmarks(tmp_path) / "gnd_roxford5k.pkl"
-    content = {**pickle.loads(path.read_bytes()), **change}
-    path.write_bytes(pickle.dumps(content))
-    with pytest.raises(DataError, match=words):
+    path = landmarks(tmp_path) / "gnd_roxford5k.json"
+    content = json.loads(path.read_text())
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        for key, value in change.items():
+            (content if key in content else content["gnd"][1])[key] = value
+        path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=words) as error:
         read_ground_truth(path)
+    assert "\n" not in str(error.value)

@@ -13,18 +13,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.formats import EXTENSIONS
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
+from dino_ds.evals.benchmark import Benchmark, describe_files
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.knn import average_precision, rank_database
-from dino_ds.evals.protocols.work import Benchmark, Files, describe_files
 
 _BENCHMARK = Benchmark(
     "Copydays",
-    (".", "copydays"),
+    "copydays",
     ("original", "strong"),
     "a folder with original/, strong/ and, if wanted, jpegqual/QUALITY/, crops/PERCENT/, distractors/ and whitening/",
     "https://lear.inrialpes.fr/~jegou/data.php#copydays",
@@ -41,25 +42,22 @@ def copydays(context: EvalContext) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pool patches, mAP"""
     with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(context.settings.benchmark_root)
-        blocks = {block: _images(folder / block) for block in ("original", *_copies(folder))}
-        extra = {kind: _images(folder / kind) for kind in ("distractors", "whitening") if (folder / kind).is_dir()}
-        originals = [path.name for path in blocks["original"]]
-        wanted = {block: originals_of([path.name for path in paths], originals) for block, paths in blocks.items()}
+        copies = [
+            "strong",
+            *(f"{kind}/{number}" for kind in ("jpegqual", "crops") for number in _numbers(folder / kind)),
+        ]
+        extra = [kind for kind in ("distractors", "whitening") if (folder / kind).is_dir()]
+        images = {block: _images(folder / block) for block in ("original", *copies, *extra)}
+        originals = [path.name for path in images["original"]]
+        wanted = {block: originals_of([path.name for path in images[block]], originals) for block in copies}
     context.begin()
-    database = _describe(context, blocks["original"], "original")
-    if "distractors" in extra:
-        database = torch.cat((database, _describe(context, extra["distractors"], "distractors")))
-    whiten = (
-        Whitening(_describe(context, extra["whitening"], "whitening")) if "whitening" in extra else torch.nn.Identity()
-    )
-    database = whiten(database)
-    results = {}
-    for block in list(blocks)[1:]:
-        queries = whiten(_describe(context, blocks[block], block))
-        results[f"copydays_{block.replace('/', '_')}_map"] = copy_map(queries, database, wanted[block])
+    features = {block: _describe(context, paths, block) for block, paths in images.items()}
+    whiten = Whitening(features["whitening"]) if "whitening" in extra else torch.nn.Identity()
+    database = whiten(torch.cat([features[block] for block in ("original", "distractors") if block in features]))
+    maps = {block: copy_map(whiten(features[block]), database, wanted[block]) for block in copies}
+    results = {f"copydays_{block.replace('/', '_')}_map": value for block, value in maps.items()}
     for kind in ("jpegqual", "crops"):
-        values = [value for name, value in results.items() if name.startswith(f"copydays_{kind}_")]
-        if values:
+        if values := [value for block, value in maps.items() if block.startswith(kind)]:
             results[f"copydays_{kind}_map"] = sum(values) / len(values)
     return results
 
@@ -72,18 +70,12 @@ class Whitening:
 
     def __init__(self, features: Tensor) -> None:
         values = features.double()
-        moments = values.T @ values / len(values)
-        variances, axes = torch.linalg.eigh(moments)
+        variances, axes = torch.linalg.eigh(values.T @ values / len(values))
         self._mean = values.mean(dim=0)
         self._axes = axes / variances.clamp_min(1e-5 * float(variances.max())).sqrt()
 
     def __call__(self, features: Tensor) -> Tensor:
         return ((features.double() - self._mean) @ self._axes).to(features.dtype)
-
-
-def squeeze(image: Image.Image, side: int, normalisation: Normalisation) -> Tensor:
-    """Image -> (3, side, side), normalised."""
-    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC), normalisation)
 
 
 def pool(cls: Tensor, patches: Tensor) -> Tensor:
@@ -95,15 +87,12 @@ def pool(cls: Tensor, patches: Tensor) -> Tensor:
 
 def originals_of(copies: Sequence[str], originals: Sequence[str]) -> list[list[int]]:
     """Names -> for each copy the indices of the originals whose name begins alike. Raises DataError where none does."""
-    groups: dict[str, list[int]] = {}
-    for i, name in enumerate(originals):
-        groups.setdefault(name[:_GROUP], []).append(i)
-    alone = [name for name in copies if name[:_GROUP] not in groups]
-    if alone:
-        raise DataError(
-            f"Copydays: {alone[0]} has no original: none of {len(originals)} names begins with {alone[0][:_GROUP]}"
-        )
-    return [groups[name[:_GROUP]] for name in copies]
+    found = [[i for i, name in enumerate(originals) if name[:_GROUP] == copy[:_GROUP]] for copy in copies]
+    for copy, alike in zip(copies, found, strict=True):
+        if not alike:
+            begins = f"none of {len(originals)} names begins with {copy[:_GROUP]}"
+            raise DataError(f"Copydays: {copy} has no original: {begins}")
+    return found
 
 
 def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]]) -> float:
@@ -111,6 +100,11 @@ def copy_map(queries: Tensor, database: Tensor, wanted: Sequence[Sequence[int]])
     ranking = rank_database(queries, database)[:, :_FOUND].tolist()
     values = [average_precision(row, positives) for row, positives in zip(ranking, wanted, strict=True)]
     return 100.0 * sum(values) / len(values)
+
+
+def _squeeze(image: Image.Image, side: int, normalisation: Normalisation) -> Tensor:
+    """Image -> (3, side, side), normalised."""
+    return to_tensor(image.resize((side, side), Image.Resampling.BICUBIC), normalisation)
 
 
 def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
@@ -121,21 +115,15 @@ def _describe(context: EvalContext, paths: Sequence[Path], what: str) -> Tensor:
         if not backbone.is_vit:
             return pool(backbone.features(images), backbone.patch_tokens(images))
         tokens = backbone.last_tokens(images, 1)[0]
-        rows = images.shape[-1] // backbone.stride
-        return pool(tokens[:, 0], tokens[:, 1:].unflatten(1, (rows, rows)))
+        return pool(tokens[:, 0], tokens[:, 1:].unflatten(1, (side // backbone.stride, -1)))
 
-    prepare = partial(squeeze, side=side, normalisation=backbone.normalisation)
-    return describe_files(context, Files(paths), prepare, describe, _BATCH, f"copydays: {what}")
+    prepare = partial(_squeeze, side=side, normalisation=backbone.normalisation)
+    return describe_files(context, NamedFiles(list(map(str, paths))), prepare, describe, _BATCH, f"copydays: {what}")
 
 
-def _copies(folder: Path) -> list[str]:
-    """Folders of copies: "strong", and the other kinds that are there, by number."""
-    found = ["strong"]
-    for kind in ("jpegqual", "crops"):
-        inside = folder / kind
-        numbers = [path.name for path in inside.iterdir() if path.name.isdecimal()] if inside.is_dir() else []
-        found += [f"{kind}/{number}" for number in sorted(numbers, key=int)]
-    return found
+def _numbers(folder: Path) -> list[str]:
+    """Names of its folders of copies: qualities, or percentages."""
+    return sorted((path.name for path in folder.glob("*") if path.name.isdecimal()), key=int)
 
 
 def _images(folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +35,6 @@ class Colors:
     def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
         return torch.cat((self.features(images)[:, None], self.patch_tokens(images).flatten(1, 2)), dim=1)[None]
 
-    def attention(self, images: Tensor) -> Tensor:
-        raise NotImplementedError
-
 
 def context_of(root: Path | None, **settings: object) -> EvalContext:
     return EvalContext(
@@ -61,7 +58,7 @@ def label_map(path: Path, labels: np.ndarray) -> None:
     image.save(path)
 
 
-def landmarks(root: Path, dataset: str = "roxford5k", protocol: int = 2) -> Path:
+def landmarks(root: Path, dataset: str = "roxford5k") -> Path:
     """Four landmarks, a color each, with three images; two queries. Beside a query's landmark is another one."""
     folder = root / dataset
     names = [f"place_{i // 3}_{i % 3:06d}" for i in range(12)]
@@ -71,10 +68,9 @@ def landmarks(root: Path, dataset: str = "roxford5k", protocol: int = 2) -> Path
     for query, landmark in enumerate((0, 2)):
         photo(folder / "jpg" / f"query_{query}.jpg", [[landmark, landmark + 1, landmark + 1]])
         first = 3 * landmark
-        easy, hard, junk = np.array([first]), [first + 1], np.array([first + 2], dtype=np.int32)
-        truth.append({"bbx": [0.0, 0.0, 39.6, 39.6], "easy": easy, "hard": hard, "junk": junk})
+        truth.append({"bbx": [0.0, 0.0, 39.6, 39.6], "easy": [first], "hard": [first + 1], "junk": [first + 2]})
     content = {"gnd": truth, "imlist": names, "qimlist": ["query_0", "query_1"]}
-    (folder / f"gnd_{dataset}.pkl").write_bytes(pickle.dumps(content, protocol=protocol))
+    (folder / f"gnd_{dataset}.json").write_text(json.dumps(content))
     return folder
 
 

@@ -10,9 +10,8 @@ import torch
 from PIL import Image
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.davis import (
+from dino_ds.evals.davis import (
     LabelPropagation,
-    _read_mask,
     boundaries,
     boundary_similarity,
     davis,
@@ -20,9 +19,12 @@ from dino_ds.evals.protocols.davis import (
     frame_sides,
     hard_labels,
     judge_masks,
+    read_label_map,
     region_similarity,
 )
-from tests.evals.protocols.tiny import clips, context_of, label_map
+from dino_ds.evals.suite import EVALUATIONS
+from tests.evals.tiny import clips, context_of, copies, label_map, landmarks
+from tests.ranks import run_on_ranks
 
 
 def _masks(count=6, height=30, width=41, seed=0):
@@ -88,9 +90,9 @@ def test_judging_is_the_mean_over_frames_of_each_object():
     found = wanted.clone()
     found[0][found[0] == 2] = 0
     first, second = judge_masks(found, wanted, 2)
-    assert first == (1, 1, 1, 1) and second == (0.75, 0.75, 0.75, 0.75)
+    assert first == [1] * 4 and second == [0.75] * 4
     found[:, 2:10, 6:10] = 0  # half of an object is not recalled
-    assert judge_masks(found, wanted, 2)[0][:2] == (0.5, 0.0)
+    assert judge_masks(found, wanted, 2)[0][:2] == [0.5, 0.0]
 
 
 def _slow_propagation(frames, labels):
@@ -154,7 +156,7 @@ def test_moving_squares_are_followed(tmp_path):
 
 def test_what_is_void_is_background(tmp_path):
     label_map(tmp_path / "a.png", np.array([[0, 1], [2, 255]]))
-    assert _read_mask(tmp_path / "a.png", (2, 2)).tolist() == [[0, 1], [2, 0]]
+    assert read_label_map(tmp_path / "a.png", (2, 2)).tolist() == [[0, 1], [2, 0]]
 
 
 def test_what_is_wrong_is_said_in_one_line(tmp_path):
@@ -180,8 +182,24 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
         davis(context_of(tmp_path))
     for name in ("../walk", "..", ".hidden"):
         (tmp_path / "ImageSets/2017/val.txt").write_text(f"{name}\n")
-        with pytest.raises(DataError, match="not the name of an image"):
+        with pytest.raises(DataError, match="not the name of a clip"):
             davis(context_of(tmp_path))
     clips(tmp_path, names=("short",), frames=2)
-    with pytest.raises(DataError, match="has 2 frames, at least 3 are needed"):
+    with pytest.raises(DataError, match="has 2 frames, 3 are needed"):
         davis(context_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "size"),
+    [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("copydays", copies, 24), ("davis", clips, 64)],
+)
+def test_two_ranks_give_what_one_gives(name, make, size, tmp_path):
+    """Of every benchmark; three clips on two ranks are unequal shares."""
+    make(tmp_path)
+    one = _evaluate(name, tmp_path, size)
+    for two in run_on_ranks(_evaluate, name, tmp_path, size):
+        assert two == pytest.approx(one, abs=1e-9)
+
+
+def _evaluate(name, root, size):
+    return EVALUATIONS[name](context_of(root, size=size))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dino_ds.errors import DataError
-from dino_ds.evals.protocols.copydays import Whitening, copy_map, copydays, originals_of, pool
-from tests.evals.protocols.tiny import context_of, copies, photo
+from dino_ds.evals.copydays import Whitening, copy_map, copydays, originals_of, pool
+from tests.evals.tiny import context_of, copies, photo
 
 
 def test_pooling_is_the_fourth_power_mean_beside_cls():

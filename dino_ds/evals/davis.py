@@ -1,0 +1,233 @@
+"""Video object segmentation: the masks of a clip's first frame are carried on by the likeness of patches (DAVIS 2017).
+
+Sources: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
+The metrics, region (J) and boundary (F): `metrics.py` and `evaluation.py` of davisvideochallenge/davis2017-evaluation
+(Perazzi et al. 2016, Pont-Tuset et al. 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+from tqdm import tqdm
+
+from dino_ds.basics.text_file import read_text
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import load_image
+from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.multicrop import to_tensor
+from dino_ds.engine import distributed
+from dino_ds.errors import DataError, one_line
+from dino_ds.evals.benchmark import Benchmark
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.features import GaveUp
+
+_BENCHMARK = Benchmark(
+    "DAVIS 2017",
+    "DAVIS",
+    ("ImageSets/2017/val.txt", "JPEGImages/480p", "Annotations/480p"),
+    "JPEGImages/480p/CLIP/00000.jpg, Annotations/480p/CLIP/00000.png and ImageSets/2017/val.txt",
+    "TrainVal 480p of https://davischallenge.org/davis2017/code.html",
+)
+_SIZE, _SIDE_STEP = 480, 64
+_LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
+_VOID = 255
+_TOLERANCE = 0.008
+"""Tolerance of a boundary's place, as a part of the image's diagonal."""
+_MASKS = 16
+"""Masks dilated at once."""
+Clip = tuple[list[Path], list[Path]]
+"""Photos and the maps of their objects, in order."""
+
+
+def davis(context: EvalContext) -> dict[str, float]:
+    """DAVIS 2017: masks of a clip's first frame carried on by patches, J and F"""
+    with distributed.raise_on_all_ranks():
+        folder = _BENCHMARK.find(context.settings.benchmark_root)
+        clips = _read_clips(folder, folder / _BENCHMARK.marks[0])
+        _BENCHMARK.check(path for clip in clips for paths in clip for path in paths)
+    context.begin()
+    judged, gave_up = list[list[float]](), False
+    with distributed.raise_on_all_ranks():
+        mine = clips[distributed.rank() :: distributed.world_size()]
+        for clip in tqdm(mine, "davis: clips", leave=False, disable=distributed.hidden_bar(context.progress)):
+            judged += _judge(context, clip)
+            if gave_up := context.give_up():
+                break
+    found = distributed.gather_objects((judged, gave_up))
+    if any(gave_up for _, gave_up in found):
+        raise GaveUp
+    means = 100 * np.array(sorted(row for rows, _ in found for row in rows)).mean(axis=0)  # sorted: on any ranks alike
+    names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")
+    return {"davis_jf_mean": float(means[0] + means[2]) / 2, **dict(zip(names, means.tolist(), strict=True))}
+
+
+class LabelPropagation:
+    """Soft labels (classes, rows, columns) of a clip's first frame, carried on frame by frame.
+
+    A patch takes the mean of the 5 patches most like it, weighted by exp(cosine / 0.1), among those at most 12 rows and
+    columns away in the first frame and the last 7. Patches: (rows, columns, d), of any length.
+    """
+
+    def __init__(self, patches: Tensor, labels: Tensor) -> None:
+        self._first = F.normalize(patches, dim=-1), labels.movedim(0, -1)
+        self._last: deque[tuple[Tensor, Tensor]] = deque(maxlen=_LAST_FRAMES)
+
+    def __call__(self, patches: Tensor) -> Tensor:
+        """The next frame's patches -> its labels (classes, rows, columns)."""
+        targets = F.normalize(patches, dim=-1)
+        features, labels = (torch.stack(kind) for kind in zip(self._first, *self._last, strict=True))
+        found = torch.empty_like(labels[0])
+        column = torch.arange(found.shape[1], device=found.device)
+        near_column = (column[:, None] - column).abs() <= _NEIGHBOURHOOD
+        for top, rows in enumerate(targets):  # a row at a time sees the rows around it: little memory
+            seen = slice(max(0, top - _NEIGHBOURHOOD), top + _NEIGHBOURHOOD + 1)
+            likeness = torch.einsum("wd,frcd->wfrc", rows, features[:, seen])
+            likeness = likeness.masked_fill_(~near_column[:, None, None], -torch.inf).flatten(1)
+            value, index = likeness.topk(min(_NEAREST, likeness.shape[1]), dim=1)
+            weights = (value / _TEMPERATURE).softmax(dim=1)
+            found[top] = (weights[..., None] * labels[:, seen].flatten(0, 2)[index]).sum(dim=1)
+        self._last.append((targets, found))
+        return found.movedim(-1, 0)
+
+
+def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:
+    """(height, width) of what the model sees: the shorter side `size` pixels, the longer one a multiple of 64; both
+    multiples of the patch size."""
+    step = max(_SIDE_STEP // patch, 1) * patch
+    short = max(size // patch, 1) * patch
+    long = max(int(size * max(width, height) / min(width, height)) // step * step, short)
+    return (long, short) if height > width else (short, long)
+
+
+def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray:
+    """Soft labels of patches (classes, rows, columns) -> each pixel's class, uint8 (height, width).
+
+    Like in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
+    """
+    fine = F.interpolate(soft[None], scale_factor=patch, mode="bilinear", align_corners=False)[0]
+    lowest = fine.amin(dim=(1, 2), keepdim=True)
+    span = fine.amax(dim=(1, 2), keepdim=True) - lowest
+    stretched = torch.where(span > 0, (fine - lowest) / span.clamp_min(1e-12), fine.sign())
+    winner = stretched.argmax(dim=0).to(torch.uint8).cpu().numpy()
+    return np.array(Image.fromarray(winner).resize((width, height), Image.Resampling.NEAREST))
+
+
+def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
+    """Labels uint8 (frames, h, w), 0 is background -> of each object means over frames: J, J > 1/2, F, F > 1/2."""
+    rows = []
+    for number in range(1, objects + 1):
+        pair = found == number, wanted == number
+        values = region_similarity(*pair), boundary_similarity(*pair)
+        rows.append([float(x.mean()) for value in values for x in (value, (value > 0.5).double())])
+    return rows
+
+
+def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """Intersection over union of boolean masks (n, h, w), FP64 (n,); 1 where both are empty."""
+    return _share((found & wanted), found | wanted)
+
+
+def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+    """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
+    radius, values = math.ceil(_TOLERANCE * math.hypot(*found.shape[1:])), []
+    for masks in zip(found.split(_MASKS), wanted.split(_MASKS), strict=True):
+        ours, theirs = map(boundaries, masks)
+        # Nothing found is precise, nothing wanted is recalled.
+        precision, recall = (_share(a & dilate(b, radius), a) for a, b in ((ours, theirs), (theirs, ours)))
+        values.append(2 * precision * recall / (precision + recall).clamp_min(1e-12))
+    return torch.cat(values)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """Pixels of masks (n, h, w) that are in others, as a part of theirs: FP64 (n,); 1 where these are empty."""
+    pixels = whole.sum(dim=(1, 2)).double()
+    return torch.where(pixels > 0, part.sum(dim=(1, 2)).double() / pixels.clamp_min(1), 1.0)
+
+
+def boundaries(masks: Tensor) -> Tensor:
+    """Pixels that differ from a neighbour to the right, below, or right below: half a pixel off, 1 pixel wide."""
+    padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
+    right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
+    return (masks ^ right) | (masks ^ below) | (masks ^ both)
+
+
+def dilate(masks: Tensor, radius: int) -> Tensor:
+    """Masks of all pixels within `radius` pixels, Euclidean, of a pixel of the mask."""
+    offsets = torch.arange(-radius, radius + 1, device=masks.device)
+    disk = (offsets[:, None] ** 2 + offsets[None] ** 2 <= radius**2).float()
+    return F.conv2d(masks[:, None].float(), disk[None, None], padding=radius)[:, 0] > 0.5
+
+
+def _judge(context: EvalContext, clip: Clip) -> list[list[float]]:
+    """The figures of each object of a clip; neither its first frame nor its last one counts."""
+    frames, model = NamedFiles(list(map(str, clip[0]))), context.backbone
+    width, height = _read(frames, 0).size
+    wanted = [read_label_map(path, (width, height)) for path in clip[1]]
+    objects = int(wanted[0].max())
+    if objects == 0:
+        raise DataError(f"{clip[1][0]} has no object: DAVIS's maps of objects hold their numbers; download it again")
+    sides = frame_sides(width, height, context.settings.size or _SIZE, model.stride)
+
+    def patches(index: int) -> Tensor:
+        image = _read(frames, index)
+        if image.size != (width, height):
+            raise DataError(f"{clip[0][0].parent} has frames of {image.size} and {(width, height)} pixels")
+        scaled = to_tensor(image.resize(sides[::-1], Image.Resampling.BILINEAR), model.normalisation)
+        return model.patch_tokens(scaled[None].to(context.device))[0].float()
+
+    tokens = patches(0)
+    small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
+    labels = F.one_hot(torch.from_numpy(np.array(small)).long(), objects + 1).permute(2, 0, 1).float()
+    carry = LabelPropagation(tokens, labels.to(context.device))
+    found = [hard_labels(carry(patches(i)), model.stride, height, width) for i in range(1, len(frames) - 1)]
+    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (found, wanted[1:-1])]
+    return judge_masks(pair[0], pair[1], objects)
+
+
+def _read(frames: NamedFiles, index: int) -> Image.Image:
+    try:
+        image = load_image(frames, index, None)
+    except UnreadableImage as error:
+        raise DataError(f"{error}: download it again") from None
+    assert isinstance(image, Image.Image)  # without a range nothing deeper is read
+    return image
+
+
+def _read_clips(folder: Path, listed: Path) -> list[Clip]:
+    clips = []
+    for name in read_text(str(listed), "a list of clips").split():
+        if name.startswith(".") or "/" in name or "\0" in name:
+            raise DataError(f"{listed} names {ascii(name)[:60]}, which is not the name of a clip")
+        frames = sorted((folder / "JPEGImages/480p" / name).glob("*.jpg"))
+        if len(frames) < 3:
+            raise DataError(f"DAVIS 2017: clip {name} has {len(frames)} frames, 3 are needed: download it again")
+        clips.append((frames, [folder / "Annotations/480p" / name / f"{frame.stem}.png" for frame in frames]))
+    if not clips:
+        raise DataError(f"{listed} names no clips: download it again")
+    return clips
+
+
+def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """uint8 (h, w): the palette's indices or gray values, 0 where it is void; `size` is the photo's (width, height).
+
+    Raises DataError for any other file.
+    """
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            if image.mode not in ("P", "L") or image.size != size:
+                raise DataError(
+                    f"{path} is a map of labels in mode {image.mode} and size {image.size}: wanted is a PNG with a "
+                    f"palette, {size} as its photo"
+                )
+            mask = np.array(image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} is not a readable PNG: {one_line(error)}") from None
+    return np.where(mask == _VOID, 0, mask).astype(np.uint8)

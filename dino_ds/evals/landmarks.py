@@ -1,0 +1,189 @@
+"""Retrieval of landmarks: revisited Oxford and Paris (ROxford5k, RParis6k).
+
+Sources: Radenović et al. 2018 (arXiv 1803.11285), `python/` of filipradenovic/revisitop for the ground truth and its
+metrics; facebookresearch/dino `eval_image_retrieval.py` for sizes and features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.nn.functional as F
+from PIL import Image
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor
+
+from dino_ds.basics.text_file import read_object
+from dino_ds.data.decode import load_image
+from dino_ds.data.encoded import NamedFiles
+from dino_ds.data.multicrop import to_tensor
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.engine import distributed
+from dino_ds.errors import DataError, one_line
+from dino_ds.evals.benchmark import Benchmark, describe_files
+from dino_ds.evals.context import EvalContext
+from dino_ds.evals.knn import average_precision, rank_database
+
+_KS = (1, 5, 10)
+_SCALES = (1.0, 2**-0.5, 0.5)
+_SETUPS = {
+    "easy": (("easy",), ("junk", "hard")),
+    "medium": (("easy", "hard"), ("junk",)),
+    "hard": (("hard",), ("junk", "easy")),
+}
+"""Kinds of images that count as found, and kinds that are passed over."""
+Name = Annotated[str, Field(pattern=r"^[^./\\\x00][^/\\\x00]*$")]
+Index = Annotated[int, Field(ge=0, strict=True)]
+Pixel = Annotated[float, Field(gt=-10_000, lt=10_000)]
+
+
+def oxford(context: EvalContext) -> dict[str, float]:
+    """Revisited Oxford: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
+    return _evaluate(context, "oxford", "roxford5k", size=224, scales=(1.0,))
+
+
+def paris(context: EvalContext) -> dict[str, float]:
+    """Revisited Paris: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
+    return _evaluate(context, "paris", "rparis6k", size=512, scales=_SCALES)
+
+
+class Answer(BaseModel):
+    """Of one query its box in pixels (left, top, right, bottom), and indices into the database by kind."""
+
+    bbx: tuple[Pixel, Pixel, Pixel, Pixel]
+    easy: list[Index]
+    hard: list[Index]
+    junk: list[Index]
+
+
+class GroundTruth(BaseModel):
+    """Names of the database's images and of the queries, and the queries' answers; keys are revisitop's."""
+
+    imlist: Annotated[list[Name], Field(min_length=1)]
+    qimlist: Annotated[list[Name], Field(min_length=1)]
+    gnd: list[Answer]
+
+    @model_validator(mode="after")
+    def _check(self) -> GroundTruth:
+        if len(self.gnd) != len(self.qimlist):
+            raise ValueError(f"{len(self.qimlist)} queries can't have {len(self.gnd)} answers")
+        for answer in self.gnd:
+            left, top, right, bottom = answer.bbx
+            if max((*answer.easy, *answer.hard, *answer.junk), default=0) >= len(self.imlist):
+                raise ValueError(f"an index is not below {len(self.imlist)}")
+            if not (abs(left) < right and abs(top) < bottom):
+                raise ValueError(f"{answer.bbx} is not a box in an image")
+        return self
+
+
+def read_ground_truth(path: Path) -> GroundTruth:
+    """Read gnd_roxford5k.json or gnd_rparis6k.json. Raises DataError for any other content."""
+    try:
+        return GroundTruth.model_validate(read_object(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a ground truth of revisitop: {one_line(error)}") from None
+
+
+def landmark_scores(ranking: Sequence[Sequence[int]], answers: Sequence[Answer], setup: str) -> dict[str, float]:
+    """{"map": ..., "mp1": ...} in percent of each query's `ranking` of the whole database by likeness.
+
+    Queries that have nothing to find are left out; NaN if none is left. The same as `compute_map` of revisitop.
+    """
+    precisions, positions = [], []
+    for row, answer in zip(ranking, answers, strict=True):
+        found, passed = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
+        junk = passed - found
+        if found:
+            precisions.append(average_precision(row, found, junk))
+            kept = [index for index in row if index not in junk]
+            positions.append([i + 1 for i, index in enumerate(kept) if index in found])
+    scores = {"map": _percent(precisions)}
+    for k in _KS:
+        # Where all is found before the k-th place, places behind the last are not counted.
+        depths = [min(places[-1], k) for places in positions]
+        within = [sum(p <= depth for p in places) / depth for places, depth in zip(positions, depths, strict=True)]
+        scores[f"mp{k}"] = _percent(within)
+    return scores
+
+
+def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    """One image (1, 3, h, w) of any size -> (1, d): the sum of its features at these scales, unit length."""
+    patch = context.backbone.side_multiple
+
+    def describe(images: Tensor) -> Tensor:
+        total = Tensor([0.0]).to(images.device)
+        for scale in scales:
+            is_shrunken = scale != 1 and min(images.shape[-2:]) * scale >= 1
+            scaled = F.interpolate(images, scale_factor=scale, mode="bilinear") if is_shrunken else images
+            total = total + context.backbone.features(_whole_patches(scaled, patch))
+        return F.normalize(total, dim=-1)
+
+    return describe
+
+
+def _whole_patches(images: Tensor, patch: int) -> Tensor:
+    """Images without the rest at the right and at the bottom, which a patch embedding drops; at least one patch."""
+    height, width = images.shape[-2:]
+    if min(height, width) < patch:
+        height, width = max(height, patch), max(width, patch)
+        images = F.interpolate(images, size=(height, width), mode="bilinear")
+    return images[..., : height // patch * patch, : width // patch * patch]
+
+
+def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
+    file = f"gnd_{dataset}.json"
+    layout = f"a folder {dataset} with jpg/NAME.jpg and {file}, made of gnd_{dataset}.pkl as docs/evaluations.md says"
+    benchmark = Benchmark(dataset, dataset, (file, "jpg"), layout, "https://github.com/filipradenovic/revisitop")
+    with distributed.raise_on_all_ranks():
+        folder = benchmark.find(context.settings.benchmark_root)
+        truth = read_ground_truth(folder / file)
+        images, queries = ([folder / f"jpg/{one}.jpg" for one in some] for some in (truth.imlist, truth.qimlist))
+        benchmark.check([*images, *queries])
+    context.begin()
+    prepare = partial(_thumbnail, size=context.settings.size or size, normalisation=context.backbone.normalisation)
+    describe = describe_at_scales(context, scales)
+
+    def features(files: Any, what: str) -> Tensor:
+        return describe_files(context, files, prepare, describe, 1, f"{name}: {what}")
+
+    database, results = features(NamedFiles(list(map(str, images))), "database"), dict[str, float]()
+    # The benchmark asks with the landmark cut out, DINO's script with the whole photo.
+    whole = NamedFiles(list(map(str, queries)))
+    for asked, kind in ((_CutOut(whole, [answer.bbx for answer in truth.gnd]), ""), (whole, "whole_")):
+        ranking = rank_database(features(asked, f"{kind}queries"), database).tolist()
+        for setup in _SETUPS:
+            scores = landmark_scores(ranking, truth.gnd, setup)
+            kept = {"map": scores["map"]} if kind else scores
+            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in kept.items()}
+    return results
+
+
+class _CutOut:
+    """Images of files, each cropped to its box. A source without `read`: a box is of the image, not of its file."""
+
+    labels = classes = None
+
+    def __init__(self, files: NamedFiles, boxes: Sequence[tuple[float, float, float, float]]) -> None:
+        self._files, self._boxes, self.name = files, boxes, files.name
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def load(self, index: int) -> Image.Image:
+        image = load_image(self._files, index, None)
+        assert isinstance(image, Image.Image)  # without a range nothing deeper is read
+        return image.crop(self._boxes[index])
+
+
+def _thumbnail(image: Image.Image, size: int, normalisation: Normalisation) -> Tensor:
+    """Image -> (3, h, w), normalised: shrunken so that its longer side is at most `size` pixels."""
+    small = image.copy()
+    small.thumbnail((size, size), Image.Resampling.LANCZOS)
+    return to_tensor(small, normalisation)
+
+
+def _percent(values: Sequence[float]) -> float:
+    return 100.0 * sum(values) / len(values) if values else float("nan")
