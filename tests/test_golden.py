@@ -17,7 +17,6 @@ from dino_ds.method.teacher import Teachers
 from dino_ds.models.head import DinoHead
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import GROUPS, ds_config, fp32_student
 from tests.ranks import run_on_ranks
@@ -97,9 +96,8 @@ def test_loss_on_two_ranks_shares_one_center():
     assert all(len(losses) >= 2 for losses in run_on_ranks(_two_rank_losses))
 
 
-def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
-    """A checkpoint of the reference gives our features, attention and logits: 1e-5 (FP32, other kernels); our export
-    writes the same file again."""
+def test_a_file_of_the_reference_s_is_read(tmp_path):
+    """A checkpoint of the reference gives our features, attention and logits: 1e-5 (FP32, other kernels)."""
     recorded = golden("model")
     state = {name.removeprefix("weights."): t for name, t in recorded.items() if name.startswith("weights.")}
     torch.save({"teacher": state}, tmp_path / "theirs.pth")
@@ -112,9 +110,6 @@ def test_a_file_of_the_reference_s_goes_in_and_out(tmp_path):
         features = model.features(recorded[f"{size}.input"])
         torch.testing.assert_close(features, recorded[f"{size}.cls"], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(product(head(features)).detach(), recorded[f"{size}.logits"], rtol=1e-4, atol=1e-5)
-    export_dino(model, tmp_path / "ours.pth")
-    again = torch.load(tmp_path / "ours.pth", weights_only=True)["teacher"]
-    assert again.keys() == state.keys() and all(torch.equal(again[name], t) for name, t in state.items())
 
 
 def test_fresh_weights_are_distributed_as_the_reference_s():

@@ -59,10 +59,8 @@ def run(options: ExportOptions) -> None:
     backbone.about |= results | ({"hub": options.push} if options.push else {})
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
-    if eps != 1e-6 and options.format in ("safetensors", "timm", "dino", "dinov2"):
-        notes.append(
-            f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in the networks of timm, DINO and DINOv2"
-        )
+    if eps != 1e-6 and options.format in ("safetensors", "timm"):
+        notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
     notes += _notes_on_images(backbone, options.format, place)
     address = _push(place, options.push) if options.push else None
     if options.json:

@@ -144,7 +144,9 @@ COMMANDS_ELSEWHERE = by_word({
 CHOICES_ELSEWHERE = by_word({
     "for TensorRT: --format onnx, and trtexec builds the engine": "tensorrt trt",
     "for OpenVINO: --format onnx, which it reads": "openvino",
-    "for Core ML: --format torchscript, which coremltools reads": "coreml",
-    "for PyTorch: --format safetensors, or dino, a .pth with the DINO project's names": "pytorch torch pth pt",
+    "for Core ML: --format timm, and coremltools converts timm's network": "coreml",
+    "torch has deprecated TorchScript: --format onnx, or timm in Python": "torchscript",
+    "for PyTorch: --format safetensors, one file with the names of timm's and DINO's ViTs": "pytorch torch pth pt dino",
+    "write timm, whose networks are DINOv2's; or safetensors": "dinov2",
     "write hf": "huggingface transformers",
 }) | EVALUATIONS_ELSEWHERE  # fmt: skip

@@ -16,7 +16,7 @@ ClipForm = Literal["mp4", "gif", "png"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
 """The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
-ExportForm = Literal["safetensors", "timm", "hf", "dino", "dinov2", "onnx", "torchscript", "adapters"]
+ExportForm = Literal["safetensors", "timm", "hf", "onnx", "adapters"]
 
 _Source = Annotated[
     str | None,
@@ -101,7 +101,7 @@ class AttentionVideoOptions:
 
 @command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
-    """a run's teacher or student, or any weights, as timm, Hugging Face, ONNX, TorchScript or the reference's form"""
+    """a run's teacher or student, or any weights, as safetensors, timm, Hugging Face or ONNX"""
 
     model: Model
     format: ExportForm = option(..., "one of")

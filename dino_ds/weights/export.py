@@ -1,4 +1,4 @@
-"""Exports a backbone to the formats of other programs: safetensors, timm, Hugging Face, DINO, ONNX, TorchScript."""
+"""Exports a backbone to the formats of other programs: safetensors, timm, Hugging Face, ONNX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dino_ds.weights.adapters import find_adapters
 from dino_ds.weights.card import model_card
 from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.reference import to_reference
 from dino_ds.weights.sidecar import write_with_sidecar
 from dino_ds.weights.timm_config import timm_config, timm_model
 
@@ -82,42 +81,6 @@ def export_hf(model: Backbone, out: Path) -> str:
     return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
 
 
-def export_dino(model: Backbone, out: Path) -> str:
-    """A file as facebookresearch/dino saves it, which its evaluation scripts read: --pretrained_weights FILE.
-
-    The only head that it has is that of the CLS token. Raises ConfigError for a network that these scripts can't build.
-    """
-    tensors = _tensors(model)
-    _refuse_rope(model, "dino")
-    if not model.is_vit and not {"conv1.weight", "layer1.0.conv1.weight"} <= tensors.keys():
-        raise ConfigError(
-            f"--format dino: DINO's scripts build ViTs and torchvision's ResNets, and {model.title} is neither: "
-            "take another format"
-        )
-    network = to_reference(tensors, model.heads, _mask_token(model))
-    both = {"teacher": network, "student": {f"module.{n}": t for n, t in network.items()}}
-    _write_file(out, lambda file: torch.save(both, file), _facts(model))
-    return f"eval_knn.py --pretrained_weights {out} ({'with' if 'head' in model.heads else 'without'} a head)"
-
-
-def export_dinov2(model: Backbone, out: Path) -> str:
-    """A file as the teacher_checkpoint.pth of facebookresearch/dinov2's training, blocks not in chunks.
-
-    Raises ConfigError for what is not a ViT.
-    """
-    if not model.is_vit:
-        raise ConfigError(f"--format dinov2: DINOv2 has ViTs only, and {model.title} is none: take another format")
-    _refuse_rope(model, "dinov2")
-    network = to_reference(_tensors(model), model.heads, _mask_token(model), v2=True)
-    _write_file(out, lambda file: torch.save({"teacher": network}, file), _facts(model))
-    return f"dinov2/run/eval/knn.py --pretrained-weights {out} ({', '.join(model.heads) or 'without a head'})"
-
-
-def _refuse_rope(model: Backbone, form: str) -> None:
-    if model.is_vit and model.vit.arch.rope is not None:
-        raise ConfigError(f"--format {form}: its ViTs have learned positions, this one rotary ones: take hf or timm")
-
-
 def export_onnx(model: Backbone, out: Path) -> str:
     """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
 
@@ -162,25 +125,6 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     raise ConfigError(f"--format onnx: torch's exporter can't export {model.title}: {problem}")
 
 
-def export_torchscript(model: Backbone, out: Path) -> str:
-    """One TorchScript file: images (b, c, h, w) -> features (b, d), any batch and any multiple of the patch size.
-
-    A network that is not made for several sizes takes its native one only. Raises ConfigError for one that can't be
-    exported.
-    """
-    any_size = _takes_any_size(model)
-    only = "" if any_size else f", images of {model.image_size} pixels only"
-    with _quiet(), torch.no_grad():
-        try:
-            traced = torch.jit.trace(plain_form(model.network), _example(model, any_size))
-        except Exception as error:  # whatever a foreign network raises
-            if model.is_vit:
-                raise
-            raise ConfigError(f"--format torchscript: {model.title} can't be traced: {one_line(error)}") from None
-    _write_file(out, lambda file: torch.jit.save(traced, str(file)), _facts(model))
-    return f"torch.jit.load({str(out)!r})(images){only}"
-
-
 def export_adapters(model: Backbone, out: Path) -> str:
     """The adapters of a run of model.train lora, apart: a small file that goes onto the weights it began with.
 
@@ -197,10 +141,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
     "hf": (export_hf, "-hf"),
-    "dino": (export_dino, ".pth"),
-    "dinov2": (export_dinov2, "-dinov2.pth"),
     "onnx": (export_onnx, ".onnx"),
-    "torchscript": (export_torchscript, ".pt"),
     "adapters": (export_adapters, "-adapters.safetensors"),
 }
 """Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
@@ -279,9 +220,9 @@ def _explained(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporters' warnings and gives them torch's own linear function.
+    """Silences the exporter's warnings and gives it torch's own linear function.
 
-    DeepSpeed leaves another one behind in a process that has trained under ZeRO 3, which no exporter can trace.
+    DeepSpeed leaves another one behind in a process that has trained under ZeRO 3, which the exporter can't trace.
     """
     before, linear = logging.root.manager.disable, F.linear
     logging.disable(logging.WARNING)

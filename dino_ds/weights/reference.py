@@ -1,4 +1,4 @@
-"""The checkpoints of facebookresearch/dino and dinov2: their names against ours (timm's), both ways."""
+"""The checkpoints of facebookresearch/dino and dinov2: their names under ours, which are timm's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
 """A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
-_OURS, _V2 = {"head": "head"}, {"head": "dino_head", "ibot_head": "ibot_head"}
-"""Names of our heads in dino's files and in dinov2's."""
 _PROTOTYPES = {
     "prototypes.weight": "prototypes.lengths",
     "last_layer.weight_v": "last_layer.weight_g",
@@ -105,51 +103,3 @@ def head_to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
     return {} if lengths is None or torch.all(lengths == 1) else {"prototypes.lengths": lengths}
-
-
-def to_reference(
-    backbone: dict[str, Tensor],
-    heads: dict[str, dict[str, Tensor]],
-    mask_token: Tensor | None = None,
-    v2: bool = False,
-) -> dict[str, Tensor]:
-    """One network as facebookresearch/dino saves it: "backbone." and, where there is one, "head.".
-
-    Plain ViTs keep their names; the others' are dinov2's, whose mask token is `mask_token`, or zero. With `v2` all is
-    as in dinov2's teacher_checkpoint.pth: a mask token in any case, "dino_head." and "ibot_head.".
-    """
-    out = {}
-    swiglu = _is_swiglu(backbone)
-    for name, tensor in backbone.items():
-        if swiglu:
-            name = name.replace(".mlp.fc1.", ".mlp.w12.").replace(".mlp.fc2.", ".mlp.w3.")
-        out[f"backbone.{'register_tokens' if name == 'reg_token' else name}"] = tensor
-    if "reg_token" in backbone:
-        positions = backbone["pos_embed"]
-        out["backbone.pos_embed"] = torch.cat((torch.zeros_like(positions[:, :1]), positions), dim=1)
-    if v2 or "blocks.0.ls1.gamma" in backbone:
-        cls = backbone["cls_token"][0]
-        out["backbone.mask_token"] = torch.zeros_like(cls) if mask_token is None else mask_token
-    for ours, theirs in (_V2 if v2 else _OURS).items():
-        out |= {f"{theirs}.{name}": tensor for name, tensor in _head_to_reference(heads.get(ours, {})).items()}
-    return out
-
-
-def _head_to_reference(head: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head in the reference's names, with torch's weight norm, whose g are the prototypes' lengths."""
-    out = {}
-    one_layer = not any(name.startswith("mlp.1") or name.startswith("mlp.2") for name in head)
-    for name, tensor in head.items():
-        if name == "prototypes.weight":
-            out["last_layer.weight_v"] = tensor
-            out["last_layer.weight_g"] = head.get("prototypes.lengths", tensor.new_ones(len(tensor), 1))
-        elif name != "prototypes.lengths":
-            out[name.replace("mlp.0.", "mlp.") if one_layer else name] = tensor
-    return out
-
-
-def _is_swiglu(backbone: dict[str, Tensor]) -> bool:
-    """SwiGLU's first MLP layer gives twice what its second takes; a ResNet has none."""
-    if "blocks.0.mlp.fc1.weight" not in backbone:
-        return False
-    return backbone["blocks.0.mlp.fc1.weight"].shape[0] == 2 * backbone["blocks.0.mlp.fc2.weight"].shape[1]

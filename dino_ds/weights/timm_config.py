@@ -34,7 +34,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
     if known is None:
         raise ConfigError(
             f"{spec.title} is a class of your own, which neither timm nor transformers can build: take "
-            "--format safetensors, onnx or torchscript"
+            "--format safetensors or onnx"
         )
     name, arguments = known
     return {

@@ -55,7 +55,8 @@ def _refusal(words: list[str]) -> str:
         ("train -data_dir x", "-data_dir: options begin with two dashes; write --data.root"),
         ("train --help-all", "write --help all"),
         ("train --objective.koleo 0.1", "write --objective.koleo_weight 0.1"),
-        ("export m --format pth", "for PyTorch: --format safetensors, or dino"),
+        ("export m --format pth", "for PyTorch: --format safetensors, one file"),
+        ("export m --format torchscript", "torch has deprecated TorchScript: --format onnx"),
         # Other commands name what they have.
         ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
         ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),

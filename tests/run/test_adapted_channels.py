@@ -120,13 +120,10 @@ def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
     files = torch.stack([model.preprocess(path) for path in paths])
     assert files.shape == (3, count, 32, 32)
     wanted = model.features(files)
-    for form in ("safetensors", "timm", "hf", "dino", "dinov2", "torchscript"):
+    for form in ("safetensors", "timm", "hf"):
         out = tmp_path / f"x{FORMATS[form][1]}"
         FORMATS[form][0](model, out)
-        if form == "torchscript":
-            assert_same(torch.jit.load(out)(files), wanted)
-            continue
-        again = dino_ds.load(out, heads=None if form in ("safetensors", "timm", "hf") else 2)
+        again = dino_ds.load(out)
         assert again.network.spec.in_chans == count
         assert_same(again.features(files), wanted)
     theirs = timm.create_model(f"local-dir:{tmp_path / 'x-timm'}", pretrained=True).eval()

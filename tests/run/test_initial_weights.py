@@ -9,21 +9,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from dino_ds.commands.export import run as dino_ds_export
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.method.build import build_network
 from dino_ds.method.dino import DINO
 from dino_ds.models.base import CLS
 from dino_ds.models.head import DinoHead
-from dino_ds.options.model import ExportOptions
-from dino_ds.weights.export import export_dino
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
 from tests.run.harness import image_folder, losses_of, train_tiny
-from tests.weights.originals import Original, OriginalHead
+from tests.weights.originals import Original, OriginalHead, saved_by_dino
 
 MASKED = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
 
@@ -59,9 +56,6 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
     model, run = load(trained / "run"), tmp_path / "run"
     whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
     assert all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.heads["head"].items())
-    dino_ds_export(
-        ExportOptions(model=str(trained / "run"), format="dino", out=str(tmp_path / "a.pth"), heads=None, json=False)
-    )
     k, bottleneck = model.heads["head"]["prototypes.weight"].shape
     hidden, arch = model.heads["head"]["mlp.0.weight"].shape[0], model.vit.arch
     theirs = nn.ModuleDict(
@@ -70,7 +64,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
             "head": OriginalHead(arch.width, k, hidden=hidden, bottleneck=bottleneck),
         }
     )
-    theirs.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True)["teacher"], strict=True)
+    theirs.load_state_dict(saved_by_dino(model)["teacher"], strict=True)
     images = torch.randn(3, 3, model.image_size, model.image_size)
     head = DinoHead(arch.width, hidden, bottleneck, k, 3)
     head.load_state_dict(model.heads["head"])
@@ -87,8 +81,7 @@ def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
 def test_a_student_takes_backbone_and_head(trained, tmp_path, of):
     model, source = load(trained / "run"), trained / "run"
     if of != "a run":
-        export_dino(model, source := tmp_path / "checkpoint.pth")
-        (tmp_path / "checkpoint.pth.json").unlink()  # which others' files have not
+        torch.save(saved_by_dino(model), source := tmp_path / "checkpoint.pth")
     recipe = load_recipe(str(trained / "run/config.yaml"), {"model.init_from": str(source)})
     network = build_network(recipe, PerformanceOptions())
     assert all(torch.equal(t, network.head.get_parameter(name)) for name, t in model.heads["head"].items())
@@ -108,7 +101,7 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
 
 
 def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file_again(trained, tmp_path):
-    export_dino(load(trained / "run"), tmp_path / "start.pth")
+    torch.save(saved_by_dino(load(trained / "run")), tmp_path / "start.pth")
     changes = {"model.init_from": str(tmp_path / "start.pth"), "crops.global_size": "48"}
     assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
     assert "position embedding resized to 37 places" in (tmp_path / "run/log.txt").read_text()

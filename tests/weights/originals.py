@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dino_ds.weights.load import Backbone
+
 
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -159,6 +161,15 @@ class OriginalHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(b, width) -> logits (b, prototypes)."""
         return self.last_layer(F.normalize(self.mlp(features), dim=-1))
+
+
+def saved_by_dino(model: Backbone) -> dict[str, dict[str, Tensor]]:
+    """A plain ViT of ours and its head, as facebookresearch/dino saves its teacher."""
+    head = {f"head.{name}": t for name, t in model.heads.get("head", {}).items() if name != "prototypes.weight"}
+    if model.heads:
+        rows = model.heads["head"]["prototypes.weight"]
+        head |= {"head.last_layer.weight_v": rows, "head.last_layer.weight_g": torch.ones(len(rows), 1)}
+    return {"teacher": {f"backbone.{name}": t for name, t in model.vit.state_dict().items()} | head}
 
 
 def images(height: int = 32, width: int = 32, count: int = 3, channels: int = 3) -> Tensor:

@@ -89,8 +89,8 @@ class Start:
 
 STARTS = {
     "a ViT of ours": Start(PLAIN, "vit_small_patch16_224", "safetensors"),
-    "DINO's file": Start(PLAIN, "vit_small_patch16_224", "dino"),
-    "DINOv2's file": Start(DINOV2, "vit_small_patch14_dinov2", "dinov2"),
+    "DINO's file": Start(PLAIN, "vit_small_patch16_224", "state"),
+    "DINOv2's file": Start(DINOV2, "vit_small_patch14_dinov2", "state"),
     "DINOv2 by Hugging Face": Start(DINOV2, "vit_small_patch14_dinov2", "hf"),
     "DINOv3 by Hugging Face": Start(ROPE, "vit_small_patch16_dinov3", "hf"),
     "rotary positions, timm's folder": Start(ROPE, "vit_small_patch16_dinov3", "timm"),

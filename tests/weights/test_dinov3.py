@@ -22,7 +22,7 @@ from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import FORMATS, export_dino, export_dinov2, export_hf, export_onnx, export_timm
+from dino_ds.weights.export import FORMATS, export_hf, export_onnx, export_timm
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
@@ -197,11 +197,7 @@ def test_hugging_face_both_ways(name, tmp_path):
         torch.testing.assert_close(again.features(_images()), model.features(_images()))
 
 
-def test_formats_that_have_no_rotary_positions(tmp_path):
-    model = _backbone("vit_small_patch16_dinov3")
-    for export in (export_dino, export_dinov2):
-        with pytest.raises(ConfigError, match="learned positions, this one rotary ones: take hf or timm"):
-            export(model, tmp_path / "a.pth")
+def test_formats_that_have_no_such_rotary_positions(tmp_path):
     unlike = _backbone("vit_small_patch16_dinov3", rms_norm=True)
     for export in (export_hf, export_timm):
         with pytest.raises(ConfigError) as caught:
@@ -227,15 +223,6 @@ def test_plain_form_equals_ours(name, changes):
     model = _backbone(name, **changes)
     for size in ((SIZE, SIZE), (96, 48), (16, 16)):
         _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
-
-
-def test_torchscript(tmp_path):
-    """One program for every size."""
-    model = _backbone("vit_small_plus_patch16_dinov3_qkvb")
-    FORMATS["torchscript"][0](model, tmp_path / "a.pt")
-    program = torch.jit.load(tmp_path / "a.pt")
-    for size in ((SIZE, SIZE), (96, 48), (128, 128)):
-        _same(program(_images(*size)), model.features(_images(*size)))
 
 
 @pytest.mark.slow

@@ -100,19 +100,9 @@ class TestOut:
             (found,) = session.run(None, {"images": images.numpy()})
             assert_same(torch.from_numpy(found), model.features(images))
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("kind", SPECS)
-    def test_torchscript(self, tmp_path, kind):
-        model, place = _exported(kind, "torchscript", tmp_path)
-        for sides in ((64, 64), (96, 160)):
-            images = _images(SPECS[kind].in_chans, *sides)
-            assert_same(torch.jit.load(place)(images), model.features(images))
-
     @pytest.mark.parametrize(
         ("kind", "form", "words"),
         [
-            ("resnet", "dinov2", "DINOv2 has ViTs only, and resnet18 is none"),
-            ("convnext", "dino", "build ViTs and torchvision's ResNets, and convnext_atto is neither"),
             (
                 "own",
                 "timm",
@@ -125,13 +115,6 @@ class TestOut:
         with pytest.raises(ConfigError, match=words):
             _exported(kind, form, tmp_path)
         assert not list(tmp_path.iterdir())
-
-    @pytest.mark.slow
-    def test_a_network_of_one_size_says_so(self, tmp_path):
-        spec = ForeignSpec("swin_tiny_patch4_window7_224", 3, '{"depths": [1, 1, 1, 1], "embed_dim": 24}')
-        model = _model(spec)
-        assert FORMATS["torchscript"][0](model, tmp_path / "x.pt").endswith("images of 64 pixels only")
-        assert_same(torch.jit.load(tmp_path / "x.pt")(_images()), model.features(_images()))
 
 
 class TestIn:
@@ -147,10 +130,6 @@ class TestIn:
         ours = load(tmp_path / "a.pth")
         assert_same(ours.features(_images()), theirs(_images()))
         assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE]
-        FORMATS["dino"][0](ours, tmp_path / "again.pth")
-        again = torch.load(tmp_path / "again.pth", weights_only=True)["teacher"]
-        assert again.keys() - network.keys() == {"head.last_layer.weight_g"}
-        assert all(torch.equal(again[name], tensor) for name, tensor in network.items())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
@@ -265,10 +244,9 @@ def _start(recipe: Recipe) -> Network:
 
 
 class TestStart:
-    @pytest.mark.parametrize("form", ["safetensors", "timm", "dino"])
+    @pytest.mark.parametrize("form", ["safetensors", "timm"])
     def test_weights_statistics_and_head(self, tmp_path, form):
         model = _model(RESNET)
-        model.heads["head"] = randomised(DinoHead(16, 24, 8, 24, 3).add_batch_norm(True)).state_dict()
         place = tmp_path / f"x{FORMATS[form][1]}"
         FORMATS[form][0](model, place)
         network = _start(_recipe(place))
@@ -276,9 +254,6 @@ class TestStart:
         assert backbone.keys() == wanted.keys()
         assert all(torch.equal(backbone[name], tensor) for name, tensor in wanted.items())
         assert f"{len(wanted)} tensors of the backbone" in network.started_from
-        if form == "dino":
-            head = network.head.state_dict()
-            assert all(torch.equal(head[name], t) for name, t in model.heads["head"].items())
 
     def test_a_class_that_the_recipe_names(self, tmp_path):
         model, place = _exported("own", "safetensors", tmp_path)

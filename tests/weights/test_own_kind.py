@@ -14,7 +14,7 @@ from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone, load
 from tests.run.toys import ToySpec
-from tests.weights.originals import assert_same, images, randomised
+from tests.weights.originals import images, randomised
 
 SPEC = ToySpec(width=12)
 
@@ -46,12 +46,7 @@ def test_a_file_of_other_numbers_is_refused(tmp_path, model):
         load(tmp_path / "a.safetensors")
 
 
-def test_torchscript_has_its_features(tmp_path, model):
-    FORMATS["torchscript"][0](model, tmp_path / "a.pt")
-    assert_same(torch.jit.load(tmp_path / "a.pt")(images(48, 40)), model.features(images(48, 40)))
-
-
-@pytest.mark.parametrize("form", ["timm", "hf", "dino", "dinov2"])
+@pytest.mark.parametrize("form", ["timm", "hf"])
 def test_formats_of_others_have_no_place_for_it(tmp_path, model, form):
     with pytest.raises(ConfigError, match="ToySpec"):
         FORMATS[form][0](model, tmp_path / "out")

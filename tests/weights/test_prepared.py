@@ -12,11 +12,9 @@ from PIL import Image
 
 from dino_ds.commands.export import run as export
 from dino_ds.errors import CheckpointError
-from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.options.model import ExportOptions
 from dino_ds.weights.export import FORMATS, export_hf, export_timm
 from dino_ds.weights.load import load
-from tests.weights.test_foreign import _model as other_model
 from tests.weights.test_weights import SIZE, _backbone
 
 STATISTICS = {"mean": [0.3, 0.4, 0.5], "std": [0.1, 0.2, 0.3], "value_range": [0, 4095]}
@@ -34,45 +32,14 @@ def _exported(tmp_path, model, format):
     return out
 
 
-@pytest.mark.parametrize("format", ["dino", "dinov2", "torchscript"])
-def test_formats_without_a_place_for_it_have_a_json(tmp_path, format):
-    """Mean, deviation and range are in FILE.json, and dino_ds.load reads a .pth as the model that it is of."""
-    model = _backbone(interpolation="antialias")
-    out = _exported(tmp_path, model, format)
-    facts = json.loads((tmp_path / f"{out.name}.json").read_text())
-    assert {key: facts[key] for key in STATISTICS} == STATISTICS and facts["image_size"] == SIZE
-    if format != "torchscript":
-        back, image = load(out), _image(50, 40)
-        assert torch.equal(back.preprocess(image), model.preprocess(image)) and back.value_range == (0, 4095)
-        larger = torch.randn(1, 3, 64, 48)  # its positions are resized as in the run
-        torch.testing.assert_close(back.features(larger), model.features(larger), rtol=1e-5, atol=1e-5)
-        assert not back.notes and back.about["step"] == 3
-        content = bytearray(out.read_bytes())
-        content[len(content) // 2] ^= 64
-        out.write_bytes(content)
-        with pytest.raises(CheckpointError, match=rf"{out.name} is damaged"):
-            load(out)
-
-
-def test_a_resnet_s_pth_too(tmp_path):
-    model = other_model(ForeignSpec("resnet18"))
-    out = _exported(tmp_path, model, "dino")
-    back = load(out)
-    assert back.normalisation == model.normalisation and back.image_size == model.image_size
-    assert not any("size of its images" in note for note in back.notes)
-
-
 def test_export_says_what_a_program_must_do_itself(tmp_path, capsys):
     """Its last lines: what is removed of images, or how small images are left uncut; and nothing is overwritten."""
     FORMATS["safetensors"][0](_backbone(), tmp_path / "a.safetensors")
     source = str(tmp_path / "a.safetensors")
-    wanted = {"dino": "prepare images with mean 0.485", "hf": "'shortest_edge': 32", "timm": "crop_pct to 1"}
+    wanted = {"hf": "'shortest_edge': 32", "timm": "crop_pct to 1"}
     for format, words in wanted.items():
         export(ExportOptions(model=source, format=format))
         assert words in capsys.readouterr().out
-    (tmp_path / "a.pth").unlink()
-    with pytest.raises(Exception, match=r"a\.pth\.json is there already"):
-        export(ExportOptions(model=source, format="dino"))
 
 
 @pytest.mark.parametrize("shape", [(20, 30), (32, 32), (40, 24), (31, 64)])

@@ -243,8 +243,8 @@ def test_a_run_in_the_home_folder_may_be_given_by_its_sign(run, monkeypatch):
     monkeypatch.setenv("HOME", str(run.parent))
     long, short = (find_frozen(name) for name in (str(run), "~/run"))
     assert long.notes == short.notes == ["the EMA teacher of step 4"] and long.centers.keys() == short.centers.keys()
-    for name, made in (("~/run", "teacher.pth"), ("~/run/teacher.safetensors", "teacher-timm")):
-        export(ExportOptions(model=name, format="timm" if made.endswith("timm") else "dino", json=True))
+    for name, made in (("~/run", "teacher-hf"), ("~/run/teacher.safetensors", "teacher-timm")):
+        export(ExportOptions(model=name, format=made.removeprefix("teacher-"), json=True))
         assert (run / made).exists()
 
 

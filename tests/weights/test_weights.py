@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 import safetensors.torch
 import timm
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
 import dino_ds
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.head import DinoHead
 from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import FORMATS, export_dino, export_hf, export_onnx, export_timm
+from dino_ds.weights.export import FORMATS, export_hf, export_onnx, export_timm
 from dino_ds.weights.fit import Description, architecture_of
 from dino_ds.weights.load import Backbone, _filled, load
-from dino_ds.weights.read import read_weights
-from tests.weights.originals import Original, images
+from tests.weights.originals import images
 
 KINDS = ["vit_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"]
 KINDS += ["vit_giant_patch14_dinov2", "vit_giant_patch14_reg4_dinov2"]
@@ -60,10 +56,6 @@ def test_only_a_name_that_timm_has_goes_into_an_export(tmp_path, said):
     export_timm(model, tmp_path / "out")
     assert json.loads((tmp_path / "out/config.json").read_text())["architecture"] == KINDS[0]
     assert str(said) not in (tmp_path / "out/README.md").read_text()
-
-
-def _head() -> dict[str, torch.Tensor]:
-    return dict(DinoHead(64, 48, 16, 40, 3).state_dict())
 
 
 @pytest.mark.parametrize("interpolation", ["dino", "antialias"])
@@ -192,61 +184,6 @@ def test_onnx_runs_at_any_batch_and_size(tmp_path, interpolation):
     for given in (images(), images(48, 16, 1), images(16, 32, 5)):
         (features,) = session.run(None, {"images": given.numpy()})
         torch.testing.assert_close(torch.from_numpy(features), model.features(given), rtol=1e-4, atol=1e-4)
-
-
-def test_torchscript_runs_at_any_batch_and_size(tmp_path, monkeypatch):
-    """It does after ZeRO 3 too, which leaves a linear function of its own in torch."""
-    from deepspeed.runtime.zero.linear import zero3_linear_wrap
-
-    model = _backbone()
-    monkeypatch.setattr(F, "linear", zero3_linear_wrap)
-    how = FORMATS["torchscript"][0](model, tmp_path / "out.pt")
-    assert how == f"torch.jit.load('{tmp_path}/out.pt')(images)"  # to be pasted from any folder
-    assert F.linear is zero3_linear_wrap  # the training that goes on wants it
-    theirs = torch.jit.load(tmp_path / "out.pt")
-    for given in (images(), images(48, 16, 1)):
-        torch.testing.assert_close(theirs(given), model.features(given), rtol=1e-5, atol=1e-5)
-
-
-def _reference_load(path: Path, key: str) -> dict[str, torch.Tensor]:
-    """The tensors that facebookresearch/dino `utils.load_pretrained_weights` reads."""
-    state = torch.load(path, map_location="cpu", weights_only=True)[key]
-    state = {k.replace("module.", ""): v for k, v in state.items()}
-    return {k.replace("backbone.", ""): v for k, v in state.items()}
-
-
-@pytest.mark.parametrize("key", ["teacher", "student"])
-def test_the_reference_s_scripts_read_ours(tmp_path, key):
-    """Their loader gives the backbone's tensors; their head's product g v / |v| is our normalised prototypes."""
-    model, head = _backbone(), _head()
-    model.heads = {"head": head}
-    export_dino(model, tmp_path / "out.pth")
-    state = _reference_load(tmp_path / "out.pth", key)
-    for name, parameter in model.vit.named_parameters():
-        assert torch.equal(state[name], parameter)
-    rows = state["head.last_layer.weight_g"] * F.normalize(state["head.last_layer.weight_v"])
-    torch.testing.assert_close(rows, F.normalize(head["prototypes.weight"]))
-    again = read_weights(tmp_path / "out.pth", network=key)
-    assert all(torch.equal(again.heads["head"][name], head[name]) for name in head)
-    assert load(tmp_path / "out.pth", heads=1).features(images()).equal(_with_dino_positions(model).features(images()))
-
-
-@pytest.mark.parametrize("name", KINDS[1:])
-def test_dinov2_s_own_network_takes_ours(tmp_path, name):
-    """Strictly: its mask token, its positions of registers' networks, its names of SwiGLU."""
-    model = _backbone(name, "antialias" if "reg4" in name else "dino")
-    export_dino(model, tmp_path / "out.pth")
-    arch = model.vit.arch
-    sizes = {"size": SIZE, "patch": PATCH, "width": 64, "depth": 2, "heads": 1}
-    theirs = Original(**sizes, v2=True, registers=arch.registers, swiglu=arch.swiglu)
-    theirs.load_state_dict(_reference_load(tmp_path / "out.pth", "teacher"), strict=True)
-    for given in (images(), images(40, 24)):
-        torch.testing.assert_close(theirs(given), model.features(given), rtol=1e-5, atol=1e-5)
-
-
-def _with_dino_positions(model: Backbone) -> Backbone:
-    model.vit.options = dataclasses.replace(model.vit.options, pos_embed_interpolation="dino")
-    return model
 
 
 def test_the_ratio_of_an_mlp_gives_its_width_again():
