@@ -1,6 +1,6 @@
 """How large dino_ds is and how its files hang together: `python -m scripts.measures [--json]`.
 
-Everything is read from the source; nothing is imported. An import counts wherever it stands: inside a function and
+All but the recipe's keys is read from the source. An import counts wherever it stands: inside a function and
 under TYPE_CHECKING too.
 """
 
@@ -103,11 +103,26 @@ def _name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@functools.cache
+def weigh() -> dict[str, int]:
+    """What tests/test_weight.py has ceilings for."""
+    from dino_ds.config.recipe import Recipe
+    from dino_ds.config.schema import options_of
+
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    return {
+        "package lines": count_lines(source_files()),
+        "package files": len(source_files()),
+        "test lines": count_lines(list((ROOT / "tests").rglob("*.py"))),
+        "recipe keys": len(options_of(Recipe)),
+        "words of pages": sum(len(page.read_text().split()) for page in pages),
+    }
+
+
 def measure() -> dict[str, Any]:
     closures = {start: closure_of(PACKAGE / start) for start in STARTS}
     return {
-        "lines": count_lines(source_files()),
-        "files": len(source_files()),
+        "weight": weigh(),
         "closures": {name: {"files": len(c), "lines": count_lines(c)} for name, c in closures.items()},
         "cycles": import_cycles(),
         "long_signatures": long_signatures(),
@@ -115,7 +130,7 @@ def measure() -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    lines = [f"dino_ds: {found['lines']:,} lines in {found['files']} files"]
+    lines = [f"{name}: {count:,}" for name, count in found["weight"].items()]
     for name, size in found["closures"].items():
         lines.append(f"importing {name} brings in {size['files']} files, {size['lines']:,} lines")
     lines.append(f"import cycles: {len(found['cycles'])}")

@@ -1,0 +1,23 @@
+"""Ceilings on how much there is to read, to keep and to test.
+
+They only go down. Whoever raises one says in the same line what it bought.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.measures import weigh
+
+CEILINGS = {
+    "package lines": 50_000,
+    "package files": 380,
+    "test lines": 43_000,
+    "recipe keys": 160,
+    "words of pages": 27_000,
+}
+
+
+@pytest.mark.parametrize("what", CEILINGS)
+def test_no_heavier_than_it_was(what: str):
+    assert weigh()[what] <= CEILINGS[what], f"{what}: see the docstring of tests/test_weight.py"
