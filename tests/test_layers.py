@@ -20,7 +20,7 @@ LAYERS = [
     {"__init__", "errors", "basics", "models.specs", "engine.schedules"},
     {"config", "method.specs", "engine.distributed", "health"},
     {"data", "models", "engine.saved_state", "checkpoint", "options"},
-    {"weights", "engine", "report.pictures"},
+    {"weights", "engine"},
     {"method"},
     {"costs"},
     {"run"},

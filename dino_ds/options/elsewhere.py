@@ -7,7 +7,7 @@ import re
 
 from dino_ds.config.fields import UNITS
 from dino_ds.options.definition import Command
-from dino_ds.options.foreign_words import MEANT, OPTIONS
+from dino_ds.options.foreign_words import MEANT, OPTIONS, OPTIONS_BEFORE
 
 _NOTHING_MEANT = "options are written --key value"
 _WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
@@ -25,7 +25,7 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
         if meant in own and own[meant].fact("bare"):
             return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
         return f"write --{meant}" if names[meant].type == "true or false" else f"write --{meant} {value or 'X'}"
-    answer = OPTIONS.get(leaf) if command.takes_recipe else None
+    answer = (OPTIONS if command.takes_recipe else OPTIONS_BEFORE).get(leaf)
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
 
 

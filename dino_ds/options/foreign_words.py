@@ -85,6 +85,11 @@ OPTIONS = by_word({
     "write --help all": "help_all help_full",
 })  # fmt: skip
 """Other programs' options of training (last part of the name) that have no counterpart here -> what to do instead."""
+OPTIONS_BEFORE = by_word({
+    "dino-ds embed writes features to search in (docs/embeddings.md)": "queries",
+    "patches that are alike have one color with --only pca": "patch",
+})  # fmt: skip
+"""Options that commands without a recipe had before -> what to do instead."""
 MEANT = by_word({
     "run_dir out write": "out output output_dir out_dir output_path save_dir save_path work_dir default_root_dir",
     "model run": "model checkpoint ckpt ckpt_path checkpoint_path weights pretrained pretrained_weights "
@@ -135,6 +140,7 @@ COMMANDS_ELSEWHERE = by_word({
     "export CHECKPOINT --format safetensors --weights student": "convert",
     "tar xf SHARD.tar -C FOLDER takes the images out, sha256sum -c checksums.sha256 checks the shards": "unshard",
     "dino-ds train --help all lists every option; --help alone, the commands": "completion",
+    "python -m dino_ds.examples.attention_video MODEL FRAMES OUT paints a folder of frames": "attention-video",
 }) | {
     "find-workers": "dino-ds bench workers measures loader processes",
     "find-batch-size": "dino-ds bench batch-size measures which micro-batches fit",
@@ -149,4 +155,7 @@ CHOICES_ELSEWHERE = by_word({
     "for PyTorch: --format safetensors, one file with the names of timm's and DINO's ViTs": "pytorch torch pth pt dino",
     "write timm, whose networks are DINOv2's; or safetensors": "dinov2",
     "write hf": "huggingface transformers",
+    "--map tsne is the nearest to it": "umap",
+    "patches that are alike have one color with --only pca": "similarity",
+    "write neighbors": "neighbours",
 }) | EVALUATIONS_ELSEWHERE  # fmt: skip

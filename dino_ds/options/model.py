@@ -10,9 +10,8 @@ from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
 from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
-PictureKind = Literal["attention", "pca", "similarity", "neighbours", "map", "curves"]
-MapMethod = Literal["tsne", "umap", "pca"]
-ClipForm = Literal["mp4", "gif", "png"]
+PictureKind = Literal["attention", "pca", "neighbors", "map", "curves"]
+MapMethod = Literal["tsne", "pca"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
 """The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
@@ -65,7 +64,7 @@ class EmbedOptions:
 
 @command("pictures", "dino_ds.report.draw_pictures:run", "look")
 class PicturesOptions:
-    """what a teacher sees: attention, PCA of patches, similarity, nearest neighbours, a map, the run's curves"""
+    """what a teacher sees: attention, PCA of patches, nearest neighbors, a map, the run's curves"""
 
     model: Model
     weights: Weights = "newest"
@@ -74,28 +73,10 @@ class PicturesOptions:
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
     only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="all")
     images: str | None = option(None, "how many, or which: numbers, files, folders with commas", shown="6")
-    queries: str | None = option(None, "images whose neighbours are sought, as --images", shown="6 of the bank")
-    patch: str | None = option(None, 'chosen patches, "X,Y 2:X,Y" in pixels of image 1 and 2', shown="middles")
     foreground: bool = option(False, "PCA of the foreground alone, found by the first component")
     map: MapMethod | None = option(None, "how the map is made", shown="tsne")
-    bank: Count | None = option(None, "images of the map, among which neighbours are sought", shown="500")
+    bank: Count | None = option(None, "images of the map, among which neighbors are sought", shown="500")
     size: Count | None = option(None, "pixels of a side of --images", shown="twice the model's, 16 to 30 patches")
-    json: Json = False
-
-
-@command("attention-video", "dino_ds.report.attention_video:run", "look")
-class AttentionVideoOptions:
-    """a clip with the teacher's attention over it: a video, an animation, or a folder or pattern of images"""
-
-    model: Model
-    weights: Weights = "newest"
-    clip: str = option(..., "a video, animated GIF or WebP, folder or pattern of images", bare=True)
-    out: str | None = option(None, "what to write: a file, for png a folder", shown="CLIP_attention.mp4")
-    format: ClipForm | None = option(None, "", shown="as --out ends, else mp4; gif without PyAV")
-    show: Literal["attention", "heads", "pca"] = option("attention", "mean, 60 % of each head, or PCA")
-    head: Amount | None = option(None, "one head's attention", shown="the mean of all")
-    fps: Positive | None = option(None, "frames a second of what is written", shown="the clip's, 25 of images")
-    size: Count | None = option(None, "pixels of a frame's shorter side", shown="twice the model's, 16 to 30 patches")
     json: Json = False
 
 

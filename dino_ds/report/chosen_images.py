@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -103,31 +101,3 @@ def read_cuts(picked: Sequence[Picked], crop: EvalCrop, option: str, value_range
             yield Cut(one, crop(array), (array.shape[1], array.shape[0]))
     if not readable:
         raise DataError(f"none of {len(picked)} images can be read; the first is {first}")
-
-
-def find_patches(text: str, cuts: Sequence[Cut], crop: EvalCrop, grid: int) -> list[tuple[int, int, int]]:
-    """ "X,Y" or "IMAGE:X,Y", several with spaces between -> (image, row, column) each.
-
-    X and Y are pixels of the image as it is, from its left upper corner; IMAGE counts those shown from 1, and is 1
-    where it is left out; `grid`: patches of a side. Raises ConfigError.
-    """
-    found = []
-    for word in text.split():
-        match = re.fullmatch(r"(?:(\d+):)?(\d+),(\d+)", word)
-        if not match:
-            raise ConfigError(f"--patch {word!r} is not X,Y or IMAGE:X,Y in pixels; several want spaces between")
-        image, x, y = int(match[1] or 1), int(match[2]), int(match[3])
-        if not 1 <= image <= len(cuts):
-            raise ConfigError(f"--patch {word}: {len(cuts)} images are shown, 1 to {len(cuts)}")
-        cut = cuts[image - 1]
-        what, (width, height) = f"--patch {word}: image {image} ({Path(cut.picked.name).name})", cut.size
-        if x >= width or y >= height:
-            raise ConfigError(f"{what} has {width} x {height} pixels, so X is 0 to {width - 1}, Y 0 to {height - 1}")
-        left, top, right, bottom = crop.box(width, height)
-        column, row = (x + 0.5 - left) / (right - left) * grid, (y + 0.5 - top) / (bottom - top) * grid
-        if not (0 <= column < grid and 0 <= row < grid):
-            raise ConfigError(
-                f"{what} is shown without its borders: X {left:.0f} to {right:.0f}, Y {top:.0f} to {bottom:.0f}"
-            )
-        found.append((image - 1, int(row), int(column)))
-    return found

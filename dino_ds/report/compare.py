@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dino_ds.report.folder import RunFiles
-from dino_ds.report.html import Tag, render
-from dino_ds.report.origin import show_plain
-from dino_ds.report.pictures.charts import (
+from dino_ds.report.charts import (
     CHANCE,
     COLORS,
     EVALUATED,
@@ -22,11 +19,14 @@ from dino_ds.report.pictures.charts import (
     find_others,
     find_series,
 )
-from dino_ds.report.pictures.series import Curve
-from dino_ds.report.pictures.terms import title_of_scalar
+from dino_ds.report.curves import Curve
+from dino_ds.report.folder import RunFiles
+from dino_ds.report.html import Tag, render
+from dino_ds.report.origin import show_plain
 from dino_ds.report.single_run import state_badge
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart
+from dino_ds.report.terms import title_of_scalar
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _EVALUATED_ON = (

@@ -1,4 +1,4 @@
-"""`dino-ds pictures`: what a teacher sees, as PNG files: attention, PCA of patches, similarity, neighbours, a map."""
+"""`dino-ds pictures`: what a teacher sees, as PNG files: attention, PCA of patches, neighbors, a map, curves."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
 from dino_ds.options.model import PictureKind, PicturesOptions
-from dino_ds.report.chosen_images import Picked, choose, find_patches, read_cuts, spread
+from dino_ds.report import draw
+from dino_ds.report.charts import draw_curves
+from dino_ds.report.chosen_images import Picked, choose, read_cuts, spread
+from dino_ds.report.curves import Metrics, read_metrics
 from dino_ds.report.folder import with_titles
+from dino_ds.report.maps import TITLES, find_method, place
 from dino_ds.report.model_options import check_unused_options, find_images, in_parts, load_for_pictures, side_of
-from dino_ds.report.pictures import draw
-from dino_ds.report.pictures.canvas import figure_png, figure_tensor
-from dino_ds.report.pictures.charts import draw_curves
-from dino_ds.report.pictures.embedding import TITLES, draw_map, find_method, place
-from dino_ds.report.pictures.series import Metrics, read_metrics
 from dino_ds.weights.load import Backbone
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS: tuple[str, ...] = get_args(PictureKind)
-_OF_PATCHES, _OF_FEATURES = KINDS[:3], KINDS[3:5]
+_OF_PATCHES, _OF_FEATURES = KINDS[:2], KINDS[2:4]
 _METRICS = "metrics.jsonl"
-_IMAGES, _BANK, _NEIGHBOURS, _QUERIES, _PATCHES = 6, 500, 6, 6, 4
+_IMAGES, _BANK, _NEIGHBORS, _QUERIES = 6, 500, 6, 6
 _MOST = 100
 """Images that one picture shows, of those that are only counted."""
 _THUMBNAIL = 128
@@ -52,8 +51,7 @@ _FEATURES_AT_ONCE = 32
 _CONCERNS = {
     **dict.fromkeys(("source", "root"), (*_OF_PATCHES, *_OF_FEATURES)),
     **dict.fromkeys(("images", "size"), _OF_PATCHES),
-    **{"queries": ("neighbours",), "patch": ("similarity",), "foreground": ("pca",), "map": ("map",)},
-    "bank": _OF_FEATURES,
+    **{"foreground": ("pca",), "map": ("map",), "bank": _OF_FEATURES},
 }
 """Option -> the pictures that it changes something of; --images are also the bank where there are no others."""
 
@@ -75,7 +73,7 @@ def run(options: PicturesOptions) -> None:
 
 
 class _Shown:
-    """The images whose patches are shown, and those among which neighbours are sought; opened when first needed."""
+    """The images whose patches are shown, and those among which neighbors are sought; opened when first needed."""
 
     def __init__(self, model: str, source: str | None, root: str | None, images: str) -> None:
         self._named = (model, source, root)
@@ -104,17 +102,11 @@ class _Shown:
         return spread(self.source(), size) if self.has_others or self._count is not None else self._chosen
 
 
-def _queries(text: str, shown: _Shown) -> list[Picked]:
-    """The images that --queries names, or, of a lone number, so many of the source's."""
-    return spread(shown.source(), int(text)) if text.isdecimal() else choose(text, "queries", shown.source)
-
-
 def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> Iterator[tuple[str, Figure]]:
     """(name, Figure) one after another."""
     if set(kinds) - {"curves"}:
         backbone = load_for_pictures(options.model)
         kinds = _possible(kinds, backbone, options)
-        queries = _queries(options.queries, shown) if options.queries else None
         if set(kinds) & set(_OF_PATCHES):
             yield from _patch_figures(backbone, shown.picked(), kinds, options)
         if set(kinds) & set(_OF_FEATURES):
@@ -122,12 +114,11 @@ def _figures(options: PicturesOptions, kinds: Sequence[str], shown: _Shown) -> I
             bank = _describe(backbone, picked, "bank")
             if len(bank) < 2:
                 raise DataError(
-                    f"{len(bank)} of {len(picked)} images can be read; neighbours and the map want two or more: name "
-                    "them with --root, or choose other pictures, such as --only attention,pca,similarity"
+                    f"{len(bank)} of {len(picked)} images can be read; neighbors and the map want two or more: name "
+                    "them with --root, or choose other pictures, such as --only attention,pca"
                 )
-            if "neighbours" in kinds:
-                some = [bank[i] for i in evenly_spaced_indices(len(bank), _QUERIES)]
-                yield "neighbours", _neighbours(_describe(backbone, queries, "queries") if queries else some, bank)
+            if "neighbors" in kinds:
+                yield "neighbors", _neighbors([bank[i] for i in evenly_spaced_indices(len(bank), _QUERIES)], bank)
             if "map" in kinds:
                 yield "map", _map(bank, find_method(options.map))
     if "curves" in kinds:
@@ -149,19 +140,14 @@ def _patch_figures(
 ) -> Iterator[tuple[str, Figure]]:
     crop = EvalCrop(side_of(backbone, options.size), backbone.normalisation)
     cuts = list(read_cuts(picked, crop, "images", backbone.value_range))
-    grid, _ = backbone.network.patch_grid(crop.size, crop.size)
-    middles = [(i, grid // 2, grid // 2) for i in range(min(_PATCHES, len(cuts)))]
-    patches = find_patches(options.patch, cuts, crop, grid) if options.patch else middles
     pixels = torch.stack([cut.pixels for cut in cuts])
     pictures = draw.picture_of(pixels, backbone.normalisation.mean, backbone.normalisation.std)
     attention = in_parts(backbone.attention, pixels) if backbone.is_vit else None
     if "attention" in kinds and attention is not None:
         yield "attention", draw.draw_attention(pictures, attention)
-    tokens = in_parts(backbone.patch_tokens, pixels)
     if "pca" in kinds:
+        tokens = in_parts(backbone.patch_tokens, pixels)
         yield "pca", draw.draw_pca(pictures, tokens, attention if options.foreground else None)
-    if "similarity" in kinds:
-        yield "similarity", draw.draw_similarity(pictures, tokens, patches)
 
 
 @dataclass(frozen=True)
@@ -190,24 +176,24 @@ def _map(bank: Sequence[_Described], method: str) -> Figure:
     groups = [image.group for image in bank if image.group is not None]
     points = place(torch.stack([image.features for image in bank]), method)
     title, thumbnails = f"{TITLES[method]} of {len(bank)} images' features", [image.thumbnail for image in bank]
-    return draw_map(points, thumbnails, groups if len(groups) == len(bank) else None, title)
+    return draw.draw_map(points, thumbnails, groups if len(groups) == len(bank) else None, title)
 
 
-def _neighbours(queries: Sequence[_Described], bank: Sequence[_Described]) -> Figure:
-    """The nearest of the bank for each query, which is not its own neighbour."""
+def _neighbors(queries: Sequence[_Described], bank: Sequence[_Described]) -> Figure:
+    """The nearest of the bank for each query, which is not its own neighbor."""
     asked, there = (torch.stack([image.features for image in images]) for images in (queries, bank))
     # One more than is shown: the query itself may be among them.
-    similarity, index = nearest(asked, there, min(_NEIGHBOURS + 1, len(bank)))
+    similarity, index = nearest(asked, there, min(_NEIGHBORS + 1, len(bank)))
     found, captions, same_class = [], [], []
     for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
         own = os.path.realpath(query.name)
         pairs = [(bank[i], cosine) for i, cosine in zip(row, cosines, strict=True)]
-        others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBOURS]
+        others = [(image, cosine) for image, cosine in pairs if os.path.realpath(image.name) != own][:_NEIGHBORS]
         found.append([image.thumbnail for image, _ in others])
         captions.append([query.group or "", *[f"{cosine:.2f} {image.group or ''}" for image, cosine in others]])
         groups = [image.group for image, _ in others]
         same_class.append([None if None in (query.group, group) else query.group == group for group in groups])
-    return draw.draw_neighbours([query.thumbnail for query in queries], found, captions, same_class)
+    return draw.draw_neighbors([query.thumbnail for query in queries], found, captions, same_class)
 
 
 def _kinds(only: Sequence[str] | None, model: Path) -> list[str]:
@@ -264,12 +250,12 @@ class PictureFiles:
         path = self._folder / f"{name}.png"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(path, figure_png(figure))
+            replace_file(path, draw.figure_png(figure))
             if self._board is not None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 with SummaryWriter(self._board) as writer:
-                    writer.add_image(f"pictures/{name}", figure_tensor(figure), self._step)
+                    writer.add_image(f"pictures/{name}", draw.figure_tensor(figure), self._step)
         except OSError as error:
             raise _not_written(path, error.strerror or error) from None
         self.written.append(str(path))

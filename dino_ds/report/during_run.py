@@ -19,8 +19,7 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.features import keep_generators
 from dino_ds.evals.runner import live_teacher
-from dino_ds.report.pictures.canvas import figure_png, figure_tensor
-from dino_ds.report.pictures.draw import draw_patches
+from dino_ds.report.draw import draw_patches, figure_png, figure_tensor
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.weights.load import Backbone
 
@@ -33,7 +32,7 @@ _DPI = 60
 class PeriodicPictures(AtStep):
     """Attention of each head and PCA of the patches, of the evaluation crops of a few images spread over `source`.
 
-    A network without attention has PCA and similarity of its map, one without a map nothing. Drawn every `every`
+    A network without attention has the PCA of its map, one without a map nothing. Drawn every `every`
     steps, 0 for never, into RUN/pictures/step_00001500/.
     """
 

@@ -16,8 +16,8 @@ from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
 from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
+from dino_ds.report.curves import Metrics, read_metrics
 from dino_ds.report.log import RunLog, read_log
-from dino_ds.report.pictures.series import Metrics, read_metrics
 
 T = TypeVar("T")
 _LARGEST_NUMBER = 1e100

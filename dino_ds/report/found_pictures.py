@@ -17,8 +17,7 @@ _WIDE_FROM = 2.2
 _TITLES = {
     "attention": "Self-attention of the CLS token, head by head",
     "pca": "First three principal components of the patches, as colors",
-    "similarity": "Cosine of a chosen patch (cross) with every patch",
-    "neighbours": "Nearest neighbours, with their cosines",
+    **dict.fromkeys(("neighbors", "neighbours"), "Nearest neighbors, with their cosines"),
     "map": "Map of the features",
     "curves": "Curves",
     "crops": "Crops that the network sees",

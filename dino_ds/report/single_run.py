@@ -9,12 +9,7 @@ import numpy as np
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.method.specs.of_recipe import known_terms
-from dino_ds.report.folder import Evaluation, RunFiles
-from dino_ds.report.found_pictures import load_pictures
-from dino_ds.report.html import Tag, render
-from dino_ds.report.log import MOST_OF_A_KIND
-from dino_ds.report.origin import changed_settings, environment_rows, reproduction
-from dino_ds.report.pictures.charts import (
+from dino_ds.report.charts import (
     KNN_BASELINES,
     LARGE,
     SHARE,
@@ -25,10 +20,15 @@ from dino_ds.report.pictures.charts import (
     loss_charts,
     rolling_chart,
 )
-from dino_ds.report.pictures.series import Metrics
-from dino_ds.report.pictures.terms import find_terms
+from dino_ds.report.curves import Metrics
+from dino_ds.report.folder import Evaluation, RunFiles
+from dino_ds.report.found_pictures import load_pictures
+from dino_ds.report.html import Tag, render
+from dino_ds.report.log import MOST_OF_A_KIND
+from dino_ds.report.origin import changed_settings, environment_rows, reproduction
 from dino_ds.report.summary import summarise
 from dino_ds.report.svg import draw_chart
+from dino_ds.report.terms import find_terms
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {

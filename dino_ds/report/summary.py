@@ -11,9 +11,9 @@ from dino_ds.basics.digits import short
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.trained import ALL
+from dino_ds.report.charts import EVALUATED, find_others, summarise_knn
+from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.pictures.charts import EVALUATED, find_others, summarise_knn
-from dino_ds.report.pictures.series import Curve, Metrics
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:

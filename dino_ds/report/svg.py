@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.report.charts import Chart, Level, Line
+from dino_ds.report.curves import Curve
 from dino_ds.report.html import render
-from dino_ds.report.pictures.charts import Chart, Level, Line
-from dino_ds.report.pictures.series import Curve
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 20, 22
 _LABEL_HEIGHT = 13

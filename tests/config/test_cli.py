@@ -317,6 +317,7 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
     assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
+    assert "python -m dino_ds.examples.attention_video" in errors("attention-video", "runs/a", "walk.mp4")[0]
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
     assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
     assert errors("--config", "x")[0].startswith("no command is given")
@@ -343,7 +344,6 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
     ("words", "says"),
     [
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
-        ("attention-video a", "no clip is given: dino-ds attention-video MODEL CLIP, a video, "),
         (
             "export a",
             "no format is given: --format X, one of: safetensors, timm, hf, onnx, adapters",
@@ -367,17 +367,15 @@ def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., l
 
 
 def test_choices_are_what_the_tools_have():
-    from dino_ds.report.clip import FORMS
     from dino_ds.report.draw_pictures import KINDS
-    from dino_ds.report.pictures.embedding import METHODS
+    from dino_ds.report.maps import TITLES
     from dino_ds.weights.export import FORMATS
 
     choices = {
         (name, option.name): option.choices for name, command in COMMANDS.items() for option in command.own_options
     }
     assert choices["export", "format"] == tuple(FORMATS)
-    assert choices["pictures", "only"] == KINDS and choices["pictures", "map"] == tuple(METHODS)
-    assert choices["attention-video", "format"] == tuple(FORMS)
+    assert choices["pictures", "only"] == KINDS and choices["pictures", "map"] == tuple(TITLES)
 
 
 def test_defaults_that_are_only_shown_are_those_of_the_settings():

@@ -57,6 +57,12 @@ def _refusal(words: list[str]) -> str:
         ("train --objective.koleo 0.1", "write --objective.koleo_weight 0.1"),
         ("export m --format pth", "for PyTorch: --format safetensors, one file"),
         ("export m --format torchscript", "torch has deprecated TorchScript: --format onnx"),
+        # What dino_ds had.
+        ("pictures m --queries a.jpg", "dino-ds embed writes features to search in"),
+        ("pictures m --patch 3,4", "--only pca"),
+        ("pictures m --only similarity", "--only pca"),
+        ("pictures m --only neighbours", "write neighbors"),
+        ("pictures m --map umap", "--map tsne"),
         # Other commands name what they have.
         ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
         ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),

@@ -11,7 +11,7 @@ from dino_ds.evals import knn
 from dino_ds.evals.features import raw_pixels
 from dino_ds.method.build import build_meta
 from dino_ds.models.base import CLS
-from dino_ds.report.pictures import maps
+from dino_ds.report import maps
 from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, fake_cuda
 

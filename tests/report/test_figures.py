@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 
 from dino_ds.health.lock import RunLock
+from dino_ds.report.charts import Chart, Level, Line, draw_curves, summarise_knn
 from dino_ds.report.compare import draw_comparison, names_of
+from dino_ds.report.curves import EMPTY, Curve, Metrics
 from dino_ds.report.folder import read_run
 from dino_ds.report.found_pictures import _spread
-from dino_ds.report.pictures.charts import Chart, Level, Line, draw_curves, summarise_knn
-from dino_ds.report.pictures.series import EMPTY, Curve, Metrics
-from dino_ds.report.pictures.terms import TermKeys, find_terms
 from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import mean_rate, summarise
 from dino_ds.report.svg import Frame, _commands, _levels, _log_ticks, _ticks, draw_chart
+from dino_ds.report.terms import TermKeys, find_terms
 from dino_ds.report.text import duration, number
 from tests.report.runs import LOG, make_run, save_picture
 

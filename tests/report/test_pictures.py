@@ -17,10 +17,10 @@ from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
+from dino_ds.report import draw
 from dino_ds.report import draw_pictures as pictures
-from dino_ds.report.chosen_images import choose, find_patches, read_cuts
+from dino_ds.report.chosen_images import choose
 from dino_ds.report.draw_pictures import KINDS, PictureFiles, run, side_of
-from dino_ds.report.pictures import draw
 from dino_ds.weights.export import FORMATS
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone
@@ -49,16 +49,15 @@ def shown(monkeypatch):
         return instead
 
     plain = draw.draw_pca
-    for name in ("draw_attention", "draw_pca", "draw_similarity", "draw_neighbours"):
+    for name in ("draw_attention", "draw_pca", "draw_neighbors", "draw_map"):
         monkeypatch.setattr(draw, name, note(name))
-    monkeypatch.setattr(pictures, "draw_map", note("draw_map"))
     return calls
 
 
 def _run(place, **changes):
     values = {"model": str(place), "source": None, "root": str(place / "images"), "out": str(place / "out")}
-    images = None if changes.get("only") in ("curves", "neighbours") else "3"
-    values |= {"only": None, "images": images, "queries": None, "patch": None, "foreground": False, "map": None}
+    images = None if changes.get("only") in ("curves", "neighbors") else "3"
+    values |= {"only": None, "images": images, "foreground": False, "map": None}
     values = {**values, "bank": None, "size": None, "json": True, **changes}
     run(PicturesOptions(**{**values, "only": values["only"] and values["only"].split(",")}))
 
@@ -111,35 +110,14 @@ def test_chosen_images_are_those_that_are_shown(place, tmp_path, shown):
     assert len(choose(f"{place}/more, {place}/more/000.png", "images", lambda: files)) == 4
 
 
-def test_neighbours_of_chosen_images(place, tmp_path, shown):
-    """By number and by file: captions have their class; a query is not its own neighbour, by whatever path."""
-    files = f"5,{place}/images/../images/class2/002.png"
-    _run(place, out=str(tmp_path), only="neighbours", queries=files)
-    queries, found, captions, same_class = shown["draw_neighbours"]
-    assert same_class[0] == [text.endswith("class1") for text in captions[0][1:]]
-    assert set(same_class[1]) == {None}  # a file alone has no class
-    assert len(queries) == 2 and [len(row) for row in found] == [6, 6]
-    assert captions[0][0] == "class1" and all("class" in text for text in captions[1][1:])
-    for query, row in zip(queries, found, strict=True):
+def test_neighbors_of_some_images(place, tmp_path, shown):
+    """Captions have the class of each; a query is not its own neighbor."""
+    _run(place, out=str(tmp_path), only="neighbors")
+    queries, found, captions, same_class = shown["draw_neighbors"]
+    assert len(queries) == 6 and [len(row) for row in found] == [6] * 6
+    for query, row, texts, same in zip(queries, found, captions, same_class, strict=True):
+        assert same == [text.split()[1] == texts[0] for text in texts[1:]]
         assert not any(np.array_equal(query, picture) for picture in row)
-
-
-def test_a_patch_is_the_one_under_the_pixel(place, tmp_path, shown):
-    """A white dot in a black image of other sides than the network's: its patch is where the dot is after the cut."""
-    x, y = 130, 52
-    picture = np.zeros((120, 200, 3), dtype=np.uint8)
-    picture[y - 1 : y + 2, x - 1 : x + 2] = 255
-    Image.fromarray(picture).save(tmp_path / "dot.png")
-    crop = EvalCrop(64, IMAGENET)
-    cuts = list(read_cuts(choose(str(tmp_path / "dot.png"), "images", lambda: None), crop, "images", None))
-    (image, row, column) = find_patches(f"{x},{y}", cuts, crop, 8)[0]
-    brightest = int(cuts[0].pixels.sum(dim=0).argmax())
-    assert (image, row, column) == (0, brightest // 64 // 8, brightest % 64 // 8)
-    left, top, right, bottom = crop.box(200, 120)
-    assert abs((right - left) - (bottom - top)) < 1 and (left, top) > (0, 0)
-    files = f"{place}/more/000.png,{place}/more/001.png"
-    _run(place, out=str(tmp_path), root=None, images=files, only="similarity", patch="10,10 2:24,20", size=32)
-    assert [patch[0] for patch in shown["draw_similarity"][2]] == [0, 1]
 
 
 def test_bad_input_is_one_line(place):
@@ -152,15 +130,10 @@ def test_bad_input_is_one_line(place):
         ({"images": "1,77"}, ConfigError, "12 images, 0 to 11"),
         ({"images": "cat.jpg"}, ConfigError, "'cat.jpg': there is no such file"),
         ({"images": broken}, DataError, "--images: .*not an image"),
-        ({"queries": f"{some},{broken}", "only": "neighbours"}, DataError, "--queries: .*not an image"),
         ({"images": some, "root": None, "only": "map"}, DataError, "1 of 1 images.* two or more"),
-        ({"images": some, "patch": "5"}, ConfigError, "'5' is not X,Y"),
-        ({"images": some, "patch": "2:5,5"}, ConfigError, "1 images are shown, 1 to 1"),
-        ({"images": some, "patch": "50,5"}, ConfigError, r"image 1 \(000.png\) has 48 x 40 pixels, so X is 0 to 47"),
-        ({"images": some, "patch": "0,0", "size": 32}, ConfigError, "without its borders: X "),
         ({"only": "curves"}, ConfigError, "metrics.jsonl does not exist"),
         ({"only": "map", "images": None, "foreground": True}, ConfigError, "it is for pca"),
-        ({"only": "pca", "bank": 9}, ConfigError, "--bank changes nothing of pca: it is for neighbours, map"),
+        ({"only": "pca", "bank": 9}, ConfigError, "--bank changes nothing of pca: it is for neighbors, map"),
         ({"only": "map"}, ConfigError, "--images changes nothing of map"),
         ({"only": "pca", "images": some}, ConfigError, "names files: no image of --root is looked at"),
     ):

@@ -24,9 +24,9 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
 from dino_ds.evals.best import Best
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.report.charts import summarise_knn
+from dino_ds.report.curves import read_metrics as read_curves
 from dino_ds.report.folder import read_run, with_titles
-from dino_ds.report.pictures.charts import summarise_knn
-from dino_ds.report.pictures.series import read_metrics as read_curves
 from dino_ds.report.single_run import draw_run
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar

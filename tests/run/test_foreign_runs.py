@@ -58,13 +58,13 @@ def test_timm_loads_a_teacher_by_the_line_that_is_written(runs):
 def test_pictures_and_evaluations_of_a_run(runs, capsys, monkeypatch):
     """A map of 16 patches a side, of crops that have 2; what a CNN has not is left out, or refused where asked for."""
     for step in ("step_00000000", "step_00000002"):
-        assert {p.stem for p in (runs / "resnet/pictures" / step).iterdir()} == {"pca", "similarity"}
+        assert {p.stem for p in (runs / "resnet/pictures" / step).iterdir()} == {"pca"}
     assert "no pictures" not in log_of(runs / "resnet")
     assert {"statistics", "knn"} == json.loads((runs / "resnet/evaluations.json").read_text()).keys()
     asked = ["pictures", str(runs / "resnet"), "--out", str(runs / "out"), "--images", "2", "--bank", "8"]
     monkeypatch.setattr("sys.argv", ["dino-ds", *asked, "--map", "pca"])
     cli.main()
-    assert {p.stem for p in (runs / "out").iterdir()} == {"pca", "similarity", "neighbours", "map", "curves"}
+    assert {p.stem for p in (runs / "out").iterdir()} == {"pca", "neighbors", "map", "curves"}
     for more in (["--only", "attention"], ["--only", "pca", "--foreground"]):
         monkeypatch.setattr("sys.argv", ["dino-ds", *asked[:4], *more])
         with pytest.raises(SystemExit):

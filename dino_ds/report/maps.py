@@ -1,10 +1,18 @@
-"""Computes maps over the patches from tokens and attention; plain tensors, nothing is drawn."""
+"""Maps of patches from tokens and attention, and the map of an image collection; nothing is drawn here."""
 
 from __future__ import annotations
 
+import importlib.util
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dino_ds.errors import ConfigError
+
+TITLES = {"tsne": "t-SNE", "pca": "PCA"}
+"""Names of the methods that place images on a map."""
 
 
 def mass_mask(attention: Tensor, mass: float) -> Tensor:
@@ -33,7 +41,7 @@ class PatchColors:
         flat = tokens.double()
         self.mean = flat.mean(dim=0)
         variances, axes = _principal_axes(flat - self.mean, 3)
-        # Where there is no variance at all every patch gets the middle grey.
+        # Where there is no variance at all every patch gets the middle gray.
         self.axes = axes / (variances.sqrt() + 1e-12)
 
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -58,10 +66,33 @@ def foreground(tokens: Tensor, attention: Tensor) -> Tensor:
     return above if looked_at[above].mean() >= looked_at[~above].mean() else ~above
 
 
-def patch_similarity(tokens: Tensor, image: int, row: int, column: int) -> Tensor:
-    """Cosines of one patch with all patches of all images: tokens (b, h, w, d) -> (b, h, w)."""
-    unit = F.normalize(tokens.float(), dim=-1)
-    return unit @ unit[image, row, column]
+def find_method(name: str | None) -> str:
+    """The named method of a map; without a name t-SNE if scikit-learn is installed, else PCA.
+
+    Raises:
+        ConfigError: t-SNE is asked for, and scikit-learn is not installed.
+    """
+    try:
+        spec = importlib.util.find_spec("sklearn")
+    except ValueError:  # a stand-in for a module may have no spec
+        spec = None
+    # A cache that outlives a module is a folder of its name, which has no file to import.
+    has_tsne = spec is not None and spec.origin is not None
+    if name == "tsne" and not has_tsne:
+        raise ConfigError("--map tsne needs sklearn: pip install 'dino_ds[viz]', or --map pca")
+    return name or ("tsne" if has_tsne else "pca")
+
+
+def place(features: Tensor, method: str) -> np.ndarray:
+    """Features (n, d), n > 1 -> points (n, 2), the same ones each time. Cosines decide, as in k-NN."""
+    unit = F.normalize(features.float(), dim=-1)
+    if method == "tsne" and len(unit) >= 5:  # fewer images have no neighborhoods to keep
+        from sklearn.manifold import TSNE
+
+        return TSNE(perplexity=min(30.0, (len(unit) - 1) / 3), init="pca", random_state=0).fit_transform(unit.numpy())
+    centered = unit - unit.mean(dim=0)
+    _, _, axes = torch.linalg.svd(centered, full_matrices=False)
+    return (centered @ axes[:2].T).numpy()
 
 
 def _principal_axes(centered: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dino_ds.report.pictures.series import Metrics
+from dino_ds.report.curves import Metrics
 
 _ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dino_ds.report.pictures.series import Curve, Metrics
-from dino_ds.report.pictures.terms import TermKeys, find_terms, title_of_scalar, title_of_term
+from dino_ds.report.curves import Curve, Metrics
+from dino_ds.report.terms import TermKeys, find_terms, title_of_scalar, title_of_term
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,28 +9,29 @@ import sys
 import numpy as np
 import pytest
 import torch
-from matplotlib import colormaps
 from PIL import Image
 
 from dino_ds.errors import ConfigError
-from dino_ds.report.pictures.canvas import Sheet, figure_pixels, figure_png, figure_tensor
-from dino_ds.report.pictures.charts import draw_curves
-from dino_ds.report.pictures.draw import (
+from dino_ds.report.charts import draw_curves
+from dino_ds.report.curves import read_metrics
+from dino_ds.report.draw import (
     MASS,
+    Sheet,
     coat,
     draw_attention,
-    draw_neighbours,
+    draw_map,
+    draw_neighbors,
     draw_patches,
     draw_pca,
-    draw_similarity,
+    figure_pixels,
+    figure_png,
+    figure_tensor,
     head_colors,
     heat,
     overlay,
     picture_of,
 )
-from dino_ds.report.pictures.embedding import _NEEDS, METHODS, draw_map, find_method, place
-from dino_ds.report.pictures.maps import mass_mask, patch_similarity
-from dino_ds.report.pictures.series import read_metrics
+from dino_ds.report.maps import PatchColors, find_method, foreground, mass_mask, place
 
 
 @pytest.fixture
@@ -51,26 +52,22 @@ def test_figures_show_everything(pictures):
     assert len(shown) == 2 * 2 * (1 + 3) and words == ["image, all heads", "head 0", "head 1", "head 2"]
     assert "12 of 14 heads" in _shown(draw_attention(pictures, torch.rand(2, 14, 4, 4)))[1][0]
     assert len(_shown(draw_pca(pictures, tokens))[0]) == 4
-    figure = draw_similarity(pictures, tokens, [(0, 1, 1)])
-    assert len(_shown(figure)[0]) == 2 + 1 + 2
-    cross = figure.axes[0].lines[-1]
-    assert cross.get_color() == "red"
     shown = pictures.numpy()
-    figure = draw_neighbours([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]], [[None, None]])
+    figure = draw_neighbors([shown[0]], [[shown[1], shown[0]]], [["q", "a", "b"]], [[None, None]])
     assert _shown(figure)[1] == ["query", "1", "2", "q", "a", "b"] and not figure.axes[0].patches
 
 
 def test_the_frame_of_a_neighbour_says_whether_it_is_of_the_class(pictures):
     picture = pictures[0].numpy()
-    figure = draw_neighbours([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
+    figure = draw_neighbors([picture], [[picture] * 3], [["q", "a", "b", "c"]], [[True, False, None]])
     colors = [frame.get_edgecolor()[:3] for frame in figure.axes[0].patches]
     assert len(colors) == 2 and colors[0][2] > colors[0][0] and colors[1][0] > colors[1][2]
     assert _shown(figure)[1][0] == "query (blue: its class)"
 
 
 def test_each_picture_is_what_its_title_says(pictures):
-    """Attention of each head and what it keeps; the cosine of the chosen patch, with a cross on it."""
-    attention, tokens = torch.rand(1, 2, 4, 4), torch.randn(2, 4, 4, 8)
+    """Attention of each head and what it keeps."""
+    attention = torch.rand(1, 2, 4, 4)
     shown, _ = _shown(draw_attention(pictures[:1], attention))
     kept, colors = mass_mask(attention[0], MASS), head_colors(2)
     expected = [pictures[0].numpy(), overlay(pictures[0], attention[0] * kept, colors)]
@@ -79,14 +76,6 @@ def test_each_picture_is_what_its_title_says(pictures):
         expected += [heat(pictures[0], attention[0, head]), overlay(pictures[0], kept[one].float(), colors[one])]
     for found, wanted in zip(shown, expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
-    figure = draw_similarity(pictures, tokens, [(1, 0, 2)])
-    shown, _ = _shown(figure)
-    np.testing.assert_array_equal(shown[2], pictures[1].numpy())
-    wanted = patch_similarity(tokens, 1, 0, 2).clamp(0, 1).numpy()
-    np.testing.assert_allclose(shown[4], colormaps["magma"](wanted[1])[..., :3])
-    (x,), (y,) = figure.axes[0].lines[-1].get_data()
-    left, right, bottom, top = figure.axes[0].images[2].get_extent()
-    assert ((x - left) / (right - left), (y - top) / (bottom - top)) == pytest.approx((2.5 / 4, 0.5 / 4))
     assert heat(torch.zeros(16, 32, 3), torch.rand(2, 2)).shape == (16, 32, 3)
 
 
@@ -161,7 +150,7 @@ def test_names_of_classes_are_no_formulas(recwarn):
     """Nor do they run into each other, nor does a script that the font lacks leave warnings."""
     names, picture = ["$\\frac$", "犬", "a very long name of a class that nobody can read"], np.zeros((8, 8, 3))
     shown = ["$\\frac$", "犬", "a very long name of a cl…"]
-    figure = draw_neighbours([picture] * 3, [[picture]] * 3, [[name, ""] for name in names], [[None]] * 3)
+    figure = draw_neighbors([picture] * 3, [[picture]] * 3, [[name, ""] for name in names], [[None]] * 3)
     assert _shown(figure)[1][2:] == shown
     figure_pixels(figure)
     points, thumbnails = np.random.default_rng(0).normal(size=(3, 2)), [picture.astype(np.uint8)] * 3
@@ -185,16 +174,16 @@ def test_a_model_on_a_batch(pictures):
     assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
     Model.is_vit = False
     figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
-    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"pca": 4, "similarity": 8}
+    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"pca": 4}
 
 
 @pytest.mark.slow
 def test_likes_lie_together_on_the_map():
-    """Every method keeps three far clusters apart: neighbours on the map are of one cluster. The same points again."""
+    """Every method keeps three far clusters apart: neighbors on the map are of one cluster. The same points again."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(60) % 3
     features = 8 * torch.eye(8)[labels] + torch.randn(60, 8, generator=generator)
-    for method in (name for name in METHODS if name != "umap"):
+    for method in ("tsne", "pca"):
         points = torch.from_numpy(place(features, method))
         distances = torch.cdist(points, points) + 1e9 * torch.eye(60)
         assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
@@ -206,29 +195,13 @@ def test_likes_lie_together_on_the_map():
     np.testing.assert_allclose(np.abs(place(features * lengths, "pca")), np.abs(points), atol=1e-4)
 
 
-def test_umap_where_it_is_installed():
-    pytest.importorskip("umap")
-    features = torch.eye(6).repeat(5, 1) + 0.01 * torch.randn(30, 6, generator=torch.Generator().manual_seed(0))
-    points = torch.from_numpy(place(features, "umap"))
-    distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
-    assert (distances.argmin(dim=1) % 6 == torch.arange(30) % 6).float().mean() > 0.9
-    assert place(features[:5], "umap").shape == (5, 2)
-
-
-def test_a_method_that_is_not_there(monkeypatch, tmp_path):
+def test_a_method_that_is_not_there(monkeypatch):
     """t-SNE is for those who have scikit-learn; nobody else has to say so."""
     assert find_method("pca") == "pca" and find_method(None) == "tsne"
-    for method, module, extra in (("tsne", "sklearn", "viz"), ("umap", "umap", "umap")):
-        monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=rf"dino_ds\[{extra}\]"):
-            find_method(method)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ConfigError, match=r"dino_ds\[viz\]"):
+        find_method("tsne")
     assert find_method(None) == "pca"
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "leftover").mkdir()
-    monkeypatch.setitem(_NEEDS, "umap", ("leftover", "umap"))
-    with pytest.raises(ConfigError, match=r"dino_ds\[umap\]"):
-        find_method("umap")
 
 
 def test_the_map_names_its_groups_where_there_are_few():
@@ -276,3 +249,52 @@ def test_a_curve_has_gaps_where_a_record_has_no_number(tmp_path):
     figure = _curves(tmp_path, odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"})
     figure_pixels(figure, dpi=50)
     assert figure.axes[0].get_ylim() == (0, pytest.approx(1.15 * 3))
+
+
+def test_the_mask_is_the_smallest_that_holds_the_mass():
+    generator = torch.Generator().manual_seed(0)
+    attention = torch.rand(3, 2, 4, 5, generator=generator)
+    for one, mask in zip(attention.flatten(0, 1), mass_mask(attention, 0.6).flatten(0, 1), strict=True):
+        total, kept = 0.0, set()
+        for value, index in sorted(((float(v), i) for i, v in enumerate(one.flatten())), reverse=True):
+            kept.add(index)
+            total += value
+            if total >= 0.6 * float(one.sum()):
+                break
+        assert set(mask.flatten().nonzero().flatten().tolist()) == kept
+
+
+def test_colors_are_the_first_three_components_whitened_through_a_sigmoid():
+    """Against an SVD; a component's sign is free."""
+    tokens = torch.randn(2, 6, 6, 8, generator=torch.Generator().manual_seed(1)) * torch.arange(8, 0, -1)
+    flat = tokens.flatten(0, 2)
+    colors = PatchColors(flat)(tokens)
+    assert colors.shape == (2, 6, 6, 3)
+    for axes in (PatchColors(flat).axes, PatchColors(-flat).axes):
+        assert bool((axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)) > 0).all())
+    centered = flat.double().numpy() - flat.double().numpy().mean(0)
+    _, _, axes = np.linalg.svd(centered, full_matrices=False)
+    scores = centered @ axes[:3].T
+    wanted = 1 / (1 + np.exp(-2 * scores / scores.std(axis=0)))
+    found = colors.flatten(0, 2).numpy()
+    for i in range(3):
+        assert min(abs(found[:, i] - wanted[:, i]).max(), abs(1 - found[:, i] - wanted[:, i]).max()) < 1e-5
+
+
+def test_colors_do_not_depend_on_what_else_is_colored():
+    """One PCA for all frames: none flickers because of its neighbors. Flat tokens give grey, not NaN."""
+    tokens = torch.randn(4, 3, 3, 8, generator=torch.Generator().manual_seed(2))
+    colors = PatchColors(tokens.flatten(0, 2))
+    torch.testing.assert_close(colors(tokens)[1:2], colors(tokens[1:2]))
+    assert bool((PatchColors(torch.ones(9, 8))(torch.ones(9, 8)) == 0.5).all())
+
+
+def test_the_foreground_is_the_side_that_the_network_looks_at():
+    generator = torch.Generator().manual_seed(3)
+    inside = torch.zeros(2, 6, 6, dtype=torch.bool)
+    inside[:, 2:4, 1:5] = True
+    tokens = 0.1 * torch.randn(2, 6, 6, 8, generator=generator) + 3.0 * inside[..., None]
+    for looked_at in (inside, ~inside):
+        attention = torch.rand(2, 3, 6, 6, generator=generator) + 2.0 * looked_at[:, None]
+        assert bool((foreground(tokens, attention) == looked_at).all())
+    assert bool(foreground(torch.ones(2, 6, 6, 8), attention).all())
