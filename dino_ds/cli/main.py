@@ -21,7 +21,7 @@ from typing import Any
 
 from dino_ds import __version__
 from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import did_you_mean
+from dino_ds.basics.names import did_you_mean, words_elsewhere
 from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_torchvision, forget_empty_ranks
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
@@ -40,7 +40,6 @@ from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
-from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
 
@@ -195,12 +194,12 @@ def _check_weights(recipe: Recipe) -> None:
 def _no_command(words: list[str]) -> str:
     if not words or words[0].startswith("-"):
         return "no command is given: dino-ds train, for example; dino-ds --help lists all"
-    group = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
+    answers, group = words_elsewhere("commands"), [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
         near = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
-        return f"{given!r} is not a command: {COMMANDS_ELSEWHERE.get(given, near)}"
-    answer = COMMANDS_ELSEWHERE.get(words[0])
+        return f"{given!r} is not a command: {words_elsewhere('commands').get(given, near)}"
+    answer = answers.get(words[0])
     return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
 
 

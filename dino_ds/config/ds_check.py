@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean
-from dino_ds.config.ds_schema import KEYS, REFUSED, SECTIONS, STRICT_SECTIONS, Zero, key_names
+from dino_ds.basics.names import MOST_PROBLEMS, did_you_mean, words_elsewhere
+from dino_ds.config.ds_schema import KEYS, SECTIONS, STRICT_SECTIONS, Zero, key_names
 from dino_ds.config.ds_values import offloads_optimizer
-from dino_ds.config.homes import recipe_home
 from dino_ds.config.schema import Option
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
@@ -28,13 +27,13 @@ def problems_of(config: dict[str, Any]) -> list[Problem]:
 def wrong_key(section: str, key: str) -> str:
     """The message for a key that is not allowed in `section` ("" = top level): its reason, home or nearest names."""
     name = _join(section, key)
+    refused = words_elsewhere("refused_ds_keys")
     parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 2)]
     for parent in parents:
-        if parent in REFUSED:
-            return f"refused: {REFUSED[parent]}"
-    home = recipe_home(name)
-    if home:
-        return f"not a key of the ds JSON: {home}"
+        if parent in refused:
+            return f"refused: {refused[parent]}"
+    if home := words_elsewhere("recipe_keys").get(name.split(".", 1)[0]):
+        return f"not a key of the ds JSON: it belongs to the recipe: {home}"
     ignored = section.split(".")[0] not in STRICT_SECTIONS and section in SECTIONS
     silent = "DeepSpeed would ignore it silently." if ignored else "unknown key."
     beside = [name for name in key_names() if name.rpartition(".")[0] == section]

@@ -1,4 +1,4 @@
-"""Declares every key of a ds JSON, and says why others are refused: DeepSpeed 0.19 silently ignores most unknown keys.
+"""Declares every key of a ds JSON: DeepSpeed 0.19 silently ignores most unknown keys.
 
 Only keys that have an effect in dino_ds are allowed. `stages` are the ZeRO stages at which a key acts, if not all of
 them. No torch and no DeepSpeed here.
@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from dino_ds.basics.names import by_word
 from dino_ds.config.ds_values import Bool, PerformanceOptions
 from dino_ds.config.fields import Section, option
 from dino_ds.config.schema import options_of
@@ -181,51 +180,6 @@ KEYS = options_of(DsJson)
 """Every allowed key by its dotted name."""
 SECTIONS = ("", *dict.fromkeys(name[:i] for name in KEYS for i, letter in enumerate(name) if letter == "."))
 """Dotted names of the sections; "" is the top level."""
-REFUSED = by_word(
-    {
-        "DeepSpeed 0.19 has removed it": "elasticity amp nebula eigenvalue compression_training quantize_training "
-        "sparse_gradients sparse_attention graph_harvesting curriculum_learning progressive_layer_drop "
-        "zero_optimization.mics_shard_size zero_optimization.mics_hierarchical_params_gather "
-        "zero_optimization.zeropp_loco_param zero_optimization.legacy_stage1",
-        "dino_ds writes metrics.jsonl and TensorBoard itself, into the run folder": "tensorboard csv_monitor",
-        "a file is no place for a secret: set COMET_API_KEY": "comet.api_key",
-        "offload to NVMe is not offered: the teacher reads the masters in memory; "
-        'use "device": "cpu"': "aio zero_optimization.offload_optimizer.nvme_path "
-        "zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.pipeline_read "
-        "zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_optimizer.fast_init "
-        "zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count "
-        "zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu",
-        'use the bf16 section ("bf16": {"enabled": true}): it keeps FP32 masters and works at stages 1 to 3': ""
-        "torch_autocast",
-        "dino_ds writes checkpoints itself, and the teacher whole (recipe: save_every, keep_checkpoints)": "checkpoint "
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save "
-        "zero_optimization.stage3_gather_fp16_weights_on_model_save "
-        "zero_optimization.load_from_fp32_weights zero_optimization.pipeline_loading_checkpoint",
-        "DeepCompile is not supported; dino_ds.compile compiles block by block": "compile",
-        "it has no effect here: dino_ds trains, loads and recomputes in its own way, without model parallelism": ""
-        "autotuning hybrid_engine data_efficiency pipeline tensor_parallel sequence_parallel_size "
-        "seq_parallel_communication_data_type fp16.auto_cast bf16.immediate_grad_update data_types.buffer_dtype "
-        "data_types.keep_in_fp32_modules zero_optimization.elastic_checkpoint "
-        "zero_optimization.zero_quantized_nontrainable_weights zero_optimization.memory_efficient_linear "
-        "zero_optimization.override_module_apply activation_checkpointing.partition_activations "
-        "activation_checkpointing.contiguous_memory_optimization "
-        "activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile",
-        "summing would multiply the gradient by the number of ranks: gradients are averaged": "gradient_allreduce_op",
-        "dino_ds relies on DeepSpeed's own accumulation window": "managed_gradient_accumulation",
-        "it removes the FP32 masters, which the teacher follows": "fp16.fp16_master_weights_and_grads "
-        "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states",
-        "its name is check_grad_overflow now": "bf16.check_overflow",
-        "the fp16 and bf16 sections say it": "data_types.param_dtype",
-        'write "offload_optimizer": {"device": "cpu"}': "zero_optimization.cpu_offload",
-        'write "offload_param": {"device": "cpu"}': "zero_optimization.cpu_offload_param",
-        "write pin_memory inside offload_optimizer or offload_param": "zero_optimization.cpu_offload_use_pin_memory",
-        "the norm is one of the metrics, and clipping needs it": "zero_optimization.compute_grad_norm",
-        "it needs DeepSpeed's own optimizer, and dino_ds gives torch's": "zero_optimization.zenflow "
-        "zero_optimization.save_muon_momentum_buffer_in_memory zero_optimization.offload_optimizer.ratio "
-        "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc",
-    }
-)
-"""Dotted name of a key that DeepSpeed knows -> why it is refused."""
 STRICT_SECTIONS = ("fp16", "bf16", "zero_optimization", "comms_logger", "dino_ds")
 """Sections whose unknown keys make DeepSpeed stop; in all others it ignores them."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
 
-from dino_ds.basics.names import as_written, did_you_mean
+from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
 from dino_ds.basics.text_file import unusable_text
 
 
@@ -196,8 +196,6 @@ Benchmark = Literal["oxford", "paris", "copydays", "davis"]
 Evaluation = Literal["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", Benchmark]
 BENCHMARKS: tuple[str, ...] = get_args(Benchmark)
 EVALUATIONS: tuple[str, ...] = get_args(Evaluation)
-EVALUATIONS_ELSEWHERE = {"voc": "Segmentation: python -m dino_ds.examples.finetune_segmentation (docs/finetuning.md)"}
-"""Evaluations that dino_ds had, and what to do instead."""
 
 
 def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:
@@ -208,10 +206,10 @@ def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] |
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
     if info.context is None:  # not being asked for: the recipe of a checkpoint, which may be of an earlier version
-        words = [name for name in words if name not in EVALUATIONS_ELSEWHERE] or ["knn"]
+        words = [name for name in words if name not in words_elsewhere("evaluations")] or ["knn"]
     for name in words:
         if name not in EVALUATIONS:
-            hint = EVALUATIONS_ELSEWHERE.get(str(name))
+            hint = words_elsewhere("evaluations").get(str(name))
             near = f" {hint}" if hint else did_you_mean(str(name), EVALUATIONS)
             raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
     return _once(tuple(words))

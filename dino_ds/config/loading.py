@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted
-from dino_ds.config.homes import RECIPE_HOMES, ds_home
+from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
 from dino_ds.config.idle_keys import idle_keys
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
@@ -130,14 +129,27 @@ def unknown_key(name: str) -> str:
     home = ds_home(name)
     if home:
         return f"not a recipe key: {home}"
+    if removed := words_elsewhere("options").get(name if "." in name else ""):
+        return f"not a recipe key: {removed}"
     return f"not a recipe key.{nearest_knobs(name)}"
+
+
+def ds_home(key: str) -> str | None:
+    """The sentence for a recipe key that belongs to the ds JSON, or None if it does not."""
+    homes = words_elsewhere("ds_keys")
+    for part in (key.rsplit(".", 1)[-1], key.split(".", 1)[0]):
+        home = f"zero_optimization.{part}" if part.startswith("stage3_") else homes.get(part)
+        if home is not None:
+            return f"it belongs to the ds JSON: {home} (--ds.{home})"
+    return None
 
 
 def nearest_knobs(name: str, more: Iterable[str] = ()) -> str:
     """ " Did you mean ...?" with the nearest keys, sections and `more`, also by other projects' names; "" for none."""
     options = options_of(Recipe)
     known = [*more, *options, *dict.fromkeys(option.split(".")[0] for option in options if "." in option)]
-    called = {other: home for other, home in RECIPE_HOMES.items() if home in options and other not in known}
+    homes = words_elsewhere("recipe_keys")
+    called = {other: home for other, home in homes.items() if home in options and other not in known}
     others = nearest(name.rsplit(".", 1)[-1], called, count=1, cutoff=_SURE)
     return suggestion([called[other] for other in others] or nearest(name, known, cutoff=_FAR))
 

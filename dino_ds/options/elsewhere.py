@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 
+from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.fields import UNITS
 from dino_ds.options.definition import Command
-from dino_ds.options.foreign_words import MEANT, OPTIONS, OPTIONS_BEFORE
 
 _NOTHING_MEANT = "options are written --key value"
 _WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
@@ -21,11 +21,14 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
         return f"write --{switch}=false"
     own, names = {option.name: option for option in command.all_options}, command.known_options
-    if meant := next((one for one in (MEANT.get(word) or MEANT.get(leaf, "")).split() if one in names), None):
+    same, answers = words_elsewhere("same_option"), words_elsewhere("options")
+    if meant := next((one for one in (same.get(word) or same.get(leaf, "")).split() if one in names), None):
         if meant in own and own[meant].fact("bare"):
             return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
         return f"write --{meant}" if names[meant].type == "true or false" else f"write --{meant} {value or 'X'}"
-    answer = (OPTIONS if command.takes_recipe else OPTIONS_BEFORE).get(leaf)
+    answer = answers.get(f"{command.name} {word}")
+    if answer is None and command.takes_recipe:
+        answer = answers.get(word) or answers.get(leaf)
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")
 
 

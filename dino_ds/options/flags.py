@@ -11,18 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.basics.names import nearest, suggestion
+from dino_ds.basics.names import nearest, suggestion, words_elsewhere
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.homes import ds_home
-from dino_ds.config.loading import nearest_knobs, recipe_options, unknown_key
+from dino_ds.config.loading import ds_home, nearest_knobs, recipe_options, unknown_key
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, meaning
 from dino_ds.options.elsewhere import option_elsewhere, stray_word
-from dino_ds.options.foreign_words import CHOICES_ELSEWHERE
 
 ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
 
@@ -182,8 +180,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         try:
             target[key] = fixed.read(value)
         except ValueError as error:
-            words = re.split(r"[,\s]+", value.lower()) if fixed.choices else []
-            hint = next((CHOICES_ELSEWHERE[word] for word in words if word in CHOICES_ELSEWHERE), None)
+            answers = words_elsewhere("choices") | words_elsewhere("evaluations") if fixed.choices else {}
+            hint = next((answers[word] for word in re.split(r"[,\s]+", value.lower()) if word in answers), None)
             said = f"{str(error).partition(' Did you mean')[0]} {hint}" if hint else str(error)
             problems.append(f"--{name}: {said}")
 

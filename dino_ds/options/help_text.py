@@ -8,7 +8,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from dino_ds.config.ds_schema import KEYS, REFUSED
+from dino_ds.basics.names import words_elsewhere
+from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import Option
@@ -173,7 +174,7 @@ def _ds_rows() -> Iterator[tuple[str, ...]]:
 def _refused_rows() -> Iterator[tuple[str, ...]]:
     """One row per reason, with all its keys."""
     keys: dict[str, list[str]] = {}
-    for key, why in REFUSED.items():
+    for key, why in words_elsewhere("refused_ds_keys").items():
         keys.setdefault(why, []).append(f"`{key}`")
     return ((", ".join(names), why) for why, names in keys.items())
 

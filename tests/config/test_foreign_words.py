@@ -8,17 +8,18 @@ import shlex
 import pytest
 
 from dino_ds.basics.hubs import hub_id
+from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_schema import key_names
-from dino_ds.config.homes import DS_HOMES
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, find_command
 from dino_ds.options.flags import parse_flags
-from dino_ds.options.foreign_words import COMMANDS_ELSEWHERE, MEANT, OPTIONS
 from dino_ds.options.networks import check_networks
 from dino_ds.options.reading import read
+
+OPTIONS, MEANT = words_elsewhere("options"), words_elsewhere("same_option")
 
 
 def _refusal(words: list[str]) -> str:
@@ -77,7 +78,8 @@ def test_every_word_of_another_program_gets_its_answer():
     own = {name: {option.name for option in command.all_options} for name, command in COMMANDS.items()}
     own["train"] |= {option.name for option in recipe_options()}
     for word, answer in OPTIONS.items():
-        assert answer.partition("{")[0] in _refusal(["train", f"--{word}", "3"]), word
+        *command, name = word.split()
+        assert answer.partition("{")[0] in _refusal([*(command or ["train"]), f"--{name}", "3"]), word
     for word, answer in MEANT.items():
         for command in ("train", "embed", "eval", "launch"):
             meant = next((name for name in answer.split() if name in own[command]), None)
@@ -90,7 +92,7 @@ def test_answers_name_options_and_commands_that_there_are():
     known = {option.name for command in COMMANDS.values() for option in command.all_options}
     known |= {option.name for option in recipe_options()} | {f"ds.{key}" for key in key_names()}
     known |= {"ds.KEY", "objective.KEY", "num_gpus", "nproc_per_node", "help", "local"}  # hf has --local-dir
-    for answer in (*OPTIONS.values(), *COMMANDS_ELSEWHERE.values()):
+    for answer in (*OPTIONS.values(), *words_elsewhere("commands").values()):
         assert {name.rstrip(".") for name in re.findall(r"--([\w.]+)", answer)} <= known, answer
         assert all(find_command(name.split()) for name in re.findall(r"dino-ds ([a-z-]+(?: [a-z]+)?)", answer)), answer
     assert {option for answer in MEANT.values() for option in answer.split()} <= known
@@ -99,7 +101,7 @@ def test_answers_name_options_and_commands_that_there_are():
 def test_a_word_of_this_program_has_no_answer_for_another():
     """An answer would never be shown: the option comes first."""
     train = {option.name for option in (*COMMANDS["train"].all_options, *recipe_options())}
-    assert not train & OPTIONS.keys() and not OPTIONS.keys() & DS_HOMES.keys()
+    assert not train & OPTIONS.keys() and not OPTIONS.keys() & words_elsewhere("ds_keys").keys()
 
 
 @pytest.mark.parametrize(

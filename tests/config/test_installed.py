@@ -71,7 +71,7 @@ def away(tmp_path_factory):
 @pytest.mark.slow
 def test_the_wheel_has_what_the_program_reads(away):
     """Byte by byte: recipes, ds configs, launch scripts, photographs, pages."""
-    patterns = "recipes/* ds_configs/**/*.json launch/*.sh data/photos/* report/templates/*"
+    patterns = "basics/*.yaml recipes/* ds_configs/**/*.json launch/*.sh data/photos/* report/templates/*"
     for pattern in patterns.split():
         there = [path for path in (REPOSITORY / "dino_ds").glob(pattern) if path.is_file()]
         assert there, pattern

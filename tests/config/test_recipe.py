@@ -12,9 +12,9 @@ import pytest
 import timm
 import yaml
 
+from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length, parse_ramp
-from dino_ds.config.homes import DS_HOMES, RECIPE_HOMES
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
@@ -436,10 +436,11 @@ def test_every_knob_is_described():
 
 def test_homes_exist():
     knobs, keys = {o.name for o in recipe_options()}, set(key_names())
-    assert set(DS_HOMES.values()) <= keys
-    named = {word.strip(",") for home in RECIPE_HOMES.values() for word in home.split() if "." in word.strip(",.")}
+    ds, recipe = words_elsewhere("ds_keys"), words_elsewhere("recipe_keys")
+    assert set(ds.values()) <= keys
+    named = {word.strip(",") for home in recipe.values() for word in home.split() if "." in word.strip(",.")}
     assert named <= knobs, named - knobs
-    assert not {o.name.split(".")[-1] for o in recipe_options()} & set(DS_HOMES)
+    assert not {o.name.split(".")[-1] for o in recipe_options()} & set(ds)
 
 
 def test_a_recipe_can_be_changed_like_a_new_one():
