@@ -31,10 +31,9 @@ class LaunchOptions:
 
 @command("doctor", "dino_ds.planning.doctor:run", "train", takes_recipe=True, takes_ds=True, loads_torch=False)
 class DoctorOptions:
-    """this machine and this installation on one page: what fits, what is slow, each problem with its remedy"""
+    """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
     run_dir: str = option("runs", "folder that runs go to")
-    quick: bool = option(False, "leave out what is measured: reading images, summing over two processes")
     json: Json = False
 
 

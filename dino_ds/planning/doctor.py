@@ -1,67 +1,139 @@
-"""`dino-ds doctor`: one page about this machine and this installation, each problem with its remedy."""
+"""`dino-ds doctor`: what would stop a training on this machine and with this installation, and the remedies."""
 
 from __future__ import annotations
 
-import datetime
+import importlib
 import logging
+import os
 import platform
+import shutil
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
 from json import dumps
-from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from packaging.requirements import Requirement
 
 from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.engine.deepspeed_import import import_deepspeed
+from dino_ds.errors import one_line
 from dino_ds.options.machine import DoctorOptions
-from dino_ds.planning.doctor_software import (
-    FAILURE,
-    WARNING,
-    Finding,
-    library_reports,
-    look_at_compilers,
-    look_at_software,
-)
+from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _PROBLEMS = 2
+_SHOWN = ("dino_ds", "torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
+_PYTHONS = ((3, 10), (3, 13))
+_LOAD_CURES = {
+    "torch": "install torch anew, from one index, in a fresh environment",
+    "torchvision": "install builds of torch and torchvision that match, both from the same index",
+    "deepspeed": "pip install --no-build-isolation 'deepspeed>=0.19.8,<0.20'",
+}
 
 
 def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
-    """Print the page. Exits with code 2 where something stops training; warnings don't."""
-    found, reports = list(look_at_software()), dict[str, str]()
-    if all(finding.level != FAILURE for finding in found):
-        found += _look_at_the_rest(options, recipe, ds, ds_path)
-        reports = library_reports() if options.json and not options.quick else {}
-    count = {level: sum(finding.level == level for finding in found) for level in (FAILURE, WARNING)}
-    host, date = platform.node(), datetime.date.today().isoformat()
+    """Print each finding once it is known. Exits with code 2 where something stops training; warnings don't."""
+    if not options.json:
+        print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
+    findings = []
+    for finding in _findings(options, recipe, ds, ds_path):
+        findings.append(finding)
+        if not options.json:
+            print(f"{finding.level:<5} {finding.topic:<11}{finding.text}", flush=True)
+            if finding.remedy:
+                print(f"{'':<17}-> {finding.remedy}")
+    failures = sum(finding.level == FAILURE for finding in findings)
     if options.json:
-        about = {"host": host, "date": date, "trains": not count[FAILURE]}
-        page = dumps({**about, "findings": [vars(finding) for finding in found], "reports": reports}, indent=1)
+        about = {"host": platform.node(), "trains": not failures}
+        print(dumps({**about, "findings": [vars(finding) for finding in findings]}, indent=1))
     else:
-        lines = [f"doctor on {host}, {date}"]
-        for one in found:
-            lines.append(f"{one.level:<5} {one.topic:<11}{one.text}")
-            lines += [f"{'':<17}-> {one.remedy}"] if one.remedy else []
-        verdict = "training would stop" if count[FAILURE] else "training can start"
-        page = "\n".join([*lines, f"{verdict}: {count[FAILURE]} problems, {count[WARNING]} warnings"])
-    print(page, flush=True)
-    if count[FAILURE]:
+        warned = sum(bool(finding.remedy) for finding in findings) - failures
+        verdict = "training would stop" if failures else "training can start"
+        print(f"{verdict}: {failures} problems, {warned} warnings", flush=True)
+    if failures:
         sys.exit(_PROBLEMS)
 
 
-def _look_at_the_rest(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> list[Finding]:
-    """Findings that need torch, imported only now: the page is printed also if it does not load."""
-    from dino_ds.planning.doctor_machine import look_at_gpus, look_at_network, look_at_system
-    from dino_ds.planning.doctor_speed import measure_data, measure_sums
+def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Iterator[Finding]:
+    loads = True
+    for finding in look_at_software():
+        loads = loads and finding.level != FAILURE
+        yield finding
+    if loads:  # the rest needs torch
+        from dino_ds.planning.doctor_machine import look_at_machine
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # Batch sizes depend on machines that are not looked at.
-    kept = {key: value for key, value in ds.items() if key not in _BATCH_KEYS}
-    config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
-    looks = [lambda: look_at_gpus(config, recipe), lambda: look_at_compilers(config)]
-    looks += [lambda: look_at_system(recipe, Path(options.run_dir)), look_at_network]
-    looks += [] if options.quick else [lambda: measure_data(recipe), measure_sums]
-    return [finding for look in tqdm(looks, "doctor", leave=False, disable=None) for finding in look()]
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        # Batch sizes depend on machines that are not looked at.
+        kept = {key: value for key, value in ds.items() if key not in _BATCH_KEYS}
+        config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
+        yield from look_at_compilers(config)
+        yield from look_at_machine(config, recipe, options.run_dir)
+
+
+def look_at_software() -> Iterator[Finding]:
+    """Python and the packages, against what the installed package asks for; the imports that training does."""
+    least, most = (".".join(map(str, pair)) for pair in _PYTHONS)
+    cure = f"Python {least} to {most} is needed: make PYTHON=python{most} setup"
+    fits = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
+    yield judge("python", f"{platform.python_version()} ({sys.executable})", cure, not fits, FAILURE)
+    yield from look_at_versions()
+    # Only the first that does not load: the others need it.
+    for name, cure in _LOAD_CURES.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = import_deepspeed() if name == "deepspeed" else importlib.import_module(name)
+            if name == "torch" and not module.accelerator.is_available():
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning
+        except Exception as error:
+            text = f"{name} {_version(name) or 'absent'} does not load ({one_line(error)})"
+            yield judge("software", text, cure, level=FAILURE)
+            return
+
+
+def look_at_versions() -> Iterator[Finding]:
+    """Packages that are absent or of versions that dino_ds can't work with."""
+    try:
+        asked = [Requirement(text) for text in requires("dino_ds") or ()]
+    except PackageNotFoundError:
+        text = "dino_ds is not installed, so its requirements can't be compared"
+        yield judge("software", text, "pip install -e . in the checkout")
+        return
+    fits = True
+    for wanted in (one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})):
+        name, here = wanted.name, _version(wanted.name)
+        if not here or not wanted.specifier.contains(here, prereleases=True):
+            fits = False
+            text = f"{name} {here}, and {name}{wanted.specifier} is needed" if here else f"{name} is not installed"
+            yield judge("software", text, f"pip install '{wanted}'", level=FAILURE)
+    if fits:
+        yield judge("software", ", ".join(f"{name} {_version(name) or 'absent'}" for name in _SHOWN))
+
+
+def _version(name: str) -> str:
+    """The version of an installed package, or ""."""
+    with suppress(PackageNotFoundError):
+        return version(name)
+    return ""
+
+
+def look_at_compilers(config: DsConfig) -> Iterator[Finding]:
+    """Compilers that the ds config needs; most need none."""
+    if config.performance.compile != "off":
+        path = shutil.which("g++")
+        cure = "dino_ds.compile needs a compiler: apt-get install g++"
+        yield judge("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
+    zero, able = config.raw["zero_optimization"], False
+    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        with warnings.catch_warnings(), suppress(Exception):  # an operator asks other tools, which may raise anything
+            warnings.simplefilter("ignore")
+            able = bool(ALL_OPS["quantizer"].is_compatible(verbose=False))
+        cure = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
+        yield judge("ops", f"quantizer {'can' if able else 'cannot'} be built", cure, not able, FAILURE)

@@ -1,18 +1,23 @@
-"""Findings of `doctor` about the machine: GPUs, memory, limits of processes, disks, network."""
+"""Findings of `doctor` about the machine: GPUs, memory, limits of processes, disks, network, and the images."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import resource
 import shutil
 import socket
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -20,68 +25,62 @@ from dino_ds.basics.durable import cache_folder
 from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import open_image
+from dino_ds.data.find_range import with_value_range
+from dino_ds.data.sources import training_source
 from dino_ds.data.workers import check_shared_memory
-from dino_ds.engine.device import DTYPES
 from dino_ds.engine.distributed import usable_cores
-from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
-from dino_ds.errors import DataError, one_line
-from dino_ds.models.attention import chosen_kernel
-from dino_ds.planning.doctor_software import FAILURE, FINE, Finding, judge
+from dino_ds.errors import DataError, UserError, one_line
 from dino_ds.planning.measure.machine import Gpu, find_gpus
+from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
 _SHARED_MEMORY, _INFINIBAND = "/dev/shm", Path("/sys/class/infiniband")
 _FILES = 4096
-_VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "cali")
+_SAMPLE, _SAMPLE_SECONDS = 64, 2.0
+"""Images that are decoded, and the longest time for it."""
+_SUM_SECONDS = 30
 
 
-def look_at_gpus(config: DsConfig, recipe: Recipe) -> Iterator[Finding]:
-    """The GPUs, and whether the training device has the ds config's precision and the attention kernels."""
-    gpus = find_gpus()
-    if gpus:
-        yield from _each(gpus)
-        yield from _architectures(gpus)
-        yield from _peers(len(gpus))
-    else:
-        with warnings.catch_warnings(record=True) as caught:  # what torch says of a driver that it can't use
-            warnings.simplefilter("always")
-            torch.cuda.is_available()
-        yield _none(one_line(caught[0].message, 200) if caught else "")
-    yield _precision(config, recipe, torch.device("cuda" if gpus else "cpu"))
-
-
-def look_at_system(recipe: Recipe, run_dir: Path) -> Iterator[Finding]:
-    """Memory, shared memory for the recipe's batches, limits of processes, and the disks."""
+def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[Finding]:
+    """What a rank of this recipe and ds config would meet here."""
+    yield from look_at_gpus(config)
     total, free = host_memory_gib()
     text = f"{len(usable_cores())} cores, {free:.1f} of {total:.1f} GiB memory free"
     yield judge("memory", text, "end other programs, or give the container more: a rank needs about 2 GiB", free < 2)
-    yield _shared_memory(recipe)
-    yield from _limits()
-    yield _disk("runs", run_dir, 20)
-    yield _disk("temporary files", Path(tempfile.gettempdir()), 2)
-    yield _disk("lists of images", cache_folder(), 1)
+    yield look_at_shared_memory(recipe)
+    yield look_at_limits()
+    places = {"runs": (Path(run_dir), 20), "temporary files": (Path(tempfile.gettempdir()), 2)}
+    for what, (path, wanted) in (places | {"lists of images": (cache_folder(), 1)}).items():
+        yield _disk(what, path, wanted)
+    yield from look_at_network()
+    yield from look_at_images(recipe)
 
 
-def look_at_network() -> Iterator[Finding]:
-    """The libraries of collectives and their settings, the interfaces, the machine's own name, InfiniBand."""
-    gloo = "gloo" if dist.is_gloo_available() else "no gloo"
-    nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else "no NCCL"
-    lacking = torch.cuda.is_available() and not dist.is_nccl_available()
-    yield judge("network", f"{gloo}, {nccl}", "several GPUs need NCCL: install a torch built with it", lacking)
-    chosen = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(("NCCL_", "GLOO_"))]
-    if chosen:
-        yield judge("network", ", ".join(chosen))
-    yield _interfaces()
-    yield _own_name()
-    for port in sorted(_INFINIBAND.glob("*/ports/*")):
-        state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
-        text = f"{port.parent.parent.name}:{port.name}: {state}, {rate}"
-        yield judge(
-            "network", text, "it is not active: look at its cable and the subnet manager", "ACTIVE" not in state
-        )
+def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
+    """The GPUs, whether this torch has code for them, and whether the device has the ds config's precision."""
+    gpus = find_gpus()
+    for number, gpu in enumerate(gpus):
+        text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
+        taken = gpu.free_gib < 0.9 * gpu.memory_gib
+        yield judge("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
+    yield from check_architectures(gpus)
+    if not gpus:
+        with warnings.catch_warnings(record=True) as caught:  # what torch says of a driver that it can't use
+            warnings.simplefilter("always")
+            torch.cuda.is_available()
+        yield no_gpu(one_line(caught[0].message, 200) if caught else "")
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if gpus else True
+    fp16 = True if gpus else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    able = {"fp32": True, "bf16": bf16, "fp16": fp16}
+    cure = f"the ds config wants {config.precision}: take another --ds_config"
+    text = ", ".join(name if has else f"no {name}" for name, has in able.items())
+    yield judge("precision", text, cure, not able[config.precision], FAILURE)
 
 
-def _none(complaint: str) -> Finding:
+def no_gpu(complaint: str) -> Finding:
+    """The finding where torch finds no GPU; complaint: torch's own words about the driver."""
     if not os.path.exists(_DRIVER) and shutil.which("nvidia-smi") is None:
         cure = "with a GPU in this machine: install its driver; in a container: docker run --gpus all"
         return judge("gpu", "no GPU: training runs on the CPU, with gloo", cure)
@@ -93,24 +92,7 @@ def _none(complaint: str) -> Finding:
     return judge("gpu", text, cure, level=FAILURE)
 
 
-def _each(gpus: list[Gpu]) -> Iterator[Finding]:
-    for number, gpu in enumerate(gpus):
-        text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
-        sensors = open_sensors(torch.device("cuda", number))
-        if sensors is not None:
-            sensors.start()
-        now = (sensors.finish() if sensors is not None else None) or GpuReading()
-        text += "" if now.celsius is None else f", {now.celsius:.0f} °C"
-        text += "" if now.watts is None else f", {now.watts:.0f} W"
-        cure = "other processes hold memory: nvidia-smi lists them" if gpu.free_gib < 0.9 * gpu.memory_gib else ""
-        if now.slowed_by:
-            cure = f"its clock is lowered because of {now.slowed_by}: look at cooling and power"
-        yield judge("gpu", text, cure)
-    if len({(gpu.name, round(gpu.memory_gib)) for gpu in gpus}) > 1:
-        yield judge("gpu", "the GPUs differ", "choose equal ones: the slowest and the smallest decide")
-
-
-def _architectures(gpus: list[Gpu]) -> Iterator[Finding]:
+def check_architectures(gpus: list[Gpu]) -> Iterator[Finding]:
     """GPUs that torch was not built for: it needs code of their major version, or older PTX for the driver."""
     built = [] if torch.version.hip is not None else torch.cuda.get_arch_list()
     codes = [(kind, int(number.rstrip("af"))) for kind, _, number in (name.partition("_") for name in built)]
@@ -122,34 +104,8 @@ def _architectures(gpus: list[Gpu]) -> Iterator[Finding]:
             yield judge("gpu", text, cure, level=FAILURE)
 
 
-def _peers(count: int) -> Iterator[Finding]:
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    text = f"{direct} of {len(pairs)} pairs reach each other's memory directly"
-    cure = "collectives go through the host; in a virtual machine ask for peer access (nvidia-smi topo -m)"
-    if pairs:
-        yield judge("gpu", text, cure, direct < len(pairs))
-
-
-def _precision(config: DsConfig, recipe: Recipe, device: torch.device) -> Finding:
-    """FP32, bf16, fp16 and the attention kernel of each, for global crops of one of our ViTs."""
-    on_gpu, attention = device.type == "cuda", recipe.model.spec().attention(recipe.crops.global_size)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else True
-    fp16 = True if on_gpu else bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    able, parts = {"fp32": True, "bf16": bf16, "fp16": fp16}, []
-    for name, has in able.items():
-        kernel = ""
-        if has and attention:
-            kernel = f" ({chosen_kernel(*attention, DTYPES[name], device)} attention)"
-        parts.append(f"{name}{kernel}" if has else f"no {name}")
-    if not able[config.precision]:
-        cure = f"the ds config wants {config.precision}: take another --ds_config"
-        return judge("precision", ", ".join(parts), cure, level=FAILURE)
-    return judge("precision", ", ".join(parts), "take an fp16 ds config, such as ds_configs/zero2_fp16.json", not bf16)
-
-
-def _shared_memory(recipe: Recipe) -> Finding:
-    """Shared memory for this machine alone, with a rank on each GPU."""
+def look_at_shared_memory(recipe: Recipe) -> Finding:
+    """Shared memory for the loader processes of this machine alone, with a rank on each GPU."""
     if not os.path.isdir(_SHARED_MEMORY):
         return judge("shm", "this system has no /dev/shm")
     disk = os.statvfs(_SHARED_MEMORY)
@@ -163,17 +119,15 @@ def _shared_memory(recipe: Recipe) -> Finding:
     return judge("shm", f"{free}, enough for {ranks} ranks with {workers} loader processes each")
 
 
-def _limits() -> Iterator[Finding]:
+def look_at_limits() -> Finding:
+    """Open files of a process, and with InfiniBand the memory that it may lock."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _FILES:
-        cure = f"ulimit -n {most}" if most >= _FILES else f"raise the hard limit to {_FILES} in limits.conf"
-        yield judge("limits", f"{files} open files", cure)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limited = locked != resource.RLIM_INFINITY
-    text = f"{locked / 2**20:.0f} MiB of locked memory" if limited else "no limit of locked memory"
-    bad = limited and _INFINIBAND.is_dir()
-    text = text if bad else f"{files if files >= 0 else 'any number of'} open files, {text}"
-    yield judge("limits", text, "InfiniBand needs more: ulimit -l unlimited (docker run --ulimit memlock=-1)", bad)
+    if _INFINIBAND.is_dir() and locked != resource.RLIM_INFINITY:
+        cure = "InfiniBand needs more: ulimit -l unlimited (docker run --ulimit memlock=-1)"
+        return judge("limits", f"{locked / 2**20:.0f} MiB of locked memory", cure)
+    cure = f"ulimit -n {most}" if most >= _FILES else f"raise the hard limit to {_FILES} in limits.conf"
+    return judge("limits", f"{files if files >= 0 else 'any number of'} open files", cure, 0 <= files < _FILES)
 
 
 def _disk(what: str, path: Path, wanted: int) -> Finding:
@@ -186,32 +140,69 @@ def _disk(what: str, path: Path, wanted: int) -> Finding:
     return judge("disk", f"{what}: {free:.1f} GiB free in {here}", cure, free < wanted)
 
 
-def _interfaces() -> Finding:
-    """The network interfaces that are up, with IPv4 address and speed."""
-    states, shown, outside = psutil.net_if_stats(), list[str](), list[str]()
-    for name, addresses in sorted(psutil.net_if_addrs().items()):
-        numbers = [address.address for address in addresses if address.family == socket.AF_INET]
-        if not numbers or name not in states or not states[name].isup:
-            continue
-        speed = f", {states[name].speed / 1000:g} Gbit/s" if 0 < states[name].speed < 65535 else ""
-        shown.append(f"{name} {numbers[0]}{speed}")
-        if not ipaddress.ip_address(numbers[0]).is_loopback and not name.startswith(_VIRTUAL):
-            outside.append(name)
-    several = len(outside) > 1
-    named = f"export NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME ({outside[0]}, ...)" if several else ""
-    hint = f"if ranks don't find each other: {named}" if several else ""
-    return Finding("network", FINE, ", ".join(shown) or "no interface is up", hint)
-
-
-def _own_name() -> Finding:
-    """The machine's own address: gloo listens at it."""
+def look_at_network() -> Iterator[Finding]:
+    """The libraries of collectives, the machine's own name, where gloo listens, and a sum of two ranks."""
+    nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else "no NCCL"
+    lacking = torch.cuda.is_available() and not dist.is_nccl_available()
+    yield judge("network", f"gloo, {nccl}", "several GPUs need NCCL: install a torch built with it", lacking)
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         cure = f"add a line with {name} and this machine's address to /etc/hosts"
-        return judge("network", f"the machine's own name {name} has no address", cure)
-    if not ipaddress.ip_address(address).is_loopback:
-        return judge("network", f"{name} is {address}")
-    cure = "alone that is fine; among several machines put its real address into /etc/hosts"
-    return judge("network", f"{name} is {address} to itself: others can't reach that", cure)
+        yield judge("network", f"the machine's own name {name} has no address", cure)
+    else:
+        cure = "alone that is fine; among several machines put its real address into /etc/hosts"
+        yield judge("network", f"{name} is {address} to itself", cure, ipaddress.ip_address(address).is_loopback)
+    problem = sum_with_gloo()
+    cure = "name an interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    yield judge("network", f"gloo: {problem or 'two ranks sum a tensor'}", cure, bool(problem), FAILURE)
+
+
+def sum_with_gloo() -> str:
+    """All-reduce a tensor between two gloo ranks that are threads of this process; "" or what went wrong."""
+    store, sums = dist.HashStore(), [0.0, 0.0]
+    problems: list[str] = []
+
+    def take_part(rank: int) -> None:
+        ones = torch.ones(1000)
+        try:
+            group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_SUM_SECONDS))
+            group.allreduce([ones]).wait()
+        except Exception as error:
+            problems.append(one_line(error, 300))
+        sums[rank] = float(ones.sum())
+
+    ranks = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(2 * _SUM_SECONDS)
+    return (
+        problems[0] if problems else "" if sums == [2000.0, 2000.0] else "the sum is wrong: test this machine's memory"
+    )
+
+
+def look_at_images(recipe: Recipe) -> Iterator[Finding]:
+    """Whether training would accept the images, and the share of a random sample that can't be decoded."""
+    data = recipe.data
+    if data.source == "folder" and not data.root and not data.mixture:
+        yield judge("data", "not looked at: give --data.root")
+        return
+    try:
+        source = training_source(data)
+        recipe, _ = with_value_range(recipe, source)
+    except UserError as error:
+        yield judge("data", f"data.source {data.source}", str(error), level=FAILURE)
+        return
+    begin, done, good = time.monotonic(), 0, 0
+    for index in random.sample(range(len(source)), min(_SAMPLE, len(source))):
+        done += 1
+        with suppress(UnreadableImage):
+            open_image(source, index, data.max_pixels, recipe.data.known_range, recipe.model.in_chans).values()
+            good += 1
+        if time.monotonic() - begin > _SAMPLE_SECONDS:
+            break
+    cure = "`dino-ds look-data` names them; data.max_bad_fraction is how many a run takes"
+    text = f"{len(source):,} images" + (f"; {done - good} of {done} can't be read" if good < done else "")
+    yield judge("data", text, cure, good < done)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -24,3 +25,22 @@ def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
     """Print `page`, or `result` as one JSON object and nothing else, on rank 0."""
     if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.engine.distributed: planning loads no torch
         print(json.dumps(result, indent=1) if as_json else page, flush=True)
+
+
+FINE, WARNING, FAILURE = "ok", "warn", "FAIL"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A line of `doctor`. level: FINE, WARNING (training works, but ...) or FAILURE (training stops); remedy: what to
+    do about it."""
+
+    topic: str
+    level: str
+    text: str
+    remedy: str = ""
+
+
+def judge(topic: str, text: str, remedy: str = "", bad: bool = True, level: str = WARNING) -> Finding:
+    """A finding of `level` with its remedy if it is `bad` and has one, else a fine one."""
+    return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)
