@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import os
 import select
+import shlex
 import signal
 import socket
 import sys
@@ -24,7 +25,9 @@ from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import did_you_mean, words_elsewhere
 from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_torchvision, forget_empty_ranks
 from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Given
 from dino_ds.errors import (
     INTERRUPTED,
     CheckpointError,
@@ -63,8 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"dino_ds {__version__}")
         else:
             command, options, files = prepare(words)
-            run_dir = Path(options.run_dir) if command is TRAIN else None
-            _dispatch(command, options, files)
+            if command is TRAIN and options.print is not None:
+                _print_recipe(options.print, files["given"][0])
+            else:
+                run_dir = Path(options.run_dir) if command is TRAIN else None
+                _dispatch(command, options, files)
         sys.stdout.flush()
     except SystemExit as stop:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
@@ -138,9 +144,14 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
         files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
         if command is not TRAIN:
             _say_notes(notes)
-    if command is TRAIN:
+    if command is TRAIN and options.print is None:
         _check_start(options, files)
     return command, options, files
+
+
+def _print_recipe(path: str, given: Given) -> None:
+    write_recipe(path, given.config, given.overrides)
+    print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
 
 def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
+from dino_ds.config.flat import flatten
 from dino_ds.config.idle_keys import idle_keys
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
@@ -94,6 +95,29 @@ def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[s
 def dump_recipe(recipe: Recipe) -> str:
     """YAML that `load_recipe` reads back to an equal recipe."""
     return yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def write_recipe(path: str, config: str | None, overrides: Mapping[str, str]) -> None:
+    """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning.
+
+    Raises ConfigError, also for a file that is there.
+    """
+    config = config or "vits16"
+    values, written = flatten(load_recipe(config, overrides).model_dump()), keys_set_by(config, overrides)
+    lines = [f"# What is learned: recipe {config}, to edit. All keys and their defaults: dino-ds train --help all."]
+    for option in recipe_options():
+        section, _, leaf = option.name.rpartition(".")
+        if option.name not in written:
+            continue
+        if section and f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        text = yaml.dump({leaf: values[option.name]}, Dumper=_Dumper, width=1000, allow_unicode=True).strip()
+        lines.append(f"{'  ' * bool(section)}{text}  # {option.description}")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--print {path} can't be written: {error.strerror}; name a new file") from None
 
 
 def recipe_options() -> list[Option]:

@@ -16,7 +16,7 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
     words: list[str] = []
     for name, value in _flat("", {**own, **options}, known):
         option = known.get(name)
-        if name in ("json", "debug") or "=" in name:
+        if name in ("json", "debug", "print") or "=" in name:
             raise ConfigError(f"{name}: not an option in Python")
         if value is None and (option is not None or name == "ds"):
             continue

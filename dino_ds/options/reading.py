@@ -52,7 +52,13 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
                 files["notes"] = list[str]()
                 files["recipe"] = load_recipe(config, flags.recipe, files["notes"])
             data = files["recipe"].data
-            if command.needs_images and data.source == "folder" and not data.root and not data.mixture:
+            if (
+                command.needs_images
+                and not given.get("print")
+                and data.source == "folder"
+                and not data.root
+                and not data.mixture
+            ):
                 problems.append(_no_images(bool(given.get("resume"))))
         except ConfigError as error:
             problems.append(str(error))

@@ -1,4 +1,4 @@
-"""Options of the commands about runs: train one, begin a folder for one, report."""
+"""Options of the commands about runs: train one, report."""
 
 from __future__ import annotations
 
@@ -56,15 +56,7 @@ class TrainOptions:
         None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
     )
     allow_oversize: bool = option(False, "start though more memory is predicted than there is")
-
-
-@command("init", "dino_ds.commands.project:run", "train", check="dino_ds.commands.project:check")
-class InitOptions:
-    """a new folder with a recipe, a ds JSON for this machine and launch scripts, to edit and to train with"""
-
-    dir: str = option(..., "a new folder, or an empty one", bare=True)
-    recipe: str = option("vits16", "the shipped recipe to begin with")
-    root: str = option("/images", "your images, as data.root")
+    print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")
 
 
 @command("report", "dino_ds.report.command:run", "look", loads_torch=False)

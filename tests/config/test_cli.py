@@ -105,6 +105,12 @@ def test_a_run_folder_in_the_home_is_there_and_not_in_a_folder_of_that_name(call
     assert calls[0][0].run_dir == str(Path.home() / "runs/a")
 
 
+def test_a_recipe_to_edit_is_written_and_nothing_is_trained(calls: list[Any], tmp_path: Path, capsys):
+    cli.main(["train", "--config", "small", "--optimizer.lr", "1e-3", "--print", f"{tmp_path}/mine.yaml"])
+    assert not calls and f"dino-ds train --config {tmp_path}/mine.yaml" in capsys.readouterr().out
+    assert load_recipe(f"{tmp_path}/mine.yaml", {}) == load_recipe("small", {"optimizer.lr": "1e-3"})
+
+
 def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("data: {source: photos}")

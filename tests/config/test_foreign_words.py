@@ -94,7 +94,7 @@ def test_answers_name_options_and_commands_that_there_are():
     known |= {"ds.KEY", "objective.KEY", "num_gpus", "nproc_per_node", "help", "local"}  # hf has --local-dir
     for answer in (*OPTIONS.values(), *words_elsewhere("commands").values()):
         assert {name.rstrip(".") for name in re.findall(r"--([\w.]+)", answer)} <= known, answer
-        assert all(find_command(name.split()) for name in re.findall(r"dino-ds ([a-z-]+(?: [a-z]+)?)", answer)), answer
+        assert all(find_command(name.split()) for name in re.findall(r"dino-ds ([a-z-]+(?: [a-z-]+)?)", answer)), answer
     assert {option for answer in MEANT.values() for option in answer.split()} <= known
 
 

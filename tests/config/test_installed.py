@@ -40,7 +40,7 @@ def away(tmp_path_factory):
     """Runs a command in a folder away from the checkout, where the wheel is installed and nothing else of ours."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "dino_ds", "ds_configs", "launch"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "dino_ds", "ds_configs"):
         there, here = REPOSITORY / name, folder / "checkout" / name
         if there.is_dir():  # and nothing that a user keeps beside: his images may be a terabyte
             shutil.copytree(there, here, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -70,8 +70,8 @@ def away(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_wheel_has_what_the_program_reads(away):
-    """Byte by byte: recipes, ds configs, launch scripts, photographs, pages."""
-    patterns = "basics/*.yaml recipes/* ds_configs/**/*.json launch/*.sh data/photos/* report/templates/*"
+    """Byte by byte: recipes, ds configs, photographs, pages."""
+    patterns = "basics/*.yaml recipes/* ds_configs/**/*.json data/photos/* report/templates/*"
     for pattern in patterns.split():
         there = [path for path in (REPOSITORY / "dino_ds").glob(pattern) if path.is_file()]
         assert there, pattern
@@ -80,12 +80,12 @@ def test_the_wheel_has_what_the_program_reads(away):
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_and_makes_a_project(away):
+def test_the_wheel_trains(away):
     """Away from the checkout."""
     off = ("--eval.every", "0 steps", "--eval.pictures_every", "0 steps")
     assert "step 1/" in away("train", "--config", "quickstart", "--max_steps", "1", *off)
     assert (away.work / "runs/quickstart/teacher.safetensors").is_file()
-    assert "recipe.yaml" in away("init", "mine", "--recipe", "cifar10", "--root", str(away.lib / "data/photos"))
+    assert "mine.yaml" in away("train", "--config", "cifar10", "--print", "mine.yaml")
 
 
 @pytest.fixture

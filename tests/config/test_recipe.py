@@ -15,7 +15,7 @@ import yaml
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length, parse_ramp
-from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options
+from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options, write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
@@ -51,9 +51,15 @@ def test_vits16_is_the_defaults_written_out():
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_shipped_recipes_load_and_survive_a_dump(name: str, write):
-    recipe = load_recipe(name, {"model.init_from": "weights.pth"} if name.startswith("continue") else {})
+def test_shipped_recipes_load_and_survive_a_dump_and_being_written_to_edit(name: str, write, tmp_path: Path):
+    given = {"model.init_from": "weights.pth"} if name.startswith("continue") else {}
+    recipe = load_recipe(name, given)
     assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
+    write_recipe(edited := str(tmp_path / "edit.yaml"), name, given)
+    assert load_recipe(edited, {}) == recipe and keys_set_by(edited, {}) == keys_set_by(name, given)
+    assert all("  # " in line for line in Path(edited).read_text().splitlines()[1:] if not line.endswith(":"))
+    with pytest.raises(ConfigError, match=r"--print .*edit.yaml can't be written: File exists; name a new file"):
+        write_recipe(edited, name, given)
 
 
 def test_unusual_values_survive_a_dump(write):
