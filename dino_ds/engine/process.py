@@ -18,6 +18,8 @@ from dino_ds.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """mallopt's numbers for them."""
+_COMPILE_PROCESSES = 4
+"""Of Inductor for each rank; by itself it keeps up to 32, and a step has some 15 small kernels."""
 _LARGEST_THRESHOLD = 32 * 2**20
 """Bytes of an allocation up to which glibc looks for room in what was freed; it takes no larger number."""
 
@@ -27,6 +29,9 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
 
     Raises ConfigError where there is no GPU for this process, or another program has rank 0's port.
     """
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
+    )
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
 

@@ -24,6 +24,7 @@ from dino_ds.method.objective import Objective
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import Crops
 from dino_ds.models.drop_path import step_key
+from dino_ds.models.fused import uncompiled
 
 FLAGS = ("stop", "saved", "save_failed")
 """Flags that ranks send each other with every step; see `dino_ds.engine.distributed.RankFlags`."""
@@ -137,7 +138,7 @@ class TrainingStep:
 
         Nothing is dropped at random, and nothing moves: no statistic, buffer or counter. Every rank must call it."""
         schedule, (crops, _, masks) = self.schedule, inputs
-        with self.engine.evaluating(), torch.compiler.set_stance("force_eager"):
+        with self.engine.evaluating(), uncompiled():
             outputs = self.teachers(crops, masks, schedule)
             (targets,) = self.objective.targets([outputs], [masks], schedule)
             seen = {name: crops[name] for name in self._student_groups}

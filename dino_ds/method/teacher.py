@@ -12,6 +12,7 @@ from dino_ds.config.crops import EMA, CropGroup, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.models.base import Backbone, Crops
 from dino_ds.models.batch_norm import BatchNorm
+from dino_ds.models.fused import uncompiled
 from dino_ds.models.network import Network, Output
 
 
@@ -72,8 +73,7 @@ class Teacher:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
-        # Evaluation comes in other batch sizes: compiling for each would fill the cache that training needs.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), uncompiled():
             yield
 
     def state(self) -> dict[str, Tensor]:

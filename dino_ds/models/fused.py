@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,6 +25,7 @@ _PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch w
 KernelListener = Callable[[int, float], AbstractContextManager[Any]]
 _listeners: list[KernelListener] = []
 _training: list[None] = []
+_uncompiled: list[None] = []
 
 
 class Fused:
@@ -37,18 +39,40 @@ class Fused:
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., Any]:
-        return torch.compile(self.function)
+        return compile_with_limit(self.function, _PROGRAMS)
 
     def __call__(self, *arguments: Any) -> Any:
         if not rehearsing():
-            with torch._dynamo.config.patch(recompile_limit=_PROGRAMS):
-                return self._compiled(*arguments)
+            return self._compiled(*arguments)
         moved = 0.0
         for name, argument in zip(self._names, arguments, strict=False):
             tensors = [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
             moved += self.passes.get(name, 1) * sum(tensor.nbytes for tensor in tensors)
         with _kernels_of_gpu(self.kernels, moved):
             return self.function(*arguments)
+
+
+def compile_with_limit(function: Callable[..., Any], programs: int) -> Callable[..., Any]:
+    """torch.compile with a limit of its own on the programs that it keeps, which costs a call next to nothing.
+
+    torch 2.11 has the limit as a setting of the process only: there it is changed around each call, by one object a
+    thread, as making that object takes longer than launching the kernels (the backward pass has threads of its own).
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        limit_option: dict[str, Any] = {"recompile_limit": programs}
+        return torch.compile(function, **limit_option)
+    compiled = torch.compile(function)
+    of_thread = threading.local()
+
+    def call(*arguments: Any) -> Any:
+        try:
+            limit = of_thread.limit
+        except AttributeError:
+            limit = of_thread.limit = torch._dynamo.config.patch(recompile_limit=programs)
+        with limit:
+            return compiled(*arguments)
+
+    return call
 
 
 def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused]:
@@ -58,9 +82,11 @@ def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused
 
 def fuses(of: Tensor) -> bool:
     """Whether functions of tensors on its device are to be fused: on a GPU where that works, unless every run must
-    give the same bits, as the kernels are chosen by timing them."""
+    give the same bits, as the kernels are chosen by timing them, or inside `uncompiled`."""
     if rehearsing():
         return device_kind(of.device.type) == "cuda"
+    if _uncompiled:
+        return False
     return of.is_cuda and not torch.are_deterministic_algorithms_enabled() and not why_not_fused(of.device)
 
 
@@ -83,6 +109,20 @@ def _begin(*_: Any) -> None:
 
 def _end(*_: Any) -> None:
     _training.pop()
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run passes whose sizes are not those of training as plain operators: nothing is compiled, and nothing fused.
+
+    Compiling for each size would fill the cache that training needs, and take longer than the pass.
+    """
+    _uncompiled.append(None)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        _uncompiled.pop()
 
 
 @functools.cache
