@@ -25,7 +25,7 @@ from dino_ds.cli.main import check_software, prepare
 from dino_ds.config.stages import Given, stage_folder
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS
-from dino_ds.options.python_values import words_of
+from dino_ds.options.reading import words_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -32,7 +32,7 @@ from dino_ds.launching import child
 from dino_ds.launching.child import _NewLines, _Output
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
-from dino_ds.options.python_values import words_of
+from dino_ds.options.reading import words_of
 from dino_ds.run import guards
 from dino_ds.run.caller import Caller
 from tests.ranks import run_on_ranks

@@ -21,7 +21,7 @@ FORBIDDEN = {
 METHODS = {"extractall", "extract", "unsafe_load"}
 """Forbidden methods, whatever their object is."""
 ALLOWED = {
-    ("dino_ds/config/yaml_file.py", "yaml.load"): "with a loader derived from SafeLoader, which a test looks at",
+    ("dino_ds/config/recipe_files.py", "yaml.load"): "with a loader derived from SafeLoader, which a test looks at",
     ("dino_ds/data/batches.py", "pickle.loads"): "what a loader process of this run has sent through its own pipe",
     ("dino_ds/models/build.py", "importlib.import_module"): "a backbone's class, from the table of backbones",
     (
@@ -140,7 +140,7 @@ def test_the_search_finds_them(source, what):
 def test_the_loader_of_recipes_is_a_safe_one():
     import yaml
 
-    from dino_ds.config.yaml_file import _Loader
+    from dino_ds.config.recipe_files import _Loader
 
     assert issubclass(_Loader, yaml.SafeLoader) and not issubclass(_Loader, yaml.UnsafeLoader | yaml.FullLoader)
     assert not any("python" in str(tag) for tag in {**_Loader.yaml_constructors, **_Loader.yaml_multi_constructors})

@@ -14,8 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
-from dino_ds.config.flat import flatten
-from dino_ds.config.idle_keys import idle_keys
+from dino_ds.config.flat import flatten, idle_keys
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dino_ds.config.arguments import ArgumentsField
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
@@ -41,6 +40,7 @@ from dino_ds.config.fields import (
     option,
 )
 from dino_ds.config.mixture import BalanceField, MixtureField, Part, parse_mixture
+from dino_ds.config.model import ArgumentsField
 
 
 class DataSection(Section):

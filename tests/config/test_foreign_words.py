@@ -15,8 +15,8 @@ from dino_ds.config.recipe_files import recipe_names
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, find_command
+from dino_ds.options.elsewhere import check_networks
 from dino_ds.options.flags import parse_flags
-from dino_ds.options.networks import check_networks
 from dino_ds.options.reading import read
 
 OPTIONS, MEANT = words_elsewhere("options"), words_elsewhere("same_option")

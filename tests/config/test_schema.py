@@ -17,7 +17,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.definition import COMMANDS, Json, Model, command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.help_text import help_text
-from dino_ds.options.python_values import words_of
+from dino_ds.options.reading import words_of
 
 
 def count_toys(options: Any) -> None:
