@@ -242,7 +242,7 @@ def _build(
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
     begin.check_ahead(last_step, str(folder.path), ends)
-    notes = [*begin.notes, *check_lengths(recipe, epoch_steps), *same_images(source, images)]
+    notes = [*begin.notes, *check_lengths(recipe, epoch_steps, len(source)), *same_images(source, images)]
 
     # What is learned, and what is done between steps.
     evaluations = EvalRunner.build(recipe, source, epoch_steps)

@@ -27,7 +27,7 @@ from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_torchvision
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given
+from dino_ds.config.stages import Given, begun_stages, holds_run
 from dino_ds.errors import (
     INTERRUPTED,
     CheckpointError,
@@ -170,9 +170,9 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
 def _check_start(options: Any, files: dict[str, Any]) -> None:
     """Check before the slow imports what would only stop half a minute later. Raises UserError."""
     from dino_ds.data.mixture import place_of
-    from dino_ds.data.root import check_photos, check_root
+    from dino_ds.data.root import check_photos, check_root, check_split
 
-    recipe = files["recipe"]
+    recipe, run_dir = files["recipe"], Path(options.run_dir)
     check_photos(recipe.data.source, recipe.data.root)
     recipe.check_learning_rates()
     recipe.check_batch()
@@ -184,8 +184,10 @@ def _check_start(options: Any, files: dict[str, Any]) -> None:
         root = recipe.data.root
         for place in [place_of(part, root) for part in recipe.data.parts] or [root]:
             check_root(place)
+            if not (holds_run(run_dir) or begun_stages(run_dir)):  # these go on with the images they began with
+                check_split(place)
     _check_weights(recipe)
-    RunLock(Path(options.run_dir)).check_free(int(os.environ.get("RANK", 0)))
+    RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
 
 
 def _say_notes(notes: list[str]) -> None:

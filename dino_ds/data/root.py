@@ -33,6 +33,9 @@ ARCHIVES: dict[str, Callable[[list[str]], EncodedImages]] = {
 """Endings of files that hold many images, and the source that reads several such files."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
+TRAIN_FOLDERS = ("train", "training")
+TEST_FOLDERS = ("test", "testing", "val", "valid", "validation")
+"""Names of the folders of a data set's parts."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
 _FORMS = "a folder of images, a .txt list of paths, .tar, .parquet or .h5 files"
 
@@ -79,6 +82,25 @@ def check_root(root: str) -> None:
         )
     if not re.search(r"[*?\[{]", path):
         raise DataError(describe_missing(Path(path)))
+
+
+def check_split(root: str) -> None:
+    """Raises ConfigError for a folder of a training and a test set, which would be trained on together."""
+    folder = Path(os.path.expanduser(root))
+    train = next((folder / name for name in TRAIN_FOLDERS if (folder / name).is_dir()), None)
+    tests = train and test_folder(train)
+    if train and tests:
+        raise ConfigError(
+            f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (labelled test "
+            f"images: --eval.root {tests}); for all of them a .txt list of their paths"
+        )
+
+
+def test_folder(train: Path) -> Path | None:
+    """The folder of test images beside a folder of training images, if there is one."""
+    if train.name not in TRAIN_FOLDERS:
+        return None
+    return next((path for name in TEST_FOLDERS if (path := train.with_name(name)).is_dir()), None)
 
 
 def _is_empty(folder: str) -> bool:

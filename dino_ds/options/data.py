@@ -22,7 +22,7 @@ class LookDataOptions:
 
 @command("advise", "dino_ds.planning.advise:run", "train")
 class AdviseOptions:
-    """which settings for your images and GPUs: each with its reason, the command to type, and predicted hours"""
+    """which settings for your images and GPUs: each with its reason, and the command to type"""
 
     root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5", bare=True)
     source: str = option("folder", "as data.source of a recipe")
@@ -30,8 +30,7 @@ class AdviseOptions:
     gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
     nodes: Count = option(1, "nodes")
     memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
-    sample: Count = option(500, "images that are looked at, drawn at random")
-    workers: Amount | None = option(None, "data loading processes", shown="by the cores")
+    sample: Count = option(500, "images that are looked at, drawn at random, within 3 s")
     json: Json = False
 
 

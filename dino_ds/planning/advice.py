@@ -25,15 +25,10 @@ from dino_ds.planning.rules import (
     small_momentum,
     tiny_patch,
 )
+from dino_ds.run.length_checks import MOST_PASSES
 
 RULE = "rule of thumb"
 _NETWORKS = {"small_vits16": "ViT-S/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}
-_KNN = {
-    "dinov2_vitl16_short": ("81.6 % on ImageNet", "dinov2 README"),
-    "vitb16": ("up to 76.1 % on ImageNet", "400 epochs, dino README"),
-    "vits16": ("69.3 % on ImageNet's 1.28 million images", "100 epochs, dino README; 51.8 % on ImageNet-100: lightly"),
-}
-"""Published accuracies of the recipes, and their sources."""
 _LIGHTLY_LENGTHS = "LightlyTrain: 200-2000 below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
 _KNN_OF_BATCHES = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"
 _MOMENTA = (
@@ -155,9 +150,9 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     yield Row("length", f"{passes} epochs = {steps:,} steps", _LIGHTLY_LENGTHS, {"length": f"{passes} epochs"})
     yield _batch(data.images, batch)
     rate, warmup = 7.5e-4 if recipe == "vitb16" else 5e-4, max(1, min(10, passes // 10))
-    why = f"{rate:g} for 256 images, linear; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
+    why = "linear in the batch; warm-up 10 epochs, a tenth of the run at most (main_dino.py, LightlyTrain)"
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
-    row = Row("learning rate", f"{rate * batch / 256:.2g}, warm-up {warmup} epochs", why, flags)
+    row = Row("learning rate", f"{_rate(rate, batch)}, warm-up {warmup} epochs", why, flags)
     if recipe == "small":
         yield replace(row, flags={**flags, "optimizer.lr_scaling": "linear"})  # its own is the root's, for its own rate
         ema, faster = f"{small_momentum(batch):g}", "low ones learn faster (docs/small-data.md)"
@@ -180,13 +175,20 @@ def _continued(images: int, batch: int) -> Iterator[Row]:
     flags = {"length": f"{length} images", "eval.every": f"{length // 20} images"}
     yield Row("length", f"{length:,} images = {steps:,} steps", why, flags)
     yield _batch(images, batch)
-    why = "1e-4 for 256 images, a fifth of DINO's, in the last block, 0.9 of it in each one below, so that the weights "
-    flags = {"optimizer.warmup": f"{tenth} images"}
-    yield Row("learning rate", f"{1e-4 * batch / 256:.2g}, warm-up a tenth", f"{why}survive: rule of thumb", flags)
+    why = (
+        "a fifth of DINO's, in the last block, 0.9 of it in each one below, so that the weights survive: rule of thumb"
+    )
+    flags = {"optimizer.lr": "0.0001", "optimizer.warmup": f"{tenth} images"}
+    yield Row("learning rate", f"{_rate(1e-4, batch)}, warm-up a tenth", why, flags)
     yield from _momentum_and_prototypes(images, batch, steps)
     frozen = f"{max(1, min(500, steps // 20))} steps"
     why = "the head is new: LightlyTrain's page on DINOv2 freezes 1 epoch long; 500 steps, or a twentieth of the run"
     yield Row("head first", f"{frozen}, head only", f"{why}: rule of thumb", {"model.freeze_backbone": frozen})
+
+
+def _rate(rate: float, batch: int) -> str:
+    """optimizer.lr, and what it is at this batch."""
+    return f"{rate:g} for 256 images" + (f": {rate * batch / 256:.2g} for {batch}" if batch != 256 else "")
 
 
 def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Row]:
@@ -198,10 +200,10 @@ def _momentum_and_prototypes(images: int, batch: int, steps: int) -> Iterator[Ro
 
 
 def _cpu_length(data: Data) -> Row:
-    most, rest = 2000 * data.images, "batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
+    most, rest = MOST_PASSES * data.images, "batch, learning rate and momentum are the recipe's (docs/quickstart.md)"
     if most < 600_000:
         why = f"the most that LightlyTrain advises; {rest}"
-        return Row("length", f"{most:,} images, each 2000 times", why, {"length": f"{most} images"})
+        return Row("length", f"{most:,} images, each {MOST_PASSES:,} times", why, {"length": f"{most} images"})
     more = ", 40 on photographs of 375 px" if not data.tiny else ", 3 times as long at 64 px" if data.side > 32 else ""
     measured = f"11 to 23 CPU minutes on CIFAR-10{more}"
     return Row("length", "600,000 images", f"{measured}; {rest}")
@@ -214,17 +216,3 @@ def _batch(images: int, batch: int) -> Row:
     elif images < 16 * batch:
         why = f"more would leave fewer than 8 steps an epoch of {images:,} images: rule of thumb. {why}"
     return Row("batch", str(batch), why, {"data.global_batch": str(batch)})
-
-
-def expected_knn(data: Data, gpus: Gpus) -> tuple[str, str]:
-    """The k-NN accuracy to expect, and its source."""
-    recipe, weights = recipe_for(data, gpus), released_weights(data, gpus)
-    if weights:
-        source = f"they have {'76.1' if 'base' in weights else '74.5'} % on ImageNet (dino README); +3.3 for that user "
-        return "a few points above the released weights on your classes", f"{source}(dinov3#23)"
-    if not gpus.count and data.tiny:
-        return "47.9 % on 10,000 of CIFAR-10's images", "raw pixels 39.2, untrained 27.9 (docs/small-data.md, measured)"
-    if data.tiny and gpus.count:
-        source = "ResNet-18, 200 epochs: benchmarks of lightly; ours is untried"
-        return "84 % on CIFAR-10's 50,000 images, not reached by us", source
-    return _KNN.get(recipe, ("above raw pixels and the untrained network", "no published figure; rule of thumb"))

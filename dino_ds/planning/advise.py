@@ -1,9 +1,12 @@
-"""`dino-ds advise`: looks at a sample of the images, and says which settings to train with, why, and for how long."""
+"""`dino-ds advise`: looks at a sample of the images, and says which settings to train with, why, and what to type."""
 
 from __future__ import annotations
 
-import math
+import re
 import shlex
+import sys
+import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,19 +15,17 @@ from typing import Any
 import numpy as np
 
 from dino_ds.config.flat import named_values
-from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.config.recipe import Recipe
-from dino_ds.data.sources import Source, build_source
-from dino_ds.errors import ConfigError
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.decode import open_image
+from dino_ds.data.root import check_split, test_folder
+from dino_ds.data.sources import build_source
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import AdviseOptions
-from dino_ds.planning.advice import RULE, Row, advise, expected_knn, fewer_gpus
-from dino_ds.planning.advise_page import page
-from dino_ds.planning.data_statistics import Facts, look_at, summarise
-from dino_ds.planning.fit import FILLED
-from dino_ds.planning.gpus import named_gpu, similar_gpu
+from dino_ds.planning.advice import Row, advise, fewer_gpus
+from dino_ds.planning.gpus import named_gpu
 from dino_ds.planning.measure.machine import find_gpus
 from dino_ds.planning.measure.tables import print_result
-from dino_ds.planning.recommend import recommend
 from dino_ds.planning.rules import (
     FEW_IMAGES,
     LEAST_IMAGES,
@@ -35,29 +36,24 @@ from dino_ds.planning.rules import (
     released_weights,
     useful_gpus,
 )
-from dino_ds.planning.speed import Cluster
 
-_TESTS = ("test", "val", "valid", "validation")
 _LARGE_SIDE = 1024
 """Pixels of the shorter side from which decoding is worth saving."""
-_MANY_TWINS = 0.05
-"""Share of the images looked at that look like another one, from which a note is given."""
-_BF16_SINCE = 8
-"""Major compute capability from which on GPUs have bf16."""
-_FAST = 0.99
-"""EMA momentum that is advised if the teacher decides nothing."""
+_SECONDS, _LEAST_SAMPLE = 3.0, 20
+"""The longest time for looking at images, if it is enough for so many."""
+_WIDTH = 120
 
 
 def run(options: AdviseOptions) -> None:
-    """Print the advice. Raises ConfigError where there are too few images or nothing fits the GPU, DataError where
-    none can be read."""
-    cluster = _cluster(options)
-    if options.source == "folder" and options.root is None:
-        raise ConfigError("no images are given: dino-ds advise DIR (folder, list, shards, Parquet), or --source photos")
+    """Print the advice. Raises ConfigError where there are too few images, DataError where none can be read."""
+    name, offered = _offered_gpus(options)
+    if options.source == "folder":
+        if options.root is None:
+            raise ConfigError("no images are given: dino-ds advise DIR (folder, list, ...), or --source photos")
+        check_split(options.root)
     source = build_source(options.source, options.root, "train", False)
-    facts = look_at(source, options.sample, 0, options.workers, load_recipe(None, {}).data.max_pixels)
-    found = summarise(facts, source)
-    data = _decisive(source, facts)
+    images = _look_at(source, options.sample)
+    data = Data(len(source), images["side"]["median"], images["channels"])
     if data.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {data.channels}: gather more images"
         if data.color:
@@ -65,70 +61,80 @@ def run(options: AdviseOptions) -> None:
         raise ConfigError(
             f"{data.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
-    offered, cluster = cluster, cluster and _useful(data, cluster)
-    gpus = _gpus(cluster)
+    count = useful_gpus(data, offered)
+    nodes = max(1, count * options.nodes // offered.count) if offered.count else 1
+    gpus = Gpus(count, offered.memory_gib)
     rows = advise(data, gpus)
-    if offered and offered != cluster:
-        rows.insert(0, fewer_gpus(data, gpus, offered.world_size))
-    name = recipe_for(data, gpus)
-    flags = _train_flags(options, name, rows)
-    recipe = load_recipe(name, flags)
+    if count < offered.count:
+        rows.insert(0, fewer_gpus(data, gpus, offered.count))
+    recipe = recipe_for(data, gpus)
+    flags = _train_flags(options, recipe, rows)
+    has_tests = load_recipe(recipe, flags).eval.root is not None
     result: dict[str, Any] = {
         "decisive": vars(data),
-        "found": found,
-        "gpu": None if cluster is None else cluster.gpu.name,
-        "gpus": gpus.count,
-        "gpus_offered": _gpus(offered).count,
+        "found": images,
+        "gpu": name,
+        "gpus": count,
+        "gpus_offered": offered.count,
         "advice": [vars(row) for row in rows],
-        "prediction": None if cluster is None else _predict(with_known_network(recipe), data.images, cluster),
-        "expected_knn": list(expected_knn(data, gpus)),
-        "command": _command(name, flags, cluster.nodes if cluster else 1, gpus.count),
-        "remedies": list(_remedies(recipe)),
-        "notes": [
-            *_notes(data, gpus, options, recipe.eval.root is not None, found["classes"] is not None),
-            *_about_images(data, found, _images(options)),
-        ],
+        "command": _command(recipe, flags, nodes, count // nodes),
+        "notes": [*_notes(data, gpus, options, has_tests), *_about_images(data, images, _images(options))],
     }
-    print_result(page(result, options.root or options.source), result, options.json)
+    print_result(_page(result, options.root or options.source), result, options.json)
 
 
-def _cluster(options: AdviseOptions) -> Cluster | None:
-    """The GPUs that are named, else this machine's; None without any. Raises ConfigError."""
-    if options.gpu is None and options.memory_gib is None:
-        here = find_gpus()
-        if not here:
-            if options.gpus is not None or options.nodes > 1:
-                named_gpu(None, None)
-            return None
-        card = similar_gpu(min(gpu.memory_gib for gpu in here), int(here[0].capability.split(".")[0]) >= _BF16_SINCE)
-        return Cluster(card, options.gpus or len(here), options.nodes, card.network)
-    card = named_gpu(options.gpu, options.memory_gib)
-    return Cluster(card, options.gpus or 1, options.nodes, card.network)
+def _offered_gpus(options: AdviseOptions) -> tuple[str | None, Gpus]:
+    """Name and number of the GPUs that are named, else of this machine's. Raises ConfigError."""
+    here = [] if options.gpu or options.memory_gib else find_gpus()
+    if here:
+        name, memory, count = here[0].name, min(gpu.memory_gib for gpu in here), options.gpus or len(here)
+    elif options.gpu or options.memory_gib or options.gpus or options.nodes > 1:
+        card = named_gpu(options.gpu, options.memory_gib)
+        name, memory, count = card.name, card.memory_gib, options.gpus or 1
+    else:
+        return None, Gpus()
+    return name, Gpus(count * options.nodes, memory)
 
 
-def _useful(data: Data, offered: Cluster) -> Cluster:
-    """The part of the GPUs, of whole nodes where it is more than one, that these images keep busy."""
-    count = useful_gpus(data, _gpus(offered))
-    nodes = max(1, count // offered.gpus)
-    return Cluster(offered.gpu, min(count, offered.gpus), nodes, offered.network)
-
-
-def _gpus(cluster: Cluster | None) -> Gpus:
-    return Gpus() if cluster is None else Gpus(cluster.world_size, cluster.gpu.memory_gib)
-
-
-def _decisive(source: Source, facts: Sequence[Facts]) -> Data:
-    good = [fact for fact in facts if fact.problem is None]
-    channels = Counter(len(fact.mean) for fact in good)
-    side = int(np.median([min(fact.width, fact.height) for fact in good]))
-    return Data(len(source), side, channels.most_common(1)[0][0])
+def _look_at(source: Source, sample: int) -> dict[str, Any]:
+    """Facts of the source and of images drawn at random, `sample` at most. Raises DataError where none can be read."""
+    print(
+        f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
+    )
+    most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
+    sizes, channels, types = list[tuple[int, int]](), Counter[int](), set[str]()
+    unreadable = looked_at = 0
+    for index in np.random.default_rng(0).permutation(len(source))[:sample].tolist():
+        looked_at += 1
+        try:
+            image = open_image(source, index, most)
+            types.add(image.values().dtype.name)
+        except UnreadableImage:
+            unreadable += 1
+        else:
+            sizes.append((image.width, image.height))
+            channels[image.channels] += 1
+        if time.monotonic() - begin > _SECONDS and looked_at >= _LEAST_SAMPLE:
+            break
+    if not sizes:
+        raise DataError(f"none of the {looked_at} images looked at can be read: dino-ds look-data says why")
+    sides = np.array(sizes).min(1)
+    return {
+        "images": len(source),
+        "looked_at": looked_at,
+        "unreadable": unreadable,
+        "classes": None if source.classes is None else len(source.classes),
+        "channels": channels.most_common(1)[0][0],
+        "types": sorted(types),
+        "side": {"min": int(sides.min()), "median": int(np.median(sides)), "max": int(sides.max())},
+    }
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
     """Options of `dino-ds train` that the recipe does not set so itself."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
-    flags |= {"eval.root": tests} if (tests := _test_images(options)) else {}
+    flags |= {"eval.root": tests} if (tests := _tests_beside(options)) else {}
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -136,31 +142,12 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> di
     return {key: text for key, text in flags.items() if key in start or wanted[key] != own[key]}
 
 
-def with_known_network(recipe: Recipe) -> Recipe:
-    """`recipe` with the network that its released weights are of: they need not be here for a prediction."""
-    weights = recipe.model.init_from
-    return recipe if weights is None else change_recipe(recipe, {"model.backbone": weights.partition(".")[0]})
-
-
-def _test_images(options: AdviseOptions) -> str | None:
+def _tests_beside(options: AdviseOptions) -> str | None:
     """The folder of labelled test images next to a folder `train`, if there is one."""
-    if options.source != "folder" or options.root is None or Path(options.root).name != "train":
+    if options.source != "folder" or options.root is None:
         return None
-    return next((str(one) for name in _TESTS if (one := Path(options.root).with_name(name)).is_dir()), None)
-
-
-def _predict(recipe: Recipe, images: int, cluster: Cluster) -> dict[str, Any]:
-    """The planner's prediction with the ds config that `train` would choose. Raises ConfigError."""
-    best = recommend(recipe, cluster, FILLED * cluster.gpu.memory_gib)
-    steps = recipe.length.in_steps(recipe.data.global_batch, images // recipe.data.global_batch)
-    hours = steps * best.time.seconds / 3600
-    return {
-        "hours": hours,
-        "images_per_second": best.time.images_per_second,
-        "memory_gib": best.fit.memory.gib,
-        "limit_gib": cluster.gpu.memory_gib,
-        "ds_config": f"{best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}",
-    }
+    tests = test_folder(Path(options.root))
+    return None if tests is None else str(tests)
 
 
 def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> str:
@@ -170,33 +157,16 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
     return shlex.join(["dino-ds", *start, *words])
 
 
-def _remedies(recipe: Recipe) -> Iterator[str]:
-    continued, outputs = recipe.model.init_from is not None, recipe.head.prototypes
-    slower = "--optimizer.lr 2e-5 or --model.train lora (docs/continue.md)" if continued else "half the --optimizer.lr"
-    faster = "--teacher.momentum 0.99 (dino#246), " if recipe.teacher.momentum > _FAST else ""
-    if recipe.objective.dino_weight:
-        yield (
-            f"loss flat near ln {outputs} = {math.log(outputs):.2f}: the teacher is undecided. {faster}"
-            "--objective.teacher_temp 0.02 --objective.warmup_teacher_temp 0.02 (dino#43), or milder crops "
-            "(docs/your-data.md)"
-        )
-    yield (
-        f"k-NN falls: with --eval.root the best teacher is kept (--weights best); try {slower}; more images, or the "
-        f"released weights as they are: {RULE} (dinov2#204)"
-    )
-    yield "the loss alone says little: DINOv2's authors choose by k-NN (dinov2#143)"
-
-
-def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_labels: bool) -> Iterator[str]:
+def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
     images = _images(options)
     if weights := frozen_weights(data, gpus):
-        tests = shlex.quote(_test_images(options) or "TESTS")
-        evaluate = f"eval {weights} {_images(options, '')} --test_root {tests}"
+        tests = _tests_beside(options)
+        evaluate = f"eval {weights} {_images(options, '')} --test_root {shlex.quote(tests)}" if tests else ""
         yield (
             "first, without training (DINOv2's model card: good features out of the box)\n"
-            f"  dino-ds {evaluate if has_labels else _embed(weights, options)}"
+            f"  dino-ds {evaluate or _embed(weights, options)}"
         )
     if released_weights(data, gpus):
         yield (
@@ -209,6 +179,7 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool, has_
         yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {images}"
     if not has_tests and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
+    yield "if it does not learn: docs/your-data.md"
 
 
 def _images(options: AdviseOptions, section: str = "data.") -> str:
@@ -217,25 +188,65 @@ def _images(options: AdviseOptions, section: str = "data.") -> str:
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
 
-def _about_images(data: Data, found: dict[str, Any], images: str) -> Iterator[str]:
-    """`images`: the options that name them."""
+def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator[str]:
+    """`named`: the options that name the images."""
     channels = "" if data.color else f" --model.in_chans {data.channels}"
-    if found["unreadable"]["count"]:
-        share = found["unreadable"]["count"] / found["looked_at"]
+    if images["unreadable"]:
+        share = images["unreadable"] / images["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
-    if found["near_duplicates"]["surplus"] > _MANY_TWINS * found["looked_at"]:
-        yield f"many images look the same: keep one of each; all are found by\n  dino-ds look-data {images} --sample 0"
-    if found["values"].keys() != {"uint8"}:
+    if images["types"] != ["uint8"]:
         # Where the sample doesn't say which, `train` stops and names the flag.
-        yield (
-            f"values are {', '.join(found['values'])}: which range training takes, or which to give, shows\n"
-            f"  dino-ds look-data {images}{channels}"
-        )
+        kinds = ", ".join(images["types"])
+        shown = f"dino-ds look-data {named}{channels}"
+        yield f"values are {kinds}: which range training takes, or which to give, shows\n  {shown}"
     if channels:
-        yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {images}{channels}"
+        yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {named}{channels}"
     if data.side > _LARGE_SIDE:
         yield "large images are slow to decode: dino-ds shard --shrink 512 makes smaller ones once"
 
 
 def _embed(weights: str, options: AdviseOptions) -> str:
     return f"embed {weights} {_images(options, '')} --out features.parquet"
+
+
+def _page(result: Mapping[str, Any], images_of: str) -> str:
+    """The advice as text of 120 columns; images_of: where the images are."""
+    images = result["found"]
+    classes = "no labels" if images["classes"] is None else f"{images['classes']:,} classes"
+    side = images["side"]
+    lines = [
+        *_listed([f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}"], 9),
+        f"size     shorter side {side['min']:,} to {side['max']:,} px, {side['median']:,} in the median; "
+        f"{images['channels']} channel(s), {', '.join(images['types'])}",
+        f"GPUs     {result['gpus_offered']} x {result['gpu']}" if result["gpu"] else "GPUs     none",
+        "",
+    ]
+    for row in result["advice"]:
+        cells = [[row["setting"]], textwrap.wrap(row["value"], 30), textwrap.wrap(row["why"], 70)]
+        filled = [cell + [""] * (max(map(len, cells)) - len(cell)) for cell in cells]
+        lines += [f"{a:<14} {b:<31} {c}".rstrip() for a, b, c in zip(*filled, strict=True)]
+    notes = [f"note: {note}" for note in result["notes"]]
+    return "\n".join([*lines, "", _folded(result["command"]), "", *_listed(notes)])
+
+
+def _folded(command: str) -> str:
+    """The command over several lines, as a shell takes it: an option and its value on one."""
+    lines = [""]
+    for part in re.split(r" (?=--[a-z])", command):
+        if len(lines[-1]) + len(part) > _WIDTH - 8:
+            lines.append("")
+        lines[-1] += f" {part}" if lines[-1] else part
+    return " \\\n    ".join(lines)
+
+
+def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
+    """Texts of 120 columns, the commands in them (lines that begin with two spaces) as a shell takes them."""
+    lines = []
+    for part in (part for text in texts for part in text.splitlines()):
+        if part.startswith("  dino-ds "):
+            lines += textwrap.indent(_folded(part.strip()), "  ").splitlines()
+        else:
+            lines += textwrap.wrap(
+                part, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+            )
+    return lines

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from dino_ds.run.length_checks import MOST_PASSES
+
 LEAST_IMAGES = 100
 """Fewer are refused."""
 FEW_IMAGES = 3000
@@ -75,7 +77,7 @@ def frozen_weights(data: Data, gpus: Gpus) -> str | None:
 def epochs(images: int) -> int:
     """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
     epochs at least."""
-    return round(min(max(20e6 / images, 100), 2000) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
+    return round(min(max(20e6 / images, 100), MOST_PASSES) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
 
 
 def continued_length(images: int) -> int:

@@ -6,9 +6,13 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import terms_of
 
+MOST_PASSES = 2000
+"""The most often that LightlyTrain advises to see an image."""
 
-def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
-    """Lines for the log about warm-ups that end no sooner than the run; an epoch has `epoch_steps` optimizer steps.
+
+def check_lengths(recipe: Recipe, epoch_steps: int, images: int) -> list[str]:
+    """Lines for the log about warm-ups that end no sooner than the run, and about images that are seen too often; an
+    epoch has `epoch_steps` optimizer steps, the data set `images`.
 
     Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
     term that never begins.
@@ -31,7 +35,10 @@ def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
     for term in terms_of(recipe):
         if term.weight.length is not None:
             late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
-    return [
+    most = MOST_PASSES * images
+    often = f"{length} shows each of {images:,} images {last * batch // images:,} times; LightlyTrain advises "
+    often += f'{MOST_PASSES:,} at most: --length "{most} images"'
+    return ([often] if last * batch > most + batch else []) + [
         f"{name} {part} is {steps} steps, and {length} is {last}: {so}"
         for name, (part, so) in late.items()
         if (steps := part.in_steps(batch, epoch_steps)) > last

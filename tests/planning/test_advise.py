@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import shlex
+import time
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.cli.main import main
+from dino_ds.cli.main import main, prepare
+from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
+from dino_ds.planning import advise
 from tests.run.harness import image_folder
 from tests.sample import sampled
 
-QUICK = ("--workers", "0", "--sample", "20")
-
 
 def _advise(capsys, *words):
-    main(["advise", *words, *QUICK, "--json"])
+    main(["advise", *words, "--sample", "20", "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -36,24 +36,10 @@ def _accepted(command):
     return read(COMMANDS["launch"], parse_flags(COMMANDS["launch"], words[2:]))[1]["train"]["recipe"]
 
 
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory):
-    """Lists of 50,000 images, of 300 and of 7: the same 20 files, many times; and a folder of files that are broken."""
-    path = tmp_path_factory.mktemp("advise")
-    files = image_folder(path / "train", 20, classes=2).rglob("*.png")
-    for file in [*files]:
-        Image.open(file).resize((400, 300)).save(file)
-    lines = [str(file) for file in sorted((path / "train").rglob("*.png"))]
-    (path / "list.txt").write_text("\n".join(lines * 2500))
-    (path / "few.txt").write_text("\n".join(lines * 15))
-    (path / "seven.txt").write_text("\n".join(lines[:7]))
-    (path / "six").mkdir()
-    for number in range(7):
-        np.save(path / f"six/{number}.npy", np.full((20, 20, 6), number, np.uint8))
-    (path / "broken").mkdir()
-    for number in range(100):
-        (path / f"broken/{number}.jpg").write_text("text")
-    return path
+def _photographs(place, count=100, side=100):
+    for file in image_folder(place, count, classes=2).rglob("*.png"):
+        Image.open(file).resize((side, side)).save(file)
+    return place
 
 
 IMAGES, SIDES, CHANNELS = (100, 120, 1000, 10_000, 100_000, 1_300_000), (32, 64, 375, 1024), (1, 4)
@@ -79,16 +65,7 @@ def test_every_advice_holds_together(images, side, channels, card, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     offered, _, gpu = card.partition(" ")
     words = ["--gpu", gpu, "--gpus", offered] if gpu else []
-    source = [
-        "--source",
-        "advised_noise:Noise",
-        "--root",
-        f"{images}_{side}_{channels}",
-        "--sample",
-        "2",
-        "--workers",
-        "0",
-    ]
+    source = ["--source", "advised_noise:Noise", "--root", f"{images}_{side}_{channels}", "--sample", "2"]
     main(["advise", *source, *words, "--json"])
     found = json.loads(capsys.readouterr().out)
     recipe, rows = _accepted(found["command"]), {row["setting"]: row for row in found["advice"]}
@@ -96,15 +73,13 @@ def test_every_advice_holds_together(images, side, channels, card, tmp_path, mon
     recipe.check_batch()
     crops, batch, gpus = recipe.crops, recipe.data.global_batch, max(1, found["gpus"])
     assert crops.local_size < crops.global_size <= side and crops.global_size >= min(side, 224) / 8
-    assert rows["crops"]["value"] == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
     assert batch % gpus == 0 and batch // gpus >= 32 and batch <= images
     ranks = re.findall(r"--ranks (\d+)", found["command"])
     assert ranks == ([str(gpus)] if gpus > 1 else []) and gpus <= int(offered if gpu else 1)
     if found["gpus"] < (int(offered) if gpu else 0):
         assert rows["GPUs"]["value"] == f"{gpus} of {offered}" and rows["GPUs"]["why"].startswith(f"{batch} images")
     if gpu:
-        assert images // batch >= 3 and math.isfinite(found["prediction"]["hours"]) and found["prediction"]["hours"] > 0
-        assert rows["batch"]["value"] == str(batch) and "35.2" not in rows["batch"]["why"]
+        assert rows["batch"]["value"] == str(batch) and images // batch >= 3
         assert ("fewer than 8 steps" in rows["batch"]["why"]) <= (images // batch >= 8 > images // (2 * batch))
         assert _number(r"leaves (\d+) steps", rows["batch"]["why"]) in (None, images // batch)
         epochs = _number(r"(\d+) epochs = ", rows["length"]["value"])
@@ -119,85 +94,61 @@ def _number(pattern, text):
     return found and int(found[1].replace(",", ""))
 
 
-@pytest.mark.slow
-def test_fifty_thousand_photographs_on_one_card_of_24_gb(photographs, capsys):
-    found = _advise(capsys, str(photographs / "list.txt"), "--gpu", "rtx4090-24g")
+def test_fifty_thousand_photographs_on_one_card_are_a_page_whose_command_a_shell_reads(tmp_path, capsys):
+    lines = [str(file) for file in sorted(_photographs(tmp_path, 20, 300).rglob("*.png"))]
+    (tmp_path / "list.txt").write_text("\n".join(lines * 2500))
+    found = _advise(capsys, str(tmp_path / "list.txt"), "--gpu", "rtx4090-24g")
     assert found["decisive"] == {"images": 50_000, "side": 300, "channels": 3}
-    recipe = _accepted(found["command"])
-    start = f"--config continue --data.root {recipe.data.root} --model.init_from vit_small_patch16_224.dino"
-    assert found["command"] == f"dino-ds train {start}" and recipe.data.global_batch == 256
-    assert recipe.data.root == str(photographs / "list.txt")
-    prediction = found["prediction"]
-    seconds = recipe.length.in_steps(256, 50_000 // 256) * 256 / prediction["images_per_second"]
-    assert prediction["hours"] == pytest.approx(seconds / 3600) and 0 < prediction["memory_gib"] < 24
-    assert all(row["why"] for row in found["advice"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("images", "words"),
-    [
-        ("few.txt", ("--gpu", "h100-80g", "--gpus", "8")),
-        ("few.txt", ()),
-        ("list.txt", ("--memory_gib", "8", "--nodes", "2")),
-    ],
-)
-def test_the_printed_command_is_one_that_train_takes(photographs, words, images, capsys):
-    found = _advise(capsys, str(photographs / images), *words)
-    recipe = _accepted(found["command"])
-    assert recipe.data.source == "folder" and recipe.data.root == str(photographs / images)
-    assert recipe.data.global_batch <= found["decisive"]["images"]
-    assert bool(found["prediction"]) == bool(words)
-
-
-@pytest.mark.slow
-def test_a_page_of_one_screen_whose_command_a_shell_reads(photographs, capsys):
-    main(["advise", str(photographs / "few.txt"), "--gpu", "rtx4090-24g", *QUICK])
-    page = capsys.readouterr().out
-    lines = page.splitlines()
-    assert len(lines) < 60 and max(map(len, lines)) <= 120
-    assert "not verified on a GPU" in page and "300 images are few" in page and "rule of thumb" in page
+    start = f"--config continue --data.root {tmp_path}/list.txt --model.init_from vit_small_patch16_224.dino"
+    assert found["command"] == f"dino-ds train {start}" and _accepted(found["command"]).data.global_batch == 256
+    nodes = ("--memory_gib", "79", "--nodes", "2", "--gpus", "4")
+    assert _advise(capsys, str(tmp_path / "list.txt"), *nodes)["command"].startswith("dino-ds launch --hostfile HOSTS")
+    (tmp_path / "list.txt").write_text("\n".join(lines * 15))
+    main(["advise", str(tmp_path / "list.txt"), "--gpu", "rtx4090-24g", "--sample", "20"])
+    page, said = capsys.readouterr()
+    assert len(page.splitlines()) < 60 and max(map(len, page.splitlines())) <= 120
+    assert "300 images are few" in page and "rule of thumb" in page and "looking at 20 of 300 images" in said
     start = page.index("dino-ds train")
     _accepted(page[start : page.index("\n\n", start)].replace("\\\n", " "))
 
 
-@pytest.mark.slow
 def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monkeypatch, capsys):
-    (tmp_path / "sixfold.py").write_text(
-        "import numpy as np\n"
-        "class Six:\n"
-        "    def __init__(self, root): pass\n"
-        "    def __len__(self): return 4000\n"
-        "    def name(self, index): return str(index)\n"
-        "    def load(self, index): return np.full((120, 140, 6), index % 256, np.uint8)\n"
-    )
+    (tmp_path / "advised_noise.py").write_text(NOISE)
     monkeypatch.chdir(tmp_path)
-    found = _advise(capsys, "--source", "sixfold:Six", "--gpu", "t4-16g")
+    found = _advise(capsys, "--source", "advised_noise:Noise", "--root", "4000_120_6", "--gpu", "t4-16g")
     recipe = _accepted(found["command"])
     assert recipe.model.in_chans == 6 and recipe.model.init_from is None and recipe.crops.global_size == 112
-    assert any("look-data --data.source sixfold:Six --model.in_chans 6" in note for note in found["notes"])
+    assert any("look-data --data.source advised_noise:Noise" in note for note in found["notes"])
     found = _advise(capsys, "--source", "photos", "--gpu", "t4-16g")
     recipe = _accepted(found["command"])
     assert recipe.data.source == "photos" and recipe.model.init_from is None and recipe.crops.augment == "low_res"
     assert any("bench workers --data.source photos" in note for note in found["notes"])
 
 
-def test_a_folder_of_tests_beside_the_training_images_is_named(tmp_path, capsys):
+def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_on(tmp_path, capsys):
     place = tmp_path / "my images"
-    for file in image_folder(place / "train", 100, classes=2).rglob("*.png"):
-        Image.open(file).resize((100, 100)).save(file)
-    image_folder(place / "test", 4, classes=2)
+    _photographs(place / "train")
+    image_folder(place / "val", 4, classes=2)
     found = _advise(capsys, str(place / "train"), "--gpu", "t4-16g")
-    assert _accepted(found["command"]).eval.root == str(place / "test")
-    assert found["found"]["classes"]["count"] == 2
+    assert _accepted(found["command"]).eval.root == str(place / "val") and found["found"]["classes"] == 2
     (command,) = [line for note in found["notes"] for line in note.splitlines() if "dino-ds eval" in line]
-    assert shlex.split(command)[-3:] == [str(place / "train"), "--test_root", str(place / "test")]
+    assert shlex.split(command)[-3:] == [str(place / "train"), "--test_root", str(place / "val")]
+    with pytest.raises(SystemExit) as stopped:
+        main(["advise", str(place)])
+    says = (
+        f"holds train/ and val/: name the images to train on, {place}/train (labelled test images: --eval.root {place}"
+    )
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
+    words = ["train", "--config", "small", "--data.root", str(place), "--run_dir", str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        prepare(words)
+    (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)  # a run that began with both goes on with both
+    (tmp_path / "run/config.yaml").write_text("{}")
+    prepare([*words, "--resume"])
 
 
 def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
-    for file in image_folder(tmp_path, 100).rglob("*.png"):
-        Image.open(file).resize((100, 100)).save(file)
-    notes = _advise(capsys, str(tmp_path))["notes"]
+    notes = _advise(capsys, str(_photographs(tmp_path)))["notes"]
     assert any(f"dino-ds embed vit_small_patch16_224.dino --root {tmp_path} --out" in note for note in notes)
     assert not any("distil" in note for note in notes)
 
@@ -208,9 +159,23 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
         (tmp_path / f"{number:03d}.png").write_bytes(b"broken")
     for number in range(40, 60):
         Image.fromarray(np.full((60, 60), 1000 * number, np.uint16)).save(tmp_path / f"{number:03d}.png")
-    main(["advise", str(tmp_path), "--workers", "0", "--json"])
-    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
-    assert "30.0% of the images can't be read" in notes and "uint16" in notes and "look the same" in notes
+    main(["advise", str(tmp_path), "--json"])
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "30.0% of the images can't be read" in " ".join(notes)
+    (deep,) = [note for note in notes if "uint16, uint8" in note]
+    assert deep.splitlines()[-1] == f"  dino-ds look-data --data.root {tmp_path}"
+
+
+def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
+    monkeypatch.setattr(advise, "open_image", lambda *_: time.sleep(0.01) or Image.new("RGB", (50, 50)))
+    monkeypatch.setattr(advise, "_SECONDS", 0.05)
+    monkeypatch.setattr(Image.Image, "values", lambda image: np.asarray(image), raising=False)
+    monkeypatch.setattr(Image.Image, "channels", 3, raising=False)
+
+    class Many(list):
+        classes = None
+
+    assert advise._look_at(Many(range(1000)), 500)["looked_at"] == 20
 
 
 @pytest.mark.parametrize(
@@ -218,22 +183,25 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     [
         ([], "no images are given: dino-ds advise DIR"),
         (["{seven}"], "take released features, dino-ds embed vit_small_patch16_224.dino --root"),
-        (
-            ["{six}"],
-            "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights have",
-        ),
+        (["{six}"], "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights"),
         (["{broken}"], "none of the 20 images looked at can be read"),
-        (["{good}", "--gpu", "4090"], "Did you mean rtx4090-24g?"),
-        (["{good}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
-        (["{good}", "--memory_gib", "0.2"], "nothing fits 0.194 GiB"),
-        (["--data.root", "{good}"], "give it without a name: dino-ds advise"),
+        (["{seven}", "--gpu", "409"], "Did you mean rtx4090-24g?"),
+        (["{seven}", "--gpus", "4"], "no GPU is given: --gpu NAME"),
+        (["--data.root", "{seven}"], "give it without a name: dino-ds advise"),
+        (["{seven}", "--workers", "3"], "--workers: unknown option: leave it out"),
     ],
 )
-def test_mistakes_are_one_line(photographs, words, message, capsys):
-    places = {"good": photographs / "few.txt", "broken": photographs / "broken", "seven": photographs / "seven.txt"}
-    places["six"] = photographs / "six"
+def test_mistakes_are_one_line(tmp_path, words, message, capsys):
+    places = {name: tmp_path / name for name in ("seven", "six", "broken")}
+    image_folder(places["seven"], 7)
+    for name in ("six", "broken"):
+        places[name].mkdir()
+    for number in range(7):
+        np.save(places["six"] / f"{number}.npy", np.full((20, 20, 6), number, np.uint8))
+    for number in range(100):
+        (places["broken"] / f"{number}.jpg").write_text("text")
     with pytest.raises(SystemExit) as stopped:
-        main(["advise", *(word.format(**places) for word in words), *QUICK])
+        main(["advise", *(word.format(**places) for word in words), *(["--sample", "20"] if words else [])])
     assert stopped.value.code != 0
     said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(said) == 1 and message in said[0]
