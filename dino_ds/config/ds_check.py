@@ -13,15 +13,45 @@ from dino_ds.config.ds_values import offloads_optimizer
 from dino_ds.config.schema import Option
 
 Problem = tuple[str, str]  # (dotted key, what is wrong)
+_REQUIRED = [name for name, option in KEYS.items() if option.info.is_required()]
 
 
 def problems_of(config: dict[str, Any]) -> list[Problem]:
-    """All problems of `config`. Whole numbers written as 5e7 or 2.0 become integers in place."""
+    """All problems of `config`. In place, whole numbers written as 5e7 or 2.0 become integers, and what is off goes."""
+    _drop_what_is_off(config, "")
     problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
     if not problems:
         problems += _check_stages(config)
         problems += _check_combinations(config)
     return problems
+
+
+def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
+    """Remove keys that DeepSpeed knows, that are refused or optional here, and that ask for nothing."""
+    known, recipe_keys = words_elsewhere("refused_ds_keys"), words_elsewhere("recipe_keys")
+    for key, value in [*content.items()]:
+        name = _join(section, key)
+        is_offload = name.rpartition(".")[2].startswith("offload_") and name in SECTIONS
+        if name in known or is_offload:
+            if _is_off(name, value):
+                del content[key]
+                continue
+        elif value is None and (name in SECTIONS or name in recipe_keys or name in KEYS.keys() - _REQUIRED):
+            del content[key]
+        if isinstance(value, dict) and name in SECTIONS:
+            _drop_what_is_off(value, name)
+
+
+def _is_off(name: str, value: Any) -> bool:
+    """Whether the value of a key means that DeepSpeed is to do nothing."""
+    if name == "zero_optimization.compute_grad_norm":
+        return value is True  # what DeepSpeed does anyway; false would take the norm away
+    if isinstance(value, dict):
+        switch = value.get("enabled", value.get("device", ""))
+        return switch in (False, None, "none") or all(_is_off("", inner) for inner in value.values())
+    if type(value) is int:
+        return name.endswith("_size") and value in (-1, 0, 1)
+    return value in (None, False, "none")
 
 
 def wrong_key(section: str, key: str) -> str:
@@ -74,8 +104,8 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
             yield from _check_section(value, name)
         else:
             yield name, f"{json.dumps(value)} is not a section: write {{...}}"
-    for name, option in KEYS.items():
-        if option.info.is_required() and name.rpartition(".")[0] == section and name.rpartition(".")[2] not in content:
+    for name in _REQUIRED:
+        if name.rpartition(".")[0] == section and name.rpartition(".")[2] not in content:
             yield section, _missing(name.rpartition(".")[2])
 
 
@@ -99,7 +129,7 @@ def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
     stage = zero["stage"]
     for key in zero:
         stages = Option(key, Zero.model_fields[key]).fact("stages", (stage,))
-        if stage not in stages:
+        if stage not in stages and zero[key] is not False:
             at = " and ".join(", ".join(str(s) for s in stages).rsplit(", ", 1))
             where = f"stage{'s' if len(stages) > 1 else ''} {at}"
             yield f"zero_optimization.{key}", f"it does nothing at stage {stage}, only at {where}: remove it"

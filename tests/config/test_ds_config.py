@@ -139,10 +139,58 @@ def test_refused_keys_say_why(load):
         *sections, leaf = name.split(".")
         for section in sections:
             target = target.setdefault(section, {})
-        target[leaf] = {}
+        target[leaf] = leaf != "compute_grad_norm"
         with pytest.raises(ConfigError) as caught:
             load(content)
         assert f"{name}: refused: {why}" in str(caught.value)
+
+
+def test_keys_that_are_off_are_fine(load):
+    """Of every refused key: false, null, a section that is not enabled; it does not reach DeepSpeed."""
+    for name in words_elsewhere("refused_ds_keys"):
+        *sections, leaf = name.split(".")
+        given = [True] if leaf == "compute_grad_norm" else [False, None, {"enabled": False, "x": 3}, {"x": False}]
+        for value in given:
+            content: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+            section = content
+            for one in sections:
+                section = section.setdefault(one, {"fp16": {"enabled": False}, "bf16": {"enabled": False}}.get(one, {}))
+            if sections and "offload" in sections[-1]:
+                section["device"] = "cpu"
+            section[leaf] = value
+            if name == "comet.api_key":
+                section["enabled"] = False
+            loaded = load(content)
+            for one in sections:
+                loaded = loaded[one]
+            assert leaf not in loaded, (name, value)
+
+
+def test_a_json_of_hugging_face_s_pages_with_what_is_off(load):
+    content = {
+        "fp16": {"enabled": False, "loss_scale": 0, "auto_cast": False, "hysteresis": 2},
+        "amp": {"enabled": False, "opt_level": "O1"},
+        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+        "optimizer": None,
+        "scheduler": None,
+        "communication_data_type": None,
+        "sequence_parallel_size": 1,
+        "tensorboard": {"enabled": False, "output_path": "x"},
+        "comms_logger": {"enabled": False, "verbose": False},
+        "activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": False},
+        "zero_optimization": {
+            "stage": 1,
+            "cpu_offload": False,
+            "offload_param": {"device": "none", "nvme_path": None, "buffer_count": 4},
+            "offload_optimizer": None,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "zero_quantized_weights": False,
+            "ignore_unused_parameters": False,
+        },
+    }
+    zero = load(content)["zero_optimization"]
+    assert not {"offload_param", "offload_optimizer", "cpu_offload"} & zero.keys()
+    assert _resolve(load(content)).stage == 1
 
 
 _OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
