@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
+from dino_ds.commands.data_report import report
 from dino_ds.commands.sheet import Seen, draw_sheet
-from dino_ds.commands.sheet_page import build_page
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.config.sections import CropsSection
@@ -31,14 +31,13 @@ from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, wit
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.held_out import training_images
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.listing import FolderLabels
+from dino_ds.data.listing import FolderLabels, printable
 from dino_ds.data.loader import ResumableSampler
-from dino_ds.data.multicrop import CropParameters, MultiCrop
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
-from dino_ds.planning.data_report import report
 from dino_ds.planning.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
 
 _DRAWN_IMAGES = 2000
@@ -48,8 +47,8 @@ _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", 
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> None:
-    """Write a sheet of `images` images with their crops to `out` (.png) and a page with more next to it (.html), and
-    print statistics of `sample` images drawn at random (0 = all).
+    """Draw a sheet of `images` images with their crops in `out` (.png), and print statistics of `sample` images drawn
+    at random (0 = all).
 
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
@@ -73,11 +72,9 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     for note in (*getattr(source, "notes", ()), *few):
         print(f"note: {note}", file=sys.stderr)
     sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
-    html = png.with_suffix(".html")
     with replacing(png) as path:
-        sheet.save(path, "PNG", optimize=True)
-    replace_file(html, build_page(rows, found, _title(recipe)))
-    found["sheet"], found["page"] = str(png), str(html)
+        sheet.savefig(path, format="png")
+    found["sheet"] = str(png)
     print(json.dumps(found) if options.json else report(found))
 
 
@@ -102,7 +99,7 @@ def _modes(found: dict[str, Any]) -> str:
 def _check(out: str) -> Path:
     path = Path(os.path.expanduser(out))
     if path.suffix != ".png":
-        raise ConfigError(f"--out {out} must end in .png; the page is written beside it, ending in .html")
+        raise ConfigError(f"--out {out} must end in .png")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out}: {path.parent} is not a writable folder")
     return path
@@ -191,16 +188,10 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         whole = torch.from_numpy(array).permute(2, 0, 1)
         original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
-        sampled = sampled if channels == 3 else [_without_colors(one) for one in sampled]
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
         crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
-        yield Seen(batch.names[0], original, sampled, crops, multicrop.groups[0].count)
-
-
-def _without_colors(crop: CropParameters) -> CropParameters:
-    """The operations of a crop that are done to images that are not RGB."""
-    jitter = tuple(one for one in crop.jitter if one[0] not in ("saturation", "hue"))
-    return replace(crop, jitter=jitter, gray=False)
+        boxes = [crop.box for crop in sampled]
+        yield Seen(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
 
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
-
-from dino_ds.data.multicrop import CropParameters
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
 
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
-_ROW = 192
-"""Pixels: height of an image, and of a global crop."""
-_ORIGINAL_WIDTH = 264
-_GAP, _LINE, _MARGIN = 6, 22, 14
-_TAG_HEIGHT = 12
-_LOCAL_SIDE = (_ROW - _GAP) // 2
-_INK, _PAPER, _GREY = "#212529", "#ffffff", "#868e96"
-
-_Box = tuple[float, float, float, float]
+_LINE = 1.1
+"""Height of a local crop, inches; an image and a global crop are two lines high."""
+_MARGIN = 0.6
+"""Inches above the first image and below the last."""
+_ORIGINAL, _GLOBAL = 3, 2
+"""Columns of the grid that an image and a global crop take; a local crop takes one."""
+_NAME = 90
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One image, how its crops were `sampled`, and these as RGB pictures; the first `num_global` are shown large."""
+    """One image and its crops as RGB pictures; the first `num_global` are drawn large.
+
+    Attributes:
+        boxes: edges of each crop in the image: left, top, right, bottom.
+    """
 
     name: str
     original: Image.Image
-    sampled: list[CropParameters]
+    boxes: list[tuple[int, int, int, int]]
     crops: list[Image.Image]
     num_global: int
 
@@ -38,121 +38,61 @@ class Seen:
         return GLOBAL_COLOR if crop < self.num_global else LOCAL_COLOR
 
 
-def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Image.Image:
-    """One row an image, below them a `note`. Crops are scaled to fit the sheet; the page shows them pixel by pixel."""
-    columns = _local_columns(rows[0])
-    width = 2 * _MARGIN + _ORIGINAL_WIDTH + (_ROW + _GAP) * rows[0].num_global + columns * (_LOCAL_SIDE + _GAP)
-    height = 2 * _MARGIN + _LINE + len(rows) * (_ROW + _LINE + _GAP) + (_LINE if note else 0)
-    sheet = Image.new("RGB", (width, height), _PAPER)
-    _draw_title(sheet, title, rows[0])
-    if note:
-        ImageDraw.Draw(sheet).text((_MARGIN, height - _MARGIN - 13), note, fill=_INK, font=_font(13))
+def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
+    """Draw one row an image, crops of one kind in one size, and below them a `note`."""
+    large = rows[0].num_global
+    small = (len(rows[0].crops) - large + 1) // 2
+    columns = _ORIGINAL + _GLOBAL * large + small
+    height = 2 * _LINE * len(rows) + 2 * _MARGIN
+    figure = Figure(figsize=(_LINE * columns, height), dpi=100)
+    edges = {"top": 1 - _MARGIN / height, "bottom": _MARGIN / height, "left": 0.01, "right": 0.99}
+    grid = figure.add_gridspec(2 * len(rows), columns, **edges, hspace=0.16, wspace=0.04)
     for number, row in enumerate(rows):
-        _draw_row(sheet, row, _MARGIN + _LINE + _GAP + number * (_ROW + _LINE + _GAP))
-    return sheet
+        two_lines = slice(2 * number, 2 * number + 2)
+        _draw_original(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row)
+        for crop, picture in enumerate(row.crops):
+            left = _ORIGINAL + _GLOBAL * min(crop, large)
+            place = grid[two_lines, left : left + _GLOBAL]
+            if crop >= large:
+                line, column = divmod(crop - large, small)
+                place = grid[2 * number + line, left + column]
+            axes = _show(figure.add_subplot(place), picture)
+            _tag(axes, 0, 0, crop, row)
+    _draw_title(figure, title, rows[0], height)
+    figure.text(0.01, 0.15 / height, note, fontsize=9)
+    return figure
 
 
-def describe(crop: CropParameters) -> str:
-    """The operations on a crop, in words."""
-    left, top, right, bottom = crop.box
-    words = [f"{right - left} x {bottom - top} at {left}, {top}"]
-    words += [f"turned left by {90 * crop.turns} degrees"] if crop.turns else []
-    words += ["mirrored"] if crop.flip else []
-    words += [f"{name} {factor:+.2f}" if name == "hue" else f"{name} x {factor:.2f}" for name, factor in crop.jitter]
-    words += ["grey"] if crop.gray else []
-    words += [f"blur {crop.blur_radius:.1f} px"] if crop.blur_radius is not None else []
-    words += ["solarized"] if crop.solarize else []
-    return ", ".join(words)
+def _draw_title(figure: Figure, title: str, row: Seen, height: float) -> None:
+    kinds = [("global crops", GLOBAL_COLOR)]
+    kinds += [("local crops", LOCAL_COLOR)] if len(row.crops) > row.num_global else []
+    figure.text(0.01, 1 - 0.2 / height, title, fontsize=9, parse_math=False)
+    handles = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in kinds]
+    figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
 
 
-def _draw_title(sheet: Image.Image, title: str, row: Seen) -> None:
-    draw = ImageDraw.Draw(sheet)
-    legend = [("global crops", GLOBAL_COLOR)]
-    legend += [("local crops", LOCAL_COLOR)] if len(row.crops) > row.num_global else []
-    room = sheet.width - 2 * _MARGIN - sum(draw.textlength(text, font=_font(13)) + 16 for text, _ in legend)
-    while draw.textlength(title, font=_font(13)) > room:
-        title = f"{title.rstrip('…')[:-1]}…"
-    x = float(_MARGIN)
-    for text, color in [(title, _INK), *legend]:
-        draw.text((x, _MARGIN), text, fill=color, font=_font(13))
-        x += draw.textlength(text, font=_font(13)) + 16
+def _draw_original(axes: Axes, row: Seen) -> None:
+    _show(axes, row.original)
+    size = f"  {row.original.width} x {row.original.height}"
+    name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
+    axes.set_title(name + size, fontsize=7, loc="left", pad=2, parse_math=False)
+    for crop in reversed(range(len(row.boxes))):
+        left, top, right, bottom = row.boxes[crop]
+        width = 2 if crop < row.num_global else 1
+        # The edges of a picture's first pixel are at -0.5 and 0.5.
+        box = Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, lw=width, ec=row.color(crop))
+        axes.add_patch(box)
+        _tag(axes, left, top, crop, row)
 
 
-def _draw_row(sheet: Image.Image, row: Seen, y: int) -> None:
-    draw = ImageDraw.Draw(sheet)
-    scale = min(_ORIGINAL_WIDTH / row.original.width, _ROW / row.original.height)
-    size = (max(1, round(row.original.width * scale)), max(1, round(row.original.height * scale)))
-    sheet.paste(_scaled(row.original, size), (_MARGIN, y))
-    _draw_boxes(draw, row, scale, y)
-    name = _shortened(draw, f"{row.name}  {row.original.width} x {row.original.height}", sheet.width - 2 * _MARGIN)
-    draw.text((_MARGIN, y + _ROW + 3), name, fill=_GREY, font=_font(11))
-    large, x = row.num_global, _MARGIN + _ORIGINAL_WIDTH + _GAP
-    for number, crop in enumerate(row.crops):
-        line, column = divmod(max(0, number - large), _local_columns(row) or 1)
-        side = _ROW if number < large else _LOCAL_SIDE
-        left = x + min(number, large) * (_ROW + _GAP) + column * (_LOCAL_SIDE + _GAP)
-        top = y + line * (_LOCAL_SIDE + _GAP)
-        sheet.paste(_scaled(crop, (side, side)), (left, top))
-        _draw_tag(draw, (left, top, left + _tag_width(draw, number), top + _TAG_HEIGHT), number, row.color(number))
+def _tag(axes: Axes, left: float, top: float, crop: int, row: Seen) -> None:
+    style = {"facecolor": row.color(crop), "linewidth": 0, "pad": 1.5}
+    axes.text(left - 0.5, top - 0.5, str(crop + 1), color="white", fontsize=6, ha="left", va="top", bbox=style)
 
 
-def _draw_boxes(draw: ImageDraw.ImageDraw, row: Seen, scale: float, y: int) -> None:
-    boxes = []
-    for crop in row.sampled:
-        left, top, right, bottom = (edge * scale for edge in crop.box)
-        right, bottom = max(left, right - 1), max(top, bottom - 1)  # of a very long image less than a pixel
-        boxes.append((_MARGIN + left, y + top, _MARGIN + right, y + bottom))
-    for number in reversed(range(len(boxes))):
-        draw.rectangle(boxes[number], outline=row.color(number), width=2 if number < row.num_global else 1)
-    taken: list[_Box] = []
-    for number, box in enumerate(boxes):
-        taken.append(_free_corner(box, _tag_width(draw, number), taken))
-        _draw_tag(draw, taken[-1], number, row.color(number))
-
-
-def _free_corner(box: _Box, width: float, taken: list[_Box]) -> _Box:
-    """Place for a tag in a corner of the box where it hides no other tag, if there is one."""
-    left, top, right, bottom = box
-    corners = [(x, y) for x in (left, right - width) for y in (top, bottom - _TAG_HEIGHT)]
-    places = [(x, y, x + width, y + _TAG_HEIGHT) for x, y in corners]
-    # Two boxes overlap unless one lies beside the other.
-    free = (a for a in places if all(a[0] > b[2] or b[0] > a[2] or a[1] > b[3] or b[1] > a[3] for b in taken))
-    return next(free, places[0])
-
-
-def _draw_tag(draw: ImageDraw.ImageDraw, place: _Box, number: int, color: str) -> None:
-    draw.rectangle(place, fill=color)
-    middle = ((place[0] + place[2] + 1) / 2, (place[1] + place[3]) / 2)
-    draw.text(middle, str(number + 1), fill=_PAPER, font=_font(10), anchor="mm")
-
-
-def _tag_width(draw: ImageDraw.ImageDraw, number: int) -> float:
-    return draw.textlength(str(number + 1), font=_font(10)) + 5
-
-
-def _local_columns(row: Seen) -> int:
-    """Local crops stand in two lines."""
-    return math.ceil((len(row.crops) - row.num_global) / 2)
-
-
-def _scaled(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Enlarged without smoothing, so that the pixels of small images can be seen."""
-    larger = size[0] > image.width
-    return image.resize(size, Image.Resampling.NEAREST if larger else Image.Resampling.LANCZOS)
-
-
-def _shortened(draw: ImageDraw.ImageDraw, text: str, width: int) -> str:
-    """The end of a long path tells more than its beginning."""
-    if draw.textlength(text, font=_font(11)) <= width:
-        return text
-    while draw.textlength(f"…{text}", font=_font(11)) > width:
-        text = text[1:]
-    return f"…{text}"
-
-
-@functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font has no letters beyond ASCII, and names of files have."""
-    import matplotlib
-
-    return ImageFont.truetype(Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", size)
+def _show(axes: Axes, picture: Image.Image) -> Axes:
+    """Pixels of small images stay visible: they are enlarged without smoothing."""
+    axes.imshow(picture, interpolation="nearest" if max(picture.size) < 100 * _LINE else "antialiased")
+    axes.set_axis_off()
+    axes.set_anchor("NW")
+    return axes

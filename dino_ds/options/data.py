@@ -16,7 +16,7 @@ class LookDataOptions:
 
     images: Annotated[Count, Field(le=200)] = option(8, "images on the sheet, 200 at most")
     sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
-    out: str = option("look-data.png", "the sheet; a page with more goes beside it (.html)")
+    out: str = option("look-data.png", "the sheet")
     json: Json = False
 
 

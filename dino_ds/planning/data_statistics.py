@@ -1,4 +1,4 @@
-"""Statistics of a data set: sizes, shapes, modes, formats, unreadable files, near-duplicates and classes."""
+"""Statistics of a data set: sizes, shapes, modes, formats, unreadable files and classes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -21,15 +19,6 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
 from dino_ds.errors import DataError
 
-MAX_DISTANCE = 3
-"""Bits in which the hashes of near-duplicates may differ (docs/data.md has the measurement)."""
-_BLOCKS = 6
-_SET_BITS = np.array([number.bit_count() for number in range(256)], dtype=np.uint8)
-SHORTER_SIDES = (0, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, math.inf)
-"""Edges of the histogram, pixels."""
-ASPECT_RATIOS = (0, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 0.95, 1.05, 4 / 3, 3 / 2, 2, 3, math.inf)
-"""Edges of the histogram, width / height."""
-_SHOWN_GROUPS, _SHOWN_MEMBERS = 50, 20
 _BATCH = 16
 _ROWS = 256
 """The least rows of an image whose values are averaged."""
@@ -53,7 +42,6 @@ class Facts:
     mode: str = ""
     format: str = ""
     file_bytes: int | None = None
-    hash: int = 0
     type: str = "uint8"
     low: float = 0
     high: float = 0
@@ -102,15 +90,12 @@ class _FactsOf(Dataset[Facts]):
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
-    """Hash, moments, type and extremes. The hash of deeper values is of what they are between their own extremes."""
+    """Moments, and type and extremes of values deeper than 8 bits."""
     about: dict[str, Any] = _moments(values)
     if values.dtype != np.uint8:
         low, high = extremes(values, "")
         about |= {"type": values.dtype.name, "low": low, "high": high}
-        values = ((values - np.float64(low)) * (255 / max(high - low, 1e-30))).astype(np.uint8)
-    if values.ndim == 3 and values.shape[2] != 3:
-        values = values.mean(2).astype(np.uint8)
-    return {"hash": difference_hash(Image.fromarray(values)), **about}
+    return about
 
 
 def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
@@ -156,7 +141,6 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
     widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
-    shorter = np.minimum(widths, heights)
     sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
     return {
         "images": len(source),
@@ -168,14 +152,13 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
         },
         "width": _spread(widths),
         "height": _spread(heights),
-        "shorter_side": {**_spread(shorter), "histogram": _histogram(shorter, SHORTER_SIDES)},
-        "aspect_ratio": {**_spread(widths / heights), "histogram": _histogram(widths / heights, ASPECT_RATIOS)},
+        "shorter_side": _spread(np.minimum(widths, heights)),
+        "aspect_ratio": _spread(widths / heights),
         "formats": _counts(fact.format for fact in good),
         "modes": _counts(fact.mode for fact in good),
         "values": _values(good),
         "file_bytes": _spread(np.array(sizes)) if sizes else None,
         "classes": _classes(source),
-        "near_duplicates": _near_duplicates(good, source),
     }
 
 
@@ -186,20 +169,6 @@ def _values(good: Sequence[Facts]) -> dict[str, Any]:
         some = [fact for fact in good if fact.type == name]
         found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
     return found
-
-
-def _near_duplicates(good: Sequence[Facts], source: Source) -> dict[str, Any]:
-    groups = find_groups(np.array([fact.hash for fact in good], dtype=np.uint64))
-    return {
-        "bits": MAX_DISTANCE,
-        "groups": len(groups),
-        "images": sum(map(len, groups)),
-        "surplus": sum(len(group) - 1 for group in groups),
-        "largest": [
-            {"images": len(group), "names": [source.name(good[place].index) for place in group[:_SHOWN_MEMBERS]]}
-            for group in groups[:_SHOWN_GROUPS]
-        ],
-    }
 
 
 def _classes(source: Source) -> dict[str, Any] | None:
@@ -224,72 +193,5 @@ def _number(value: float) -> float:
     return int(value) if value == int(value) else round(float(value), 4)
 
 
-def _histogram(values: np.ndarray, edges: Sequence[float]) -> list[dict[str, Any]]:
-    """Bins [from, below), without empty ones at both ends; below None = no limit."""
-    counts, _ = np.histogram(values, bins=[*edges[:-1], np.inf])
-    filled = np.flatnonzero(counts)
-    below = [None if math.isinf(edge) else round(edge, 4) for edge in edges[1:]]
-    return [
-        {"from": round(edges[i], 4), "below": below[i], "images": int(counts[i])}
-        for i in range(filled[0], filled[-1] + 1)
-    ]
-
-
 def _counts(values: Iterator[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
-
-
-# near-duplicates: a 64-bit hash of each image, and all pairs of hashes that differ in a few bits
-
-
-def difference_hash(image: Image.Image) -> int:
-    """64 bits: is each pixel of the 9 x 8 grey thumbnail brighter than its left neighbour? (dHash, N. Krawetz 2013)"""
-    small = np.asarray(image.convert("L").resize((9, 8), Image.Resampling.BOX), dtype=np.int16)
-    return int.from_bytes(np.packbits(small[:, 1:] > small[:, :-1]).tobytes(), "big")
-
-
-def find_groups(hashes: np.ndarray) -> list[list[int]]:
-    """Hashes (n,) uint64 -> groups of at least two places, largest first, linked by distances <= MAX_DISTANCE.
-
-    Exact: no pair is missed. A million random hashes take seconds, since equal ones are compared once.
-    """
-    values, inverse = np.unique(hashes, return_inverse=True)
-    parent = list(range(len(values)))
-    for one, other in _close_pairs(values):
-        parent[_root(parent, one)] = _root(parent, other)
-    groups: dict[int, list[int]] = {}
-    for place, value in enumerate(inverse.tolist()):
-        groups.setdefault(_root(parent, value), []).append(place)
-    return sorted((group for group in groups.values() if len(group) > 1), key=lambda group: (-len(group), group))
-
-
-def _close_pairs(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Places (a, b) of different values with distance <= MAX_DISTANCE; a pair may come more than once.
-
-    3 wrong bits leave at least 3 of 6 blocks of bits untouched: for each choice of 3 blocks, the values that agree
-    in them are neighbours after sorting (Manku, Jain, Das Sarma 2007, "Detecting near-duplicates for web crawling").
-    """
-    edges = [round(64 * block / _BLOCKS) for block in range(_BLOCKS + 1)]
-    masks = [(1 << high) - (1 << low) for low, high in pairwise(edges)]
-    for kept in combinations(masks, _BLOCKS - MAX_DISTANCE):
-        keys = values & np.uint64(sum(kept))
-        order = np.argsort(keys)
-        keys = keys[order]
-        place = np.arange(len(keys) - 1)
-        step = 1
-        while len(place := place[place < len(keys) - step]):  # neighbours, then neighbours but one, ...
-            place = place[keys[place] == keys[place + step]]
-            one, other = order[place], order[place + step]
-            close = _distances(values[one], values[other]) <= MAX_DISTANCE
-            yield from zip(one[close].tolist(), other[close].tolist(), strict=True)
-            step += 1
-
-
-def _distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return _SET_BITS[(a ^ b).view(np.uint8).reshape(-1, 8)].sum(1)
-
-
-def _root(parent: list[int], node: int) -> int:
-    while parent[node] != node:
-        parent[node] = node = parent[parent[node]]
-    return node

@@ -7,45 +7,19 @@ from typing import Any
 
 from dino_ds.data.listing import printable
 
-_BAR = 32
 _NAMED = 20
-"""Unreadable files and groups of duplicates that are named; --json names all."""
+"""Unreadable files that are named; --json names all."""
 
 
 def report(found: dict[str, Any]) -> str:
     """Text of the findings of `summarise`, with source, root, class_folder, value_range, misfits, enlarged_crops,
-    shown, sheet and page."""
+    shown and sheet."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
-def bin_name(edge: dict[str, Any]) -> str:
-    """A bin of a histogram in words."""
-    low = f"{round(edge['from'], 2):g}"
-    if edge["below"] is None:
-        return f"{low} and more"
-    high = f"{round(edge['below'], 2):g}"
-    return f"{low} to {high}" if edge["from"] else f"below {high}"
-
-
-def channel_flags(channels: dict[str, Any]) -> str:
+def _channel_flags(channels: dict[str, Any]) -> str:
     """Mean and standard deviation as a run takes them."""
     return " ".join(f"--data.{name} {','.join(f'{value:g}' for value in channels[name])}" for name in ("mean", "std"))
-
-
-def duplicates_sentence(found: dict[str, Any]) -> str:
-    """A sentence on images that look like another one."""
-    near = found["near_duplicates"]
-    if not near["groups"]:
-        return "none" + _within(found)
-    groups = "1 group" if near["groups"] == 1 else f"{near['groups']:,} groups"
-    return (
-        f"{groups} of images that look the same, {near['images']:,} images; keeping one of each would remove "
-        f"{near['surplus']:,} ({near['surplus'] / found['looked_at']:.2%})" + _within(found)
-    )
-
-
-def _within(found: dict[str, Any]) -> str:
-    return " (among those looked at)" if found["looked_at"] < found["images"] else ""
 
 
 def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -60,7 +34,7 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "modes", _shares(found["modes"])
     yield from _value_lines(found)
     if found["channels"]:
-        yield "channels", channel_flags(found["channels"])
+        yield "channels", _channel_flags(found["channels"])
         yield "", found["channels"]["advice"]
     if found["file_bytes"] is not None:
         kilobytes = {name: value / 1000 for name, value in found["file_bytes"].items()}
@@ -71,12 +45,9 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{crops['fraction']:.1%} of {name} crops hold fewer pixels than the {crops['size']} x {crops['size']} "
             "that the network gets",
         )
-    yield from _bars("short side", found["shorter_side"]["histogram"])
-    yield from _bars("width/height", found["aspect_ratio"]["histogram"])
-    yield "duplicates", duplicates_sentence(found)
-    for group in found["near_duplicates"]["largest"][:_NAMED]:
-        yield "", _few(group["names"], group["images"])
-    yield "sheet", f"{found['sheet']}; with more, {found['page']}"
+    ratio = found["aspect_ratio"]
+    yield "width/height", f"{ratio['min']:.2g} to {ratio['max']:.2g} (median {ratio['median']:.2g})"
+    yield "sheet", found["sheet"]
     if found["shown"]:
         yield "", f"shown: {found['shown']}"
 
@@ -121,14 +92,6 @@ def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
 
 
-def _bars(head: str, bins: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    most, total = max(each["images"] for each in bins), sum(each["images"] for each in bins)
-    for number, each in enumerate(bins):
-        bar = "█" * max(round(_BAR * each["images"] / most), 1 if each["images"] else 0)
-        share = each["images"] / total
-        yield head if number == 0 else "", f"{bin_name(each):<14}{each['images']:>10,} {share:>6.1%}  {bar}"
-
-
 def _spread(values: dict[str, float]) -> str:
     low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
     return low if low == high else f"{low} to {high} (median {middle})"
@@ -137,7 +100,3 @@ def _spread(values: dict[str, float]) -> str:
 def _shares(counts: dict[str, int]) -> str:
     total = sum(counts.values())
     return ", ".join(f"{name} {count:,} ({count / total:.1%})" for name, count in counts.items())
-
-
-def _few(names: list[str], images: int, most: int = 3) -> str:
-    return ", ".join(names[:most]) + (f" and {images - most:,} more" if images > most else "")
