@@ -18,6 +18,7 @@ from PIL import Image
 from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.commands.data_report import report
+from dino_ds.commands.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
 from dino_ds.commands.sheet import Seen, draw_sheet
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
@@ -38,7 +39,6 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.visible import how_visible, visible, with_hidden_patches
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
-from dino_ds.planning.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
 
 _DRAWN_IMAGES = 2000
 _NAMES = 10_000

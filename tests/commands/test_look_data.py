@@ -14,6 +14,7 @@ from PIL import Image
 
 from dino_ds.commands import look_data
 from dino_ds.commands.data_report import report
+from dino_ds.commands.data_statistics import Facts, look_at, summarise
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
@@ -25,7 +26,6 @@ from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
-from dino_ds.planning.data_statistics import Facts, look_at, summarise
 from tests.data.files import tiff
 
 SMALL = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "3"}

@@ -12,6 +12,7 @@ import tifffile
 import torch
 from PIL import Image, ImageCms, ImageOps
 
+from dino_ds.commands.data_statistics import _FactsOf
 from dino_ds.commands.shard_writer import Shrink, repack
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
@@ -27,7 +28,6 @@ from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import LabelledImages, Reading
-from dino_ds.planning.data_statistics import _FactsOf
 from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk
 from tests.sample import sampled
 
