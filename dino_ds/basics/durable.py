@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,9 +105,13 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. Raises
-    RuntimeError for a user without a home, as of a container."""
-    named = os.environ.get("DINO_DS_CACHE")
-    if named:
+    """The folder for what can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a user
+    without a home, as of a container, dino_ds-UID among the temporary files, if nobody else has made that."""
+    if named := os.environ.get("DINO_DS_CACHE"):
         return Path(os.path.expanduser(named))
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dino_ds"
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "dino_ds"
+    with contextlib.suppress(RuntimeError):
+        return Path.home() / ".cache/dino_ds"
+    place = Path(tempfile.gettempdir(), f"dino_ds-{os.getuid()}")
+    return place if not place.exists() or place.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())

@@ -28,6 +28,7 @@ from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, begun_stages, holds_run
+from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import (
     INTERRUPTED,
     CheckpointError,
@@ -38,7 +39,6 @@ from dino_ds.errors import (
     lines_for_people,
 )
 from dino_ds.health.lock import RunLock
-from dino_ds.launching.environment import check_ranks
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command

@@ -17,6 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dino_ds.basics.durable import replace_file
+from dino_ds.basics.ports import shorten_socket_names
 from dino_ds.commands.shard_writer import ShardRecord, Shrink, names_digest, repack, start_worker, write_shard
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.image_set import changed_images, facts_of_images
@@ -142,6 +143,7 @@ def _write_in_parallel(
     jobs: list[tuple[Path, int, int]], images: Source, shrink: Shrink, workers: int
 ) -> Iterator[tuple[ShardRecord, int]]:
     """Each shard's record and the number of images looked at for it, as they are finished."""
+    shorten_socket_names()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dino_ds.commands.shard_writer"])
     with ProcessPoolExecutor(workers, context, start_worker, (images, shrink)) as pool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from dino_ds.basics.ports import shorten_socket_names
 from dino_ds.data.base import Source
 from dino_ds.engine.distributed import local_world_size, usable_cores
 from dino_ds.errors import STOP_SIGNALS, DataError
@@ -147,6 +148,7 @@ def _process_context() -> ForkServerContext:
     A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
     torch in each worker, 5 seconds of a core apiece.
     """
+    shorten_socket_names()
     context = _LoaderContext()
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.

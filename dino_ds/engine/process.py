@@ -14,6 +14,7 @@ from dino_ds.basics.ports import find_free_port
 from dino_ds.engine import distributed
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.engine.products import on_amd, take_onednn
+from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -27,11 +28,14 @@ _LARGEST_THRESHOLD = 32 * 2**20
 def init_distributed(timeout_minutes: float = 30.0) -> None:
     """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
 
-    Raises ConfigError where there is no GPU for this process, or another program has rank 0's port.
+    Raises ConfigError where the variables of a rank are wrong, there is no GPU for this process, or another program
+    has rank 0's port.
     """
     os.environ.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
     )
+    if not dist.is_initialized():
+        check_ranks(os.environ)  # of every command that joins; `train` has looked before its imports
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
 

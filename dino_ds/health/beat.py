@@ -57,6 +57,9 @@ class Beat(ctypes.Structure):
 
     def enter_part(self, name: str) -> None:
         """Note that the rank is now in part `name` of a step (dino_ds.basics.ranges)."""
+        if not self._phase:
+            self.tick()  # the step is rehearsed while it starts, perhaps by one rank for all
+            return
         self._part = PARTS.index(name) + 1 if name in PARTS else 0
         self.moves += 1
 

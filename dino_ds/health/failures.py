@@ -55,8 +55,10 @@ class Failures:
                 raise self._peer_error(error) from error
             self._claim(1, f"{type(error).__name__}: {_first_line(error)}")
             raise
-        except BaseException as error:
-            self._beat.end("error", 1, type(error).__name__)
+        except BaseException as error:  # KeyboardInterrupt: not by Ctrl-C, which is a request to stop by then
+            self._claim(1, f"{type(error).__name__} at step {self._beat.step} ({self._beat.where})")
+            if self._world_size > 1:
+                raise RuntimeError(f"{type(error).__name__} was raised at step {self._beat.step}") from error
             raise
         else:
             self._beat.end("done", 0, "")

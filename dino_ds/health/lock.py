@@ -15,7 +15,7 @@ from pathlib import Path
 from dino_ds.basics.durable import is_gone
 from dino_ds.errors import NO_SPACE, ConfigError, unwritable
 from dino_ds.health.files import create_exclusively
-from dino_ds.health.processes import alive, find_process, machine
+from dino_ds.health.processes import Process, find_process, machine
 
 STALE_SECONDS = 60.0
 """A lock of another machine is stale once it was not touched for this long."""
@@ -47,8 +47,7 @@ class RunLock:
         Raises ConfigError if a running process holds it, or the folder can't be made or written to. Of several
         processes that try at the same moment exactly one succeeds.
         """
-        process = find_process(self._pid)
-        mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), process.ticks if process else 0)
+        mine = Holder(socket.gethostname(), self._pid, time.time(), machine(), find_process(self._pid).ticks)
         note = ""
         try:
             self._make_folder()
@@ -152,7 +151,7 @@ class RunLock:
         if holder is None:  # its writer may still be at it
             return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
-            living, gone = alive(holder.pid, holder.ticks), ""
+            living, gone = Process(holder.pid, holder.ticks).alive, ""
         else:
             living = age < STALE_SECONDS
             gone = f"; if {holder.host} is gone, it is free in {min(STALE_SECONDS, STALE_SECONDS - age):.0f} s"

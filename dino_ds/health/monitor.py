@@ -20,7 +20,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
 from dino_ds.health.monitored import RankProcess, Standstill
-from dino_ds.health.processes import alive, death_of, launchers_above
+from dino_ds.health.processes import death_of, launchers_above
 from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
 
 PUBLISH_SECONDS = 2.0
@@ -104,7 +104,7 @@ class MonitorProcess:
         self._beat = Beat.shared(arguments.beat)
         self._standstill = Standstill(self._beat)
         self._rank = RankProcess(arguments.pid, self._beat, arguments.stacks)
-        self._launchers = launchers_above(arguments.pid, "RANK" in os.environ)
+        self._launchers = launchers_above(arguments.pid, dict(os.environ))
         self._folder = SharedFolder(arguments, self._beat)
         self._terminal = Disk()  # the output may be a file on a disk that does not answer
 
@@ -133,7 +133,7 @@ class MonitorProcess:
 
     def _is_abandoned(self) -> bool:
         """Whether a rank without its launcher, which is asked to save and end, makes no progress."""
-        if all(alive(launcher.pid, launcher.ticks) for launcher in self._launchers):
+        if all(launcher.alive for launcher in self._launchers):
             return False
         self._beat.request_stop("the end of the launcher")
         return self._beat.phase != "save" and self._standstill.seconds > _LONE_SECONDS + 2 * self._standstill.slowest

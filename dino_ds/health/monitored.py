@@ -10,8 +10,10 @@ import sys
 import time
 from typing import Any
 
+import psutil
+
 from dino_ds.health.beat import Beat
-from dino_ds.health.processes import alive, find_process
+from dino_ds.health.processes import find_process
 
 PATIENCE = 3
 """Factor on `hang_seconds` for start-up, the first step, saves and evaluations."""
@@ -64,17 +66,19 @@ class RankProcess:
         """Whether it ends within `seconds`. A forked child of the rank may hold the pipe open, which is not enough."""
         if select.select(self._ends, [], [], seconds)[0] or self._beat.left:
             return True
-        return self._process is not None and not alive(self._process.pid, self._process.ticks)
+        return not self._process.alive
 
     @property
     def state(self) -> str:
-        """The letter of /proc/PID/stat; T, t: stopped by a signal or a debugger, D: waiting in the kernel."""
-        process = find_process(self.pid)
-        return process.state if process else "gone"
+        """As psutil says it: "stopped" by a signal, "tracing-stop" by a debugger, "disk-sleep" in the kernel, ..."""
+        try:
+            return str(psutil.Process(self.pid).status())
+        except psutil.Error:
+            return "gone"
 
     @property
     def stopped(self) -> bool:
-        return self.state in ("T", "t")
+        return self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def send(self, *signals: int) -> None:
         for number in signals:
@@ -93,7 +97,7 @@ class RankProcess:
             if before < size == previous:
                 break
         text = os.pread(self._stacks, size - before, before).decode(errors="replace")
-        return text or f"it gave no stacks; its state is {self.state} (T: stopped, D: in the kernel)"
+        return text or f"it gave no stacks; its state is {self.state}"
 
     def end(self) -> None:
         """End it with exit code 6 (see `dino_ds.health.watchdog`), or else by SIGKILL."""

@@ -1,15 +1,18 @@
-"""Processes as /proc describes them: their parents, whether they are running, how they ended."""
+"""Processes of this machine: the launchers of a rank, whether a process is still the same one, how it ended."""
 
 from __future__ import annotations
 
 import itertools
 import os
 import signal
-import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-_LAUNCHERS = ("deepspeed", "torchrun", "dino-ds", "ds")
+import psutil
+
+SUPERVISOR = "DINO_DS_SUPERVISOR"
+"""Names, in the environment of every process of a run, the `dino-ds launch` that has started it."""
+_LAUNCHERS = ("deepspeed", "torchrun", "torchrun.py", "dino-ds", "ds")
 _SHELLS = ("sh", "bash", "dash", "zsh", "fish", "ksh", "csh", "tcsh", "su", "sudo", "sshd", "screen", "tmux: server")
 _LAUNCHER_MODULES = (
     "deepspeed.launcher.launch",
@@ -21,45 +24,39 @@ _LAUNCHER_MODULES = (
 )
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process. `ticks`: its start time since the machine's; with the pid it identifies a process for good."""
+class Process(NamedTuple):
+    """`ticks`: its start time since the machine's; with the pid it identifies a process for good."""
 
     pid: int
-    parent: int
-    state: str
     ticks: int
 
     @property
-    def age(self) -> float:
-        """Seconds since it was started."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.ticks / os.sysconf("SC_CLK_TCK")
+    def alive(self) -> bool:
+        """Whether it is running: not a zombie, and not a later one of that pid."""
+        fields = _stat(self.pid)
+        return bool(fields) and int(fields[19]) == self.ticks and fields[0] not in "ZX"
 
 
-def find_process(pid: int) -> Process | None:
-    """The process, or None if there is none, or no /proc."""
+def find_process(pid: int) -> Process:
+    """The process of this pid, with 0 ticks if there is none."""
     fields = _stat(pid)
-    return Process(pid, int(fields[1]), fields[0], int(fields[19])) if fields else None
+    return Process(pid, int(fields[19]) if fields else 0)
 
 
-def exit_status(pid: int) -> int | None:
-    """The status, as os.waitpid has it, of a process that has ended and that nobody has waited for, or None."""
-    fields = _stat(pid)
-    return int(fields[49]) if len(fields) > 49 else None
+def own_mark() -> str:
+    """The value of SUPERVISOR for processes that this one starts."""
+    return "{}.{}".format(*find_process(os.getpid()))
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on, or []; the name before it may hold spaces and brackets."""
+    """/proc/PID/stat from the state on, or []; the name before it may hold spaces and brackets.
+
+    psutil has neither the exit code of another's child nor a start time that stays when the clock is set.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def alive(pid: int, ticks: int) -> bool:
-    """Whether the process that started at `ticks` is running: not a zombie, and not a later one of that pid."""
-    found = find_process(pid)
-    return found is not None and found.ticks == ticks and found.state not in "ZX"
 
 
 def machine() -> str:
@@ -72,11 +69,13 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """The way a process has ended: "by SIGKILL", "with exit code 0", or "" if it is too late to tell."""
-    status = exit_status(pid)
-    if status is None:
+    """The way a process has ended that nobody has waited for: "by SIGKILL", "with exit code 0", or "" if it is too
+    late to tell."""
+    fields = _stat(pid)
+    if len(fields) <= 49:
         return ""
-    return death_by(os.WTERMSIG(status)) if os.WTERMSIG(status) else f"with exit code {os.WEXITSTATUS(status)}"
+    code = os.waitstatus_to_exitcode(int(fields[49]))
+    return death_by(-code) if code < 0 else f"with exit code {code}"
 
 
 def death_by(number: int) -> str:
@@ -84,36 +83,27 @@ def death_by(number: int) -> str:
     return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"by signal {number}"
 
 
-def launchers_above(pid: int, of_a_rank: bool) -> list[Process]:
-    """The processes above `pid`, nearest first, that it must not outlive.
+def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
+    """The processes that `pid`, of this environment, must not outlive.
 
-    These are launchers by name and, for a rank (the environment has RANK), its parent unless that is a shell: shells
-    may end and leave their jobs behind.
+    These are launchers by name above it, nearest first, for a rank its parent unless that is a shell (shells may end
+    and leave their jobs behind), and the supervisor.
     """
     found: list[Process] = []
-    process = find_process(pid)
-    while process is not None and process.parent > 1:
-        process = find_process(process.parent)
-        if process is None:
-            break
-        if not _is_launcher(process.pid) and (found or not of_a_rank or _is_shell(process.pid)):
-            break
-        found.append(process)
-    return found
-
-
-def _is_shell(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip() in _SHELLS
-    except OSError:
-        return True
+        for process in psutil.Process(pid).parents():
+            by_name = _is_launcher(process.cmdline())
+            is_parent = not found and "RANK" in environment and process.name() not in _SHELLS
+            if process.pid == 1 or not (by_name or is_parent):
+                break
+            found.append(find_process(process.pid))
+    except psutil.Error:
+        pass
+    supervisor = [int(part) for part in environment.get(SUPERVISOR, "").split(".") if part.isdecimal()]
+    return [*found, Process(*supervisor)] if len(supervisor) == 2 else found
 
 
-def _is_launcher(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return False
+def _is_launcher(words: list[str]) -> bool:
     names = {os.path.basename(word) for word in words[:3]}
     modules = {module for flag, module in itertools.pairwise(words) if flag == "-m"}
     return bool(names & set(_LAUNCHERS)) or bool(modules & set(_LAUNCHER_MODULES))

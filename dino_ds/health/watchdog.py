@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from dino_ds.basics.ranges import tell
 from dino_ds.health.beat import Beat
 from dino_ds.health.monitor import MonitorArguments
@@ -50,9 +52,10 @@ class Watchdog:
         self._telling = contextlib.ExitStack()
         self._telling.enter_context(tell(self.beat.enter_part))
         paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        packages = str(Path(psutil.__file__).parents[1])
+        code = f"import sys; sys.path.append({packages!r}); from dino_ds.health.monitor import main; main()"
         self._monitor = subprocess.Popen(
-            # -S: no packages are needed, and looking for them takes time.
-            [sys.executable, "-S", "-m", "dino_ds.health.monitor", json.dumps(self._arguments)],
+            [sys.executable, "-S", "-c", code, json.dumps(self._arguments)],  # -S: looking for packages takes time
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=(self.beat.descriptor, self._stacks.fileno()),

@@ -8,7 +8,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,10 @@ from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.stages import stages_to_train
 from dino_ds.errors import ConfigError
-from dino_ds.launching.checks import Reply, check_machines
-from dino_ds.launching.command import build_command, check_forwarded
-from dino_ds.launching.plan import LaunchPlan, build_plan
-from dino_ds.launching.supervise import supervise, without
+from dino_ds.launching.checks import check_machines
+from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_forwarded
+from dino_ds.launching.supervise import supervise
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.planning.measure.tables import markdown_table
 
 PARENT = "DINO_DS_PARENT"
 """Names, in the environment, the Python program that has started this process, if one has."""
@@ -56,9 +55,18 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
         if options.dry_run:
             continue
         if plan.elastic:
+            # A machine that joins later waits for an address that torch writes down in the first round only, if shared.
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             os.execvp(command[0], command)
-        if code := supervise(command, run_dir, options.max_restarts):
+        if code := supervise(partial(_start, command, options, words), run_dir, options.max_restarts):
             sys.exit(code)
+
+
+def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
+    """The command of a start: `command`, or one that resumes, on another port if that was not given."""
+    return (
+        build_command(build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))) if resumes else command
+    )
 
 
 def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
@@ -69,7 +77,7 @@ def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Pa
         # The ranks are not to choose a folder each: another run may have begun meanwhile.
         yield Path(options.run_dir), words if named else (*words, "--run_dir", options.run_dir)
         return
-    kept = without(words, "--stages", "--run_dir", "--from", "--resume")
+    kept = _without(words, "--stages", "--run_dir", "--from", "--resume")
     resume = ["--resume", "auto"] if options.resume else []
     resumes, allowed = bool(options.resume), options.allow_change
     for stage in stages_to_train(options.run_dir, train["given"], options.from_, resumes, allowed):
@@ -77,6 +85,16 @@ def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Pa
         own += [] if stage.origin is None else ["--from", stage.origin]
         if not stage.is_over:
             yield stage.folder, (*kept, *own)
+
+
+def _without(words: Sequence[str], *names: str) -> list[str]:
+    """The words of a command line but for these options and their values."""
+    kept, dropped = list[str](), False
+    for word in words:
+        value, dropped = dropped and not word.startswith("-"), word in names
+        if not value and word.partition("=")[0] not in names:
+            kept.append(word)
+    return kept
 
 
 def _end_with_parent() -> None:
@@ -114,30 +132,11 @@ def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None
     replies, problems = check_machines(plan, files, images, Path(train["options"].run_dir))
-    if any(reply.answer for reply in replies):
-        print(_page(replies), flush=True)
+    for reply in replies:
+        print(f"machine  {reply}", flush=True)
     for problem in problems:
         if not problem.stops:
             print(f"warning  {problem.text}", flush=True)
     stopping = [problem.text for problem in problems if problem.stops]
     if stopping:
         raise ConfigError("\n".join(stopping))
-
-
-def _page(replies: list[Reply]) -> str:
-    """A table with a line for each machine."""
-    rows = []
-    for reply in replies:
-        there = reply.answer
-        gpus = [f"{gpu['name']} {gpu['memory_gib']:.0f} GiB" for gpu in there.gpus] if there else []
-        kinds = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
-        rows.append(
-            (
-                reply.host.name,
-                str(len(reply.host.slots)),
-                ", ".join(kinds) or ("none" if there else "?"),
-                "{1:.0f} of {0:.0f} GiB".format(*there.memory_gib) if there else "?",
-                f"torch {there.versions['torch']}" if there else "no answer",
-            )
-        )
-    return markdown_table(("machine", "ranks", "GPUs", "free memory", "software"), rows)

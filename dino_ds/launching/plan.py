@@ -1,22 +1,34 @@
-"""Decides from the options of `dino-ds launch` who runs what where."""
+"""Decides from the options of `dino-ds launch` who runs what where, and builds the launcher's command.
+
+DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell. Each word is quoted here so that
+it arrives unchanged, or refused with the character that can't be forwarded.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dino_ds.basics.ports import find_free_port
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
-from dino_ds.launching.hostfile import Host, check_host_name, choose_slots, read_hostfile
+from dino_ds.launching.hostfile import Host, check_host_name, read_hostfile
 from dino_ds.options.machine import LaunchOptions
 
 SCRIPT = CHECKOUT / "dino_ds" / "train.py"
+_TORCHRUN = CHECKOUT / "dino_ds" / "launching" / "torchrun.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """Taken by DeepSpeed's launcher if none is given."""
+_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Beginnings of the variables that DeepSpeed's launcher exports to the other machines."""
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,12 @@ class LaunchPlan:
 
 
 def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
-    """The launch of `train` with `words`. Raises ConfigError for flags that contradict each other or the hostfile."""
+    """The launch of `train` with `words`. Raises ConfigError for options that contradict each other or the hostfile."""
     if options.master_port is not None and options.master_port > 65535:
         raise ConfigError(f"--master_port {options.master_port} is not a port: 1 to 65535")
-    path = _hostfile(options)
+    path = Path(options.hostfile) if options.hostfile is not None else None
+    if path is None and options.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file():
+        path = _DEEPSPEED_HOSTFILE
     nodes = _parse_nodes(options.nodes)
     _check_combination(options, path, nodes)
     hosts = _choose_hosts(options, path) if path else ()
@@ -79,39 +93,42 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     )
 
 
-def _hostfile(options: LaunchOptions) -> Path | None:
-    if options.hostfile is not None:
-        return Path(options.hostfile)
-    return _DEEPSPEED_HOSTFILE if options.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file() else None
-
-
 def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tuple[int, int]) -> None:
-    """Raise ConfigError for flags that don't belong to the launcher, or need others."""
-    if (options.include or options.exclude) and hostfile is None:
-        raise ConfigError("--include and --exclude choose among the slots of a hostfile: give --hostfile")
-    if options.launcher == "torchrun":
-        if hostfile or options.no_ssh or options.node_rank is not None:
-            raise ConfigError(
-                "torchrun starts the processes of one machine: leave out --hostfile, --no_ssh and --node_rank, and run "
-                "the same command on every machine with --nodes N --master_addr HOST"
-            )
-        if nodes[1] > 1 and options.master_addr is None:
-            raise ConfigError("--nodes: give --master_addr HOST, the machine where the others meet, the same on all")
-        if nodes[0] < nodes[1] and options.max_restarts == 0:
-            raise ConfigError(
-                f"--nodes {options.nodes}: without --max_restarts the first machine that is lost would end the run: "
-                "add --max_restarts 100"
-            )
-    elif options.nodes is not None:
-        raise ConfigError("--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines")
-    elif options.no_ssh and (hostfile is None or options.node_rank is None):
-        raise ConfigError(
-            "--no_ssh: give --hostfile, the same on every machine, and --node_rank N, this machine's line in it from 0"
-        )
-    elif options.node_rank is not None and not options.no_ssh:
-        raise ConfigError("--node_rank is for --no_ssh; over ssh one command starts all machines")
-    elif options.master_addr is not None and hostfile is None:
-        raise ConfigError("--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N")
+    """Raise ConfigError for options that don't belong to the launcher, or need others."""
+    torchrun, by_hand = options.launcher == "torchrun", options.no_ssh
+    numbered, meets = options.node_rank is not None, options.master_addr is not None
+    several, named = nodes[1] > 1, hostfile is not None
+    problems = (
+        (
+            torchrun and (named or by_hand or numbered),
+            "torchrun starts the processes of one machine: leave out --hostfile, --no_ssh and --node_rank, and run the "
+            "same command on every machine with --nodes N --master_addr HOST",
+        ),
+        (
+            torchrun and several and not meets,
+            "--nodes: give --master_addr HOST, the machine where the others meet, the same on all",
+        ),
+        (
+            torchrun and nodes[0] < nodes[1] and options.max_restarts == 0,
+            f"--nodes {options.nodes}: without --max_restarts the first machine that is lost would end the run: add "
+            "--max_restarts 100",
+        ),
+        (
+            not torchrun and options.nodes is not None,
+            "--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines",
+        ),
+        (
+            by_hand and not (named and numbered),
+            "--no_ssh: give --hostfile, the same on every machine, and --node_rank N, this machine's line in it from 0",
+        ),
+        (numbered and not by_hand, "--node_rank is for --no_ssh; over ssh one command starts all machines"),
+        (
+            meets and not (torchrun or named),
+            "--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N",
+        ),
+    )
+    if problem := next((text for is_so, text in problems if is_so), None):
+        raise ConfigError(problem)
 
 
 def _parse_nodes(text: str | None) -> tuple[int, int]:
@@ -127,15 +144,11 @@ def _parse_nodes(text: str | None) -> tuple[int, int]:
 
 def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
     """The machines of the hostfile with the wanted slots."""
-    hosts = choose_slots(read_hostfile(path), options.include, options.exclude)
+    hosts = read_hostfile(path)
     if options.node_rank is not None and options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank {options.node_rank}: the hostfile has machines 0 to {len(hosts) - 1}")
-    if options.ranks is None:
-        return hosts
-    if options.include or options.exclude:
-        raise ConfigError("--ranks takes the first slots of each machine, --include and --exclude name them: give one")
     fewest = min(len(host.slots) for host in hosts)
-    if options.ranks > fewest:
+    if options.ranks is not None and options.ranks > fewest:
         raise ConfigError(f"--ranks {options.ranks}: a machine of {path} has {fewest} slots")
     return tuple(Host(host.name, host.slots[: options.ranks]) for host in hosts)
 
@@ -161,3 +174,107 @@ def _visible_devices(ranks: int) -> tuple[int, ...]:
     if len(names) < ranks:
         raise ConfigError(f"--ranks {ranks}: CUDA_VISIBLE_DEVICES={text} shows {len(names)} GPUs")
     return tuple(int(name) for name in names[:ranks])
+
+
+def build_command(plan: LaunchPlan) -> list[str]:
+    """The words to execute, without a shell. Raises ConfigError for what can't be forwarded."""
+    return _torchrun(plan) if plan.options.launcher == "torchrun" else _deepspeed(plan)
+
+
+def _deepspeed(plan: LaunchPlan) -> list[str]:
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", f"--master_port={plan.master_port}"]
+    if plan.hosts:
+        command += [f"--hostfile={plan.hostfile}"]
+        command += [f"--num_gpus={plan.ranks}"] if plan.options.ranks else []
+        command += [f"--master_addr={plan.master_addr}"] if plan.master_addr else []
+        if plan.options.no_ssh:
+            command += ["--no_ssh", f"--node_rank={plan.options.node_rank}"]
+        else:
+            command += ["--force_multi"]  # else a single machine of the hostfile is taken for this one
+    elif plan.devices:
+        # It would take the first GPUs and drop CUDA_VISIBLE_DEVICES.
+        command += ["--include=localhost:" + ",".join(map(str, plan.devices))]
+    else:
+        command += [f"--num_gpus={plan.ranks}"]
+    words = [quote_for_pdsh(word) for word in plan.words] if plan.uses_ssh else list(plan.words)
+    return [*command, str(SCRIPT), *words]
+
+
+def _torchrun(plan: LaunchPlan) -> list[str]:
+    command = [sys.executable, str(_TORCHRUN), f"--nproc_per_node={plan.ranks}"]
+    if plan.nodes[1] == 1:
+        command += ["--master_addr=127.0.0.1", f"--master_port={plan.master_port}"]
+    else:
+        command += [
+            f"--nnodes={plan.nodes[0]}:{plan.nodes[1]}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_endpoint={plan.master_addr}:{plan.master_port}",
+            "--rdzv_id=dino_ds",
+        ]
+    if plan.elastic:
+        command += [
+            f"--max_restarts={plan.options.max_restarts}",
+            "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
+        ]
+    return [*command, str(SCRIPT), *plan.words]
+
+
+def quote_for_pdsh(word: str) -> str:
+    """`word` so that it arrives as it is, through DeepSpeed's launcher, pdsh and the remote shell.
+
+    The launcher puts a word with a space into double quotes and escapes those in it; pdsh replaces %h, %n and %u.
+    """
+    for character in word:
+        if not character.isprintable():
+            raise ConfigError(f"refusing to forward {word!r} to other machines: it contains {character!r}")
+    word = word.replace("%", "%%")
+    if " " in word:
+        return re.sub(r"([\\$`])", r"\\\1", word)
+    return shlex.quote(word)
+
+
+def check_forwarded(plan: LaunchPlan, environment: Mapping[str, str], folder: Path) -> None:
+    """Raise ConfigError for paths and exported variables that remote shells would take for commands.
+
+    folder: the working folder, which the other machines change to.
+    """
+    if not plan.uses_ssh:
+        return
+    for what, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
+        _refuse(what, str(path), "".join(c for c in str(path) if not _PLAIN.fullmatch(c)))
+    for name, value in environment.items():
+        if name.startswith(_EXPORTED):
+            _check_variable(name, value, f"the variable {name}")
+    own = environment.get("DS_ENV_FILE", ".deepspeed_env")
+    for path in dict.fromkeys(Path(place, own) for place in (os.path.expanduser("~"), folder)):
+        if path.is_file():
+            _check_env_file(path)
+
+
+def _check_env_file(path: Path) -> None:
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, ValueError):
+        raise ConfigError(f"{path} can't be read; DeepSpeed's launcher takes variables from it: remove it") from None
+    for number, line in enumerate(lines, 1):
+        name, equals, value = line.partition("=")
+        if not equals or not _VARIABLE.fullmatch(name.strip()):
+            raise ConfigError(
+                f"{path}:{number}: {line[:80]!r} is not NAME=value: DeepSpeed's launcher stops at it, "
+                "at empty lines and comments too"
+            )
+        _check_variable(name.strip(), value, f"{name.strip()} of {path}:{number}")
+
+
+def _check_variable(name: str, value: str, what: str) -> None:
+    # In double quotes, as the launcher writes them, only these act.
+    acting = "".join(c for c in value.strip() if c in '$`"\\' or not c.isprintable())
+    _refuse(what, value, acting if _VARIABLE.fullmatch(name) else name)
+
+
+def _refuse(what: str, value: str, acting: str) -> None:
+    if acting:
+        raise ConfigError(
+            f"refusing to forward {what} to other machines: the value {value[:80]!r} contains {acting[0]!r}, "
+            "which their shells would act on"
+        )

@@ -1,55 +1,95 @@
-"""Supervises a launcher: waits for all its processes, and restarts the run after a failure.
+"""Supervises a launcher: forwards signals to its ranks, finds out how they ended, and starts the run again.
 
-Signals reach every rank at once, no process is left behind, and the exit code is the training's, not that of
-DeepSpeed's launcher.
+DeepSpeed's launcher or torchrun starts the ranks and ends the others after a failure; each rank's monitor process
+writes down how it ended (dino_ds.health), and ends its rank when the supervisor is gone.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
-from dino_ds.basics.ports import find_free_port, port_is_free
-from dino_ds.errors import ConfigError, StorageError, UserError
+import psutil
+
+from dino_ds.errors import (
+    EXIT_CODES,
+    FORWARDED_SECONDS,
+    STOP_SIGNALS,
+    STOPPED,
+    ConfigError,
+    PeerError,
+    StorageError,
+)
 from dino_ds.health.files import Disk, now
 from dino_ds.health.lock import RunLock
-from dino_ds.health.records import append_record, last_checkpoint_step
-from dino_ds.launching.attempt import LOST, STOPPED, LaunchAttempt, Outcome, stop_signals
-from dino_ds.launching.guard import guard
+from dino_ds.health.processes import SUPERVISOR, death_by, own_mark
+from dino_ds.health.records import (
+    Heartbeat,
+    Heartbeats,
+    append_record,
+    describe_death,
+    last_checkpoint,
+    last_checkpoint_step,
+)
 
+LOST = PeerError.exit_code
 _DEADLY = 3
 """Number of deaths in a row at one step after which the step is to blame."""
-_FINAL = (0, 2, 3, 4, 7, 75)
+_FINAL = (0, 2, 3, 4, 7, STOPPED)
 """Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
 _FIRST_WAIT_STORAGE = 30.0
 _LOCK_SECONDS = 120.0
 """Time to wait for the lock of a run folder whose holder, on another machine, has gone."""
-_NAMING_SECONDS = 600.0
-"""Time for listing the images again."""
+_TICK_SECONDS = 0.2
+_WITHOUT_LAUNCHER_SECONDS = 60.0
+"""Time to save for ranks whose launcher was killed."""
+_LAST_WORDS_SECONDS = 5.0
+"""Time for monitors and loader processes after the last rank."""
+_KERNEL_SECONDS = 30.0
+"""Time for a killed process that waits in the kernel for a dead disk."""
+_OTHER_MACHINES_SECONDS = 15.0
+"""Time for the last heartbeat of a rank that ends elsewhere at about the same time."""
 
 
-def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
-    """Run `argv` (DeepSpeed's launcher or torchrun, by `build_command`) and up to `max_restarts` times again.
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a start. message: one line, or ""; reported: a rank has printed why already.
 
-    Returns the exit code (dino_ds.errors): 0 only if every rank has finished. SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and
-    SIGHUP make all ranks save and stop; a second signal ends everything at once. To be called by the main thread.
-
-    Started again, with `--resume auto`: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what
-    a person must fix (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would
-    give them again.
+    beat: the last heartbeat of `rank`, or of the rank that is furthest, or None if there was none.
     """
-    with stop_signals() as signals, guard() as mark:
-        words, restarts, in_vain, failed_at, deaths = list(argv), 0, 0, 0.0, list[int | None]()
+
+    code: int
+    message: str = ""
+    reported: bool = False
+    rank: int | None = None
+    beat: Heartbeat | None = None
+
+
+def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts: int) -> int:
+    """Run a launcher's command (`command` of False), and up to `max_restarts` times that which resumes (of True).
+
+    Returns the exit code (dino_ds.errors): 0 only if every rank has finished. The first signal of STOP_SIGNALS makes
+    all ranks save and stop; a second one ends everything at once. To be called by the main thread.
+
+    Started again: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what a person must fix
+    (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would give them again.
+    """
+    with stop_signals() as signals:
+        restarts, in_vain, deaths = 0, 0, list[int | None]()
         saved = last_checkpoint_step(run_dir) or 0
         while True:
-            first_step = partial(_record_first_step, run_dir, restarts, failed_at)
-            outcome = LaunchAttempt(words, run_dir, signals, mark, first_step).run()
-            failed_at = outcome.failed_at
+            outcome = run_once(command(restarts > 0), run_dir, signals)
             if outcome.message and not outcome.reported:
                 _print(f"error: {outcome.message}")
             if signals or outcome.code in _FINAL or max_restarts == 0:
@@ -58,7 +98,7 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             step = beat.step if beat and beat.phase in ("data", "step") else None  # not while it starts or saves
             deaths.append(step)
             if step is not None and deaths[-_DEADLY:] == [step] * _DEADLY:
-                _print(f"error: {_suspect_step(run_dir, step)}")
+                _print(f"error: step {step + 1} has ended the run {_DEADLY} times in a row: see the lines above")
                 return LOST
             if restarts == max_restarts:
                 _print(f"error: code {outcome.code} after {restarts} restarts, which is all that --max_restarts allows")
@@ -67,10 +107,139 @@ def supervise(argv: Sequence[str], run_dir: Path, max_restarts: int) -> int:
             in_vain = 0 if saved > before else in_vain
             wait = _back_off(outcome.code, in_vain)
             in_vain, restarts = in_vain + 1, restarts + 1
-            _report_restart(run_dir, restarts, max_restarts, outcome, wait)
+            _report_restart(run_dir, f"restart {restarts} of {max_restarts}", outcome, wait)
             if not _wait(wait, run_dir, signals):
                 return STOPPED
-            words = _resumed(argv)
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The signals in STOP_SIGNALS that come while the `with` block runs, in order of time.
+
+    What comes within FORWARDED_SECONDS of the first one is that one, sent twice, and left out.
+    """
+    received: list[int] = []
+    first_at = 0.0
+
+    def note(number: int, _: FrameType | None) -> None:
+        nonlocal first_at
+        if not received:
+            first_at = time.monotonic()
+        elif time.monotonic() - first_at <= FORWARDED_SECONDS:
+            return
+        received.append(number)
+
+    wanted = [n for n in STOP_SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, note) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_once(argv: list[str], run_dir: Path, signals: list[int]) -> Outcome:
+    """Run `argv` in a session of its own until none of its processes is left on this machine."""
+    heartbeats, told = Heartbeats(run_dir, of_next_start=True), set[int]()
+    environment = {**os.environ, SUPERVISOR: own_mark()}
+    launcher = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    while len(signals) < 2:
+        with suppress(subprocess.TimeoutExpired):
+            launcher.wait(_TICK_SECONDS)
+            break
+        if signals:
+            _ask_to_stop(signals[0], launcher, heartbeats, told)
+    _end_all(signals, heartbeats)
+    code = launcher.wait()
+    until = time.monotonic() + _OTHER_MACHINES_SECONDS * (len(signals) < 2)
+    while any(not beat.ended for beat in heartbeats.read()) and time.monotonic() < until:
+        time.sleep(_TICK_SECONDS)
+    return _outcome(code, heartbeats, run_dir, signals)
+
+
+def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Heartbeats, told: set[int]) -> None:
+    """Signal every rank of this machine once: a launcher would signal one after the other, and kill them.
+
+    The end of a terminal is a stop like any other. told: process ids that were signalled; 0 for the launcher.
+    """
+    processes = _processes()
+    for pid, own in processes.items():
+        above = processes.get(_parent(pid))  # what a rank has started is no rank, nor is an orphan
+        if "RANK" in own and above is not None and "RANK" not in above and pid not in told:
+            told.add(pid)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+    if not told:
+        told.add(0)
+        if heartbeats.read():  # the ranks are on other machines
+            Disk().run((heartbeats.folder.parent / "stop").touch, None)
+        else:
+            launcher.terminate()  # there is nothing to save yet
+
+
+def _processes() -> dict[int, dict[str, str]]:
+    """Environments by process id: of all living processes that this one's launcher has started, orphans too."""
+    found, mark = {}, own_mark()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone
+            variables = process.environ()
+            if variables.get(SUPERVISOR) == mark and process.pid != os.getpid():
+                found[process.pid] = variables
+    return found
+
+
+def _parent(pid: int) -> int:
+    with suppress(psutil.Error):
+        return psutil.Process(pid).ppid()
+    return 0
+
+
+def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
+    """Wait for what the launcher leaves, kill it after a while or a second signal, and return when nothing is left."""
+    begin, killed_at = time.monotonic(), 0.0
+    while remaining := _processes():
+        at_work = any(not beat.ended for beat in heartbeats.read())
+        seconds = _WITHOUT_LAUNCHER_SECONDS if at_work else _LAST_WORDS_SECONDS
+        if len(signals) > 1 or time.monotonic() > begin + seconds:
+            killed_at = killed_at or time.monotonic()
+            for pid in remaining:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > killed_at + _KERNEL_SECONDS:
+                return
+        time.sleep(0.05)
+
+
+def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int]) -> Outcome:
+    """The run's own end: from the records of its ranks, and only without these from the launcher's exit code."""
+    beats, failure = {beat.rank: beat for beat in heartbeats.read()}, heartbeats.first_failure()
+    ends, furthest = {beat.ended for beat in beats.values()}, max(beats.values(), key=lambda b: b.step, default=None)
+    unfinished = next((beat for beat in beats.values() if beat.ended not in ("done", "stopped")), None)
+    checkpoint = last_checkpoint(run_dir)
+    if len(signals) > 1:
+        return Outcome(128 + signals[0], f"ended by a second signal; {checkpoint}")
+    if failure is not None and failure.kind != "stopped":
+        # A hang is recorded by the rank that has noticed it; the message names those that are behind.
+        rank = None if failure.kind == "hang" else failure.rank
+        beat = furthest if rank is None else beats.get(rank, furthest)
+        return Outcome(failure.code or LOST, failure.message, True, rank, beat)
+    if ends == {"done"}:
+        return Outcome(0)
+    if signals or code == STOPPED:
+        return Outcome(STOPPED)
+    if (
+        code in EXIT_CODES and code and (unfinished or not beats)
+    ):  # by a rank that has said why, before there was a place to write it down
+        return Outcome(code, f"the ranks ended with code {code}: {EXIT_CODES[code]}", True, beat=furthest)
+    step, where = (unfinished.step, unfinished.where) if unfinished else (0, "start")
+    if 128 < code < 256:
+        message = describe_death("a rank", death_by(256 - code), step, where)
+    elif unfinished is not None:
+        message = f"rank {unfinished.rank} has ended without having finished"
+    else:
+        how = death_by(-code) if code < 0 else f"with code {code}"
+        message = f"the launcher ended {how}" + ("; its ranks have stopped" if beats else ", and no rank was seen")
+    return Outcome(LOST, f"{message}; {checkpoint}", rank=unfinished.rank if unfinished else None, beat=furthest)
 
 
 def _back_off(code: int, in_vain: int) -> float:
@@ -80,38 +249,14 @@ def _back_off(code: int, in_vain: int) -> float:
     return min(_LONGEST_WAIT, first * 2 ** min(in_vain, 20)) * random.uniform(0.5, 1.0)
 
 
-def _report_restart(run_dir: Path, restarts: int, max_restarts: int, outcome: Outcome, wait: float) -> None:
+def _report_restart(run_dir: Path, which: str, outcome: Outcome, wait: float) -> None:
     """Write a line to the console and one to RUN/restarts.jsonl."""
     checkpoint = last_checkpoint_step(run_dir) or None
-    begin = f"step {checkpoint}" if checkpoint else "the beginning"
-    _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
+    _print(f"{which} in {wait:.1f} s, from {f'step {checkpoint}' if checkpoint else 'the beginning'}")
     step = outcome.beat.step if outcome.beat else None
-    record = {"time": now(), "restart": restarts, "code": outcome.code, "rank": outcome.rank, "step": step}
-    record |= {"checkpoint": checkpoint, "seconds_to_end": round(outcome.seconds, 2), "wait": round(wait, 2)}
-    append_record(run_dir / "restarts.jsonl", record | {"message": outcome.message})
-
-
-def _record_first_step(run_dir: Path, restart: int, failed_at: float) -> None:
-    """Write down how long training has stood still until the first new step after a restart."""
-    if restart:
-        seconds = round(time.monotonic() - failed_at, 1)
-        append_record(run_dir / "restarts.jsonl", {"restart": restart, "restart_seconds": seconds})
-
-
-def _suspect_step(run_dir: Path, done: int) -> str:
-    """The message about a step that has ended the run again and again; writes its images to a file."""
-    what = f"step {done + 1} has ended the run {_DEADLY} times in a row"
-
-    def name() -> str:
-        # The data need torch, which takes seconds to load.
-        from dino_ds.launching.suspect_images import write_step_images
-
-        try:
-            return f"{what}; its images are named in {write_step_images(run_dir, done)}: look at them, then start again"
-        except (UserError, OSError) as error:
-            return f"{what}; its images are not known ({error})"
-
-    return Disk(_NAMING_SECONDS).run(name, f"{what}; its images are not known: the disk does not answer")
+    record = {"time": now(), "restart": int(which.split()[1]), "code": outcome.code, "rank": outcome.rank, "step": step}
+    record |= {"checkpoint": checkpoint, "wait": round(wait, 2), "message": outcome.message}
+    append_record(run_dir / "restarts.jsonl", record)
 
 
 def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:
@@ -144,29 +289,3 @@ def _why_in_use(run_dir: Path) -> str:
 
 def _print(text: str) -> None:
     print(f"dino_ds: {text}", file=sys.stderr, flush=True)
-
-
-def _resumed(argv: Sequence[str]) -> list[str]:
-    """The same command with `--resume auto`, and another --master_port if its own is taken; one that other machines
-    must know stays."""
-    script = next(i for i, word in enumerate(argv) if Path(word).name == "train.py")
-    launcher, given = list(argv[: script + 1]), list(argv[script + 1 :])
-    if not any(word.startswith("--hostfile=") for word in launcher):
-        launcher = [_with_free_port(word) for word in launcher]
-    return [*launcher, *without(given, "--resume"), "--resume", "auto"]
-
-
-def without(words: Sequence[str], *names: str) -> list[str]:
-    """The words of a command line but for these options and their values."""
-    kept, dropped = list[str](), False
-    for word in words:
-        value, dropped = dropped and not word.startswith("-"), word in names
-        if not value and word.partition("=")[0] not in names:
-            kept.append(word)
-    return kept
-
-
-def _with_free_port(word: str) -> str:
-    name, _, port = word.partition("=")
-    taken = name == "--master_port" and not port_is_free(int(port))
-    return f"{name}={find_free_port()}" if taken else word

@@ -13,8 +13,6 @@ class LaunchOptions:
     """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
 
     hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
-    include: str | None = option(None, "only these of the hostfile: NAME@NAME:0,2", shown="all")
-    exclude: str | None = option(None, "all but these of the hostfile: NAME@NAME:0,2")
     ranks: Count | None = option(None, "processes on each machine", shown="the slots, or one a GPU, or 1")
     launcher: Literal["deepspeed", "torchrun"] = option("deepspeed", "who starts the processes")
     nodes: str | None = option(None, "with torchrun: machines, or LEAST:MOST of an elastic run", shown="1")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import pwd
+import re
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
 import pytest
 
 import dino_ds.cli.preflight as preflight
+from dino_ds.basics.durable import cache_folder
+from dino_ds.engine import rank_variables
+from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.launching import environment
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_variables_that_are_set_to_nothing_are_not_set():
     variables = {**dict.fromkeys(names, ""), "HOME": ""}
     preflight.forget_empty_ranks(variables)
     preflight.adopt_ranks(variables)
-    environment.check_ranks(variables)
+    rank_variables.check_ranks(variables)
     assert variables == {"HOME": ""}
     words = [sys.executable, "-m", "dino_ds", "train", "--data.root", "/nowhere"]
     everything = {**os.environ, **dict.fromkeys(names, "")}
@@ -168,11 +173,77 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
     ],
 )
 def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatch):
-    monkeypatch.setattr(environment, "_RESOLVE_SECONDS", 0.0)
+    monkeypatch.setattr(rank_variables, "_RESOLVE_SECONDS", 0.0)
     given = {name: value for name, value in (_RANK | changes).items() if value is not None}
     if says is None:
-        environment.check_ranks(given)
+        rank_variables.check_ranks(given)
         return
     with pytest.raises(ConfigError) as caught:
-        environment.check_ranks(given)
+        rank_variables.check_ranks(given)
     assert says in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def _files_with(pattern: str) -> set[str]:
+    package = Path(preflight.__file__).parents[1]
+    found = [path for path in package.rglob("*.py") if re.search(pattern, path.read_text())]
+    return {str(path.relative_to(package)) for path in found}
+
+
+def test_a_pod_s_variables_are_answered_by_every_command_that_joins_a_group(monkeypatch: pytest.MonkeyPatch):
+    """All but doctor's own two processes join in one place; DeepSpeed would ask for mpi4py there."""
+    assert _files_with(r"init_process_group\(|deepspeed\.init_distributed\(") == {
+        "engine/process.py",
+        "planning/doctor_speed.py",
+    }
+    for variables, says in (
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "RANK is '0' without LOCAL_RANK: start the ranks with deepspeed, torchrun"),
+        ({"RANK": None, "WORLD_SIZE": "4"}, "WORLD_SIZE is '4', and RANK is not set"),
+    ):
+        for name, value in (_RANK | {"LOCAL_RANK": None} | variables).items():
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+        with pytest.raises(ConfigError, match=says):
+            init_distributed()
+
+
+def test_a_user_without_a_home_and_a_name_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in a container; a folder that another user has made there is not taken."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    assert _files_with(r"Path\.home\(\)|getuser\(") == {"basics/durable.py"}
+    for name in ("HOME", "XDG_CACHE_HOME", "DINO_DS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert cache_folder() == tmp_path / f"dino_ds-{os.getuid()}"
+    cache_folder().mkdir()
+    assert cache_folder() == tmp_path / f"dino_ds-{os.getuid()}"
+    (tmp_path / "dino_ds-54321").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    assert cache_folder().parent == tmp_path and cache_folder() != tmp_path / "dino_ds-54321"
+
+
+LONG = """
+import multiprocessing, sys
+from multiprocessing.connection import Listener
+sys.path.insert(0, sys.argv[1])
+from dino_ds.basics.ports import shorten_socket_names
+shorten_socket_names()
+context = multiprocessing.get_context("forkserver")
+process = context.Process(target=Listener)  # in the process, as where it hands over a tensor
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("length", [10, 70, 200])
+def test_loader_processes_start_with_a_tmpdir_of_any_length(length: int, tmp_path: Path):
+    """Their sockets have names of 107 bytes at most. Every process that is not torch's own is started this way."""
+    assert _files_with(r"\(\"forkserver\"|_LoaderContext\(\)") == _files_with(r"    shorten_socket_names\(\)")
+    folder = tmp_path / ("x" * length)
+    folder.mkdir()
+    words = [sys.executable, "-c", LONG, str(Path(preflight.__file__).parents[2])]
+    done = subprocess.run(words, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr

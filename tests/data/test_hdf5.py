@@ -24,7 +24,7 @@ from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, UserError
-from dino_ds.launching.probe import _count_images
+from dino_ds.launching.checks import _count_images
 
 h5py = pytest.importorskip("h5py")
 NOISE = np.random.default_rng(0).integers(0, 256, (7, 20, 24, 3), dtype=np.uint8)

@@ -241,6 +241,10 @@ def fail() -> None:
     raise RuntimeError("planted by a test")
 
 
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def allocate() -> None:
     """More than any machine has, of torch's allocator."""
     import torch

@@ -42,6 +42,10 @@ PROCESSES = [
     Kind("rank 1 calls sys.exit(0)", (1, 1), "sys.exit(0) was called at step 7", at_step(8, (1,), act(sys.exit, 0))),
     Kind("rank 1 raises", (1, 1), "planted by a test", at_step(8, (1,), inject.fail)),
     Kind(
+        "rank 1 raises KeyboardInterrupt", (1, 1), "rank 1: RuntimeError: KeyboardInterrupt was raised at step 7",
+        at_step(8, (1,), inject.interrupt),
+    ),
+    Kind(
         "rank 1 is told a number out of range", (6, 2), "0 to 1 of WORLD_SIZE 2", at_once((1,), inject.told(RANK="3")),
         changes=QUICKER, goes_on=False,
     ),

@@ -32,7 +32,7 @@ import sys
 from pathlib import Path
 import dino_ds.launching.supervise as module
 module._FIRST_WAIT = 0.1
-sys.exit(module.supervise(sys.argv[2:], Path(sys.argv[1]), 1000))
+sys.exit(module.supervise(lambda _: sys.argv[2:], Path(sys.argv[1]), 1000))
 """
 
 
@@ -86,7 +86,11 @@ class Target:
         return [process for process, rank in self._processes() if rank is None]
 
     def monitors(self) -> list[psutil.Process]:
-        return [process for process, _ in self._processes() if "dino_ds.health.monitor" in process.cmdline()]
+        return [
+            process
+            for process, _ in self._processes()
+            if any("dino_ds.health.monitor" in word for word in process.cmdline())
+        ]
 
     def _processes(self) -> list[tuple[psutil.Process, str | None]]:
         """Processes of the run, parents first, and RANK of their environment."""

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dino_ds.errors import ConfigError
@@ -19,7 +20,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.files import Disk
 from dino_ds.health.monitored import Standstill
-from dino_ds.health.processes import alive, death_of, find_process, launchers_above
+from dino_ds.health.processes import SUPERVISOR, Process, death_of, find_process, launchers_above
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
@@ -242,47 +243,43 @@ def test_a_beat_is_read_through_its_descriptor():
     os.close(mine.descriptor)
 
 
-def _wait_for_the_end(found):
-    end = time.monotonic() + 60
-    while alive(found.pid, found.ticks) and time.monotonic() < end:
-        time.sleep(0.01)
-
-
 def test_how_a_process_has_ended_and_whether_a_pid_is_still_its_own():
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        found = find_process(process.pid)
-        assert found is not None and alive(found.pid, found.ticks) and not alive(found.pid, found.ticks + 1)
-        assert found.parent == os.getpid()
-        process.kill()
-        _wait_for_the_end(found)
-        assert death_of(process.pid) == "by SIGKILL"
-    assert find_process(process.pid) is None and death_of(process.pid) == ""
-    with subprocess.Popen(["sh", "-c", "exit 0"]) as process:
-        _wait_for_the_end(find_process(process.pid))
-        assert death_of(process.pid) == "with exit code 0"
+    ends = {"sleep 60": "by SIGKILL", "exit 0": "with exit code 0", "exit 3": "with exit code 3"}
+    for command, how in ends.items():
+        with subprocess.Popen(["sh", "-c", command]) as process:
+            found = find_process(process.pid)
+            if how == "by SIGKILL":
+                assert found.alive and not Process(found.pid, found.ticks + 1).alive
+                process.kill()
+            while found.alive:
+                time.sleep(0.01)
+            assert death_of(process.pid) == how
+    assert not find_process(process.pid).alive and death_of(process.pid) == ""
 
 
 def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_path):
-    """A rank's parent is its launcher, whatever it is called; a shell may end and leave its jobs."""
+    """A rank's parent is its launcher, whatever it is called; a shell may end and leave its jobs; the supervisor is
+    named by the environment."""
     launcher = tmp_path / "torchrun"
     launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
     other = tmp_path / "other.py"
     other.write_text(launcher.read_text())
     command = tmp_path / "deepspeed"  # the command that a user types starts another launcher
     command.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(launcher)!r}])")
-    cases = ((launcher, False, 1), (other, False, 0), (other, True, 1), (command, False, 2), (command, True, 2))
-    for script, of_a_rank, count in cases:
+    for script, of_name, of_rank in ((launcher, 1, 1), (other, 0, 1), (command, 2, 2)):
         with subprocess.Popen([sys.executable, str(script)], start_new_session=True) as parent:
-            below = [parent.pid]
+            below = [psutil.Process(parent.pid)]
             while len(below) < 2 + (script == command):
-                below += map(int, Path(f"/proc/{below[-1]}/task/{below[-1]}/children").read_text().split())
-            found = [process.pid for process in launchers_above(below[-1], of_a_rank)]
-            assert found[:count] == below[-2::-1][:count] and (count or not found)
+                below += below[-1].children()
+            *above, rank = [process.pid for process in below]
+            for environment, count in (({}, of_name), ({"RANK": "0"}, of_rank)):
+                found = [process.pid for process in launchers_above(rank, environment)]
+                assert found[:count] == above[::-1][:count] and (count or not found)
             os.killpg(parent.pid, signal.SIGKILL)
-    with subprocess.Popen(
-        ["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
-    ) as shell:
-        assert launchers_above(int(shell.stdout.readline()), True) == []
+    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as shell:
+        while not (children := psutil.Process(shell.pid).children()):
+            time.sleep(0.01)
+        assert launchers_above(children[0].pid, {"RANK": "0", SUPERVISOR: "12.34"}) == [Process(12, 34)]
         os.killpg(shell.pid, signal.SIGKILL)
 
 

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,22 @@ from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _check_batches
 from dino_ds.launching.plan import LaunchPlan
-from dino_ds.launching.probe import Answer, _count_images, answer
 from dino_ds.options.machine import LaunchOptions
 from tests.launching.cluster import REPOSITORY
 from tests.run.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
 SAME = {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "dino_ds": "0.1.0"}
-ANSWER = Answer("w1", SAME, "c0de", [GPU, GPU], (64.0, 60.0), {"a.json": 1}, 1000, True, True, 100.0)
-HERE = checks.Reply(Host("this machine", (0,)), ANSWER, received=100.0)
+ANSWER = checks.Answer(SAME, "c0de", [GPU, GPU], (64.0, 60.0), {"a.json": 1}, 1000, True, True)
+HERE = checks.Reply(Host("this machine", (0,)), ANSWER)
 
 
 def _reply(name="w2", slots=(0, 1), **changes):
-    return checks.Reply(Host(name, slots), dataclasses.replace(ANSWER, **changes), received=100.0)
+    return checks.Reply(Host(name, slots), dataclasses.replace(ANSWER, **changes))
+
+
+def _answers(*replies):
+    return {reply.host: reply.answer for reply in replies}
 
 
 def _texts(problems):
@@ -52,9 +54,8 @@ def _texts(problems):
     ],
 )
 def test_what_stops_a_machine_is_named(changes, says):
-    found = _texts(checks._machine_problems(_reply(**changes), HERE, Path("/runs/a"), 29500))
-    assert len(found) == len(says)
-    assert all(text.startswith("w2: ") and part in text for text, part in zip(found, says, strict=True))
+    found = checks._differences(_reply(**changes).answer, ANSWER, Path("/runs/a"), 29500)
+    assert all(part in text for text, part in zip(found, says, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -66,23 +67,19 @@ def test_what_stops_a_machine_is_named(changes, says):
         ([_reply(slots=(0, 3))], [True], ["2 GPUs are found for slot 3"]),
         ([_reply(gpus=[GPU, {**GPU, "free_gib": 10.0}])], [False], ["GPU 1 has 10.0 of 40.0 GiB free"]),
         ([_reply(slots=(0,), gpus=[GPU, {**GPU, "free_gib": 10.0}])], [], []),
-        ([_reply(), _reply("w3", gpus=[{**GPU, "name": "V100"}] * 2)], [False], ["GPUs differ"]),
     ],
 )
 def test_gpus_are_compared_with_slots(replies, stops, says, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    found = checks._gpus(replies)
+    found = checks._gpus(_answers(*replies))
     assert [problem.stops for problem in found] == stops
     assert all(part in text for text, part in zip(_texts(found), says, strict=True))
 
 
-def test_images_and_clocks():
-    found = checks._images_seen([_reply(), _reply("w3", images=0), _reply("w4", images=7)], "/images")
+def test_images_that_some_machines_lack():
+    found = checks._images_seen(_answers(_reply(), _reply("w3", images=0), _reply("w4", images=7)), "/images")
     assert [text.split(":")[0] for text in _texts(found)] == ["w3", "w4"] and "mount it" in found[0].text
-    assert checks._images_seen([_reply(images=0)], None) == []
-    clocks = checks._clocks([_reply(clock=104.0), _reply("w3", clock=160.0), _reply("w4", clock=10.0)])
-    assert [("ahead" in text, "behind" in text) for text in _texts(clocks)] == [(True, False), (False, True)]
-    assert not any(problem.stops for problem in clocks)
+    assert checks._images_seen(_answers(_reply(images=0)), None) == []
 
 
 def test_images_of_every_form_are_counted(tmp_path):
@@ -90,7 +87,7 @@ def test_images_of_every_form_are_counted(tmp_path):
     for number in range(3):
         (tmp_path / f"train-{number:03d}.tar").touch()
     roots = {"images": 7, "train-{000..002}.tar": 3, "train-*.tar": 3, "train-{000..005}.tar": 0, "none": 0}
-    assert {root: _count_images(str(tmp_path / root)) for root in roots} == roots
+    assert {root: checks._count_images(str(tmp_path / root)) for root in roots} == roots
 
 
 def test_why_a_machine_is_silent():
@@ -124,7 +121,7 @@ def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_p
     def ask(host, command, question):
         silent = host.name == "w2"
         assert command[0] == (sys.executable if host.name == "this machine" else "ssh")
-        return checks.Reply(host, None if silent else answer(question), "not reachable" * silent, time.time())
+        return checks.Reply(host, None if silent else checks.answer(question), "not reachable" * silent)
 
     monkeypatch.setattr(checks, "_ask", ask)
     monkeypatch.setattr(checks.shutil, "which", lambda name: name)
