@@ -1,4 +1,4 @@
-"""`dino-ds shard`: the images of any source as tar shards in WebDataset's layout, with an index and checksums."""
+"""`dino-ds shard`: the images of any source as tar shards in WebDataset's layout, with checksums."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from dino_ds.basics.ports import shorten_socket_names
 from dino_ds.commands.shard_writer import ShardRecord, Shrink, names_digest, repack, start_worker, write_shard
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.image_set import changed_images, facts_of_images
-from dino_ds.data.listing import save_listing
+from dino_ds.data.shards import CLASSES
 from dino_ds.data.sources import build_source
-from dino_ds.data.tar_index import CLASSES, INDEX, index_shards
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions
@@ -179,7 +178,7 @@ def _read_progress(folder: Path) -> Iterator[ShardRecord]:
 
 
 def _finish(folder: Path, images: Source, records: list[ShardRecord]) -> None:
-    """Write checksums, class names, unreadable images and last the index."""
+    """Write class names, unreadable images and last the checksums."""
     if images.classes is not None:
         _write_whole(folder / CLASSES, "".join(f"{' '.join(name.split())}\n" for name in images.classes))
     bad = [text for record in records for text in record.bad]
@@ -188,9 +187,6 @@ def _finish(folder: Path, images: Source, records: list[ShardRecord]) -> None:
     if len(bad) == len(images):
         raise DataError(f"none of {len(images)} images can be read, the first one {bad[0]}")
     _write_whole(folder / CHECKSUMS, "".join(f"{record.sha256}  {record.name}\n" for record in records))
-    names = [record.name for record in records]
-    save_listing(folder / INDEX, index_shards([str(folder / name) for name in names], names))
-    os.chmod(folder / INDEX, (folder / names[0]).stat().st_mode)  # lists in the cache are private
 
 
 def _write_whole(path: Path, text: str) -> None:

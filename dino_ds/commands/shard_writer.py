@@ -22,7 +22,7 @@ from PIL import Image
 from dino_ds.basics.durable import replacing
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage
-from dino_ds.data.formats import ENDINGS, EXTENSIONS, open_raster
+from dino_ds.data.formats import ENDINGS, EXTENSIONS
 from dino_ds.data.images import pillow_values
 from dino_ds.errors import DataError
 
@@ -96,7 +96,7 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
     """A JPEG whose shorter side is `side`, upright, or None if the file stays as it is. Raises UnreadableImage."""
     image = EncodedImage(data, name, None, channels=None)
     shorter = min(image.width, image.height)
-    if shorter <= side or image.deep or open_raster(data, channels=None) is not None:  # a JPEG has 8 bits
+    if shorter <= side or image.deep or image.is_raster:  # a JPEG has 8 bits
         return None
     if image.width * image.height > _MAX_PIXELS:
         raise UnreadableImage(name, f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS}")

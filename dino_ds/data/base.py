@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
+
+_HEAD = 500
 
 
 class UnreadableImage(Exception):
@@ -18,6 +22,22 @@ class UnreadableImage(Exception):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.reason})"
+
+
+def find_placeholder(path: str) -> str | None:
+    """What stands in the place of a file; None for anything else."""
+    with suppress(OSError), open(path, "rb") as file:
+        return what_else_it_is(file.read(_HEAD))
+    return None
+
+
+def what_else_it_is(head: bytes) -> str | None:
+    """What stands in the place of a file, by its first bytes; None for anything else."""
+    if head.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS in place of the file: git lfs pull fetches it"
+    if re.match(rb"\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)", head[:_HEAD], re.IGNORECASE):
+        return "a web page in place of the file: download it again"
+    return None
 
 
 class Source(Protocol):

@@ -3,25 +3,24 @@
 8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
 
 JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. What Pillow
-can't read, or not whole: `formats.open_raster`. All else, and JPEGs with a fault: Pillow.
+can't read, or not whole: `formats.open_file`. All else, and JPEGs with a fault: Pillow.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from dino_ds.data.base import Joined, Source, UnreadableImage
-from dino_ds.data.formats import open_raster
+from dino_ds.data.base import Joined, Source, UnreadableImage, what_else_it_is
+from dino_ds.data.formats import open_file
 from dino_ds.data.images import (
-    PILLOW,
+    WITH_ALPHA,
     ValueRange,
     deep_values,
     in_channels,
@@ -31,12 +30,15 @@ from dino_ds.data.images import (
     to_rgb,
     to_unit,
 )
+from dino_ds.data.metadata import without_metadata
 from dino_ds.data.raster import Raster
+from dino_ds.data.tiff import check_nodata
 from dino_ds.errors import one_line
 
 MAX_PIXELS = 50_000_000
 """The largest image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
+_T = TypeVar("_T")
 _LITTLE = 64 * 2**20
 _REASON = 300
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
@@ -147,19 +149,41 @@ class EncodedImage:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            image = self._image = open_raster(data, channels) or Image.open(io.BytesIO(data), formats=[*PILLOW])
-            self.mode, self.format = image.mode, image.format or ""
-            orientation: Any
-            if isinstance(image, Raster):
-                self.deep, stored, orientation = image.deep, image.channels, image.orientation
-                _check_size(image.width, image.height, name, max_pixels, stored)
-            else:
-                _check_size(image.width, image.height, name, max_pixels)
-                self.deep, stored = is_deep(image, data), 1 if is_grey(image) else 3
-                orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
-            self._orient(image, orientation)
-        self._is_grey = stored == channels == 1
-        self.channels = 3 if stored == 1 and channels != 1 else stored
+            self._without_bad_metadata(lambda data: self._open(data, channels, max_pixels))
+
+    def _open(self, data: bytes, wanted: int | None, max_pixels: int | None) -> None:
+        image, self._opened = open_file(data, wanted), data
+        self._image = image
+        self.mode, self.format, self.is_raster = image.mode, image.format or "", isinstance(image, Raster)
+        orientation: Any
+        if isinstance(image, Raster):
+            self.deep, stored, orientation = image.deep, image.channels, image.orientation
+            _check_size(image.width, image.height, self._name, max_pixels, stored)
+        else:
+            _check_size(image.width, image.height, self._name, max_pixels)
+            self.deep, stored = is_deep(image, data), 1 if is_grey(image) else 3
+            orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
+            if wanted is not None and wanted == WITH_ALPHA.get(image.mode):
+                stored = wanted
+        self._orient(image, orientation)
+        self._is_grey, self._reopen = stored == wanted == 1, lambda data: self._open(data, wanted, max_pixels)
+        self.channels = 3 if stored == 1 and wanted != 1 else stored
+
+    def _without_bad_metadata(self, read: Callable[[bytes], _T]) -> _T:
+        """What `read` makes of the file; where it fails, of the file without metadata. Raises the first error."""
+        try:
+            return read(self._data)
+        except (UnreadableImage, MemoryError):
+            raise
+        except Exception:
+            whole = self._data
+            for less in without_metadata(whole):
+                if less != self._data:
+                    self._data = less
+                    with suppress(Exception):
+                        return read(less)
+            self._data = whole
+            raise
 
     def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
         """Sets the upright size, and what turns the decoder's pixels upright: once, also where Pillow does it."""
@@ -183,20 +207,26 @@ class EncodedImage:
         Raises UnreadableImage.
         """
         with self._naming_errors():
-            values = self._stored(shrink)
+            values = self._without_bad_metadata(lambda data: self._stored(data, shrink))
+            if self.deep:
+                check_nodata(self._image, values)
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
-    def _stored(self, shrink: int) -> np.ndarray:
+    def _stored(self, data: bytes, shrink: int) -> np.ndarray:
         """The values as the file's decoder gives them."""
+        if data is not self._opened:
+            self._reopen(data)
         image = self._image
         if isinstance(image, Raster):
             return image.read()
         if self.deep:
-            return deep_values(image, self._data)
+            return deep_values(image, data, self.channels)
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
+            array = _decode_jpeg(data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
             if array is not None:
                 return array
+        if self.channels == WITH_ALPHA.get(image.mode):
+            return np.array(image)
         return np.array(image.convert("L") if self._is_grey else to_rgb(image))
 
     @contextmanager
@@ -206,7 +236,7 @@ class EncodedImage:
         except UnreadableImage:
             raise
         except Image.UnidentifiedImageError:
-            raise UnreadableImage(self._name, "not an image") from None
+            raise UnreadableImage(self._name, what_else_it_is(self._data) or "not an image") from None
         except MemoryError:
             # An image too large for a decoder is the image's fault; where little is left either, nothing can go on.
             bytearray(_LITTLE)

@@ -20,9 +20,13 @@ _GREYS = ("MONOCHROME1", "MONOCHROME2")
 _TAGS = (
     "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
     "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope", "RescaleIntercept",
-    "ModalityLUTSequence", "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
+    "ModalityLUTSequence", "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+    "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
 )  # fmt: skip
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
+_IMPLICIT, _EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
+_TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")
+"""Types of the first elements of a file."""
 _SPARE = 1 << 16
 
 
@@ -40,18 +44,23 @@ def _open(data: bytes, wanted: int | None) -> Raster:
     if _DEFLATED in data:  # pydicom would inflate it without a limit
         raise ValueError("a deflated DICOM file: write it uncompressed")
     with _quiet():
-        found = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS))
+        found = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS), force=True)
+        if "TransferSyntaxUID" not in found.file_meta:  # as in files without a header, which are not compressed
+            is_implicit = found.original_encoding[0]
+            found.file_meta.TransferSyntaxUID = pydicom.uid.UID(_IMPLICIT if is_implicit else _EXPLICIT)
         frames, color = int(found.get("NumberOfFrames") or 1), str(found.get("PhotometricInterpretation"))
         if "PixelData" not in found:
             raise ValueError("a DICOM file without an image")
         if frames > 1:
             raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
-        if color not in _COLORS + _GREYS or "ModalityLUTSequence" in found:
+        transforms = _transforms(found)
+        if color not in _COLORS + _GREYS or any(one.get("ModalityLUTSequence") for one in transforms):
             what = "a modality LUT" if color in _GREYS else f"colors as {color}"
             raise ValueError(f"{what} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
         width, height, bits = (int(found[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
-        slope, intercept = (float(found.get(name) or 0) for name in ("RescaleSlope", "RescaleIntercept"))
-        rescale = (slope if "RescaleSlope" in found else 1.0, intercept)
+        rescale = _number(transforms, "RescaleSlope", 1.0), _number(transforms, "RescaleIntercept", 0.0)
+        if not rescale[0]:
+            raise ValueError("a rescale slope of 0 in a DICOM file, which makes all pixels equal")
         stored_bits = int(found.BitsStored)
         highest = int(found.get("HighBit", stored_bits - 1))
         if highest != stored_bits - 1:
@@ -69,6 +78,26 @@ def _open(data: bytes, wanted: int | None) -> Raster:
         return _rescaled(stored, *rescale) if rescaled else spread(stored, stored_bits)
 
     return Raster("DICOM", width, height, int(found.SamplesPerPixel), deep, read)
+
+
+def _transforms(found: Any) -> list[Any]:
+    """Where the numbers of the rescaling may stand: of the frame, of all frames, of the file."""
+    groups = (found.get(name) or () for name in ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"))
+    items = (item.get("PixelValueTransformationSequence") or () for group in groups for item in group[:1])
+    return [*(one for some in items for one in some[:1]), found]
+
+
+def _number(places: list[Any], name: str, default: float) -> float:
+    """The first number of that name; one without a value is as good as none."""
+    values = (one.get(name) for one in places)
+    return next((float(value) for value in values if value not in (None, "")), default)
+
+
+def _is_dicom(data: bytes) -> bool:
+    """Also without the preamble of 128 bytes: its first element is of group 2 or 8, of a type that such ones have."""
+    if data[128:132] == b"DICM":
+        return True
+    return data[:2] in (b"\2\0", b"\x08\0") and data[3:4] == b"\0" and (data[4:6] in _TYPES or data[5:8] == bytes(3))
 
 
 @contextmanager
@@ -111,4 +140,4 @@ def _check_coding(found: Any, size: int) -> None:
         pass  # run lengths, or a kind of JPEG that Pillow doesn't know
 
 
-DICOM = Format("DICOM", (".dcm",), lambda data: data[128:132] == b"DICM", _open)
+DICOM = Format("DICOM", (".dcm", ".dicom", ".ima"), _is_dicom, _open)

@@ -13,23 +13,11 @@ from PIL import Image
 from dino_ds.basics.text_file import opened
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
-from dino_ds.data.formats import HDF5
 from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Labels, Listing, printable
 
 MAX_BYTES = 1 << 30
 """A larger file is not an image."""
-
-
-def note_left_out(files: list[bytes]) -> list[str]:
-    """A note on files of `OTHER_KINDS`, or none if there are none."""
-    if not files:
-        return []
-    such = printable(os.fsdecode(min(files)))
-    remedy = "convert them to JPEG, PNG or TIFF"
-    if such.lower().endswith(HDF5):
-        remedy = "name HDF5 files themselves as data.root"
-    return [f"{len(files)} files that can't be read are left out, such as {such}: {remedy}"]
 
 
 class EncodedImages(ABC):

@@ -15,7 +15,7 @@ from dino_ds.basics.digits import range_text
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, JoinedPart, Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
-from dino_ds.data.images import ValueRange, evenly_spaced_indices, extremes, why_not_scaled
+from dino_ds.data.images import WITH_ALPHA, ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
@@ -75,8 +75,9 @@ class Sample:
         for index in indices:
             try:
                 image = open_image(source, index, max_pixels, channels=wanted)
-                values = image.values() if image.deep and image.channels == wanted else None
-                if values is not None:
+                asks = getattr(image, "mode", None) in WITH_ALPHA  # alpha, or a band: its values tell
+                values = image.values() if (image.deep or asks) and image.channels == wanted else None
+                if values is not None and image.deep:
                     name = source.name(index)
                     self.deep.append(DeepImage(name, values.dtype.name, *extremes(values, name)))
             except Exception as error:  # a source of the user's may raise anything: training says what, of which image

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import ListedFiles, note_left_out
-from dino_ds.data.formats import EXTENSIONS, OTHER_KINDS
+from dino_ds.data.encoded import ListedFiles
+from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
     Contents,
@@ -26,12 +26,15 @@ from dino_ds.data.listing import (
     Packer,
     Texts,
     find_listing,
+    is_hidden,
     label_arrays,
     printable,
 )
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
+_VERSION = 2
+"""Of what is listed: lists in the cache with another number are made anew."""
 _LOOKED_AT = 20
 """Number of lines of a list that are looked at."""
 _THREADS = 16
@@ -55,7 +58,7 @@ class ImageFolder(ListedFiles):
             raise DataError(describe_missing(folder))
         self._folder = str(folder)
         real = os.path.realpath(folder)
-        key = f"{real}\n{EXTENSIONS}"
+        key = f"{real}\n{EXTENSIONS}\n{_VERSION}"
         super().__init__(find_listing("folder", key, lambda known: _is_current(real, known), lambda: _build(folder)))
         self.notes: list[str] = self._listing.about.get("notes", [])
 
@@ -63,8 +66,8 @@ class ImageFolder(ListedFiles):
 class ListFile(ListedFiles):
     """Images in the order of the lines, `path` or `path<TAB>class`; paths are relative to the list's own folder.
 
-    Empty lines and those that begin with # are left out. The parsed list comes from the cache while the file has the
-    same size and time. Raises DataError if nothing is listed, or if none of 20 lines looked at is a file.
+    Empty lines, those that begin with # and hidden files are left out. The parsed list comes from the cache while the
+    file has the same size and time. Raises DataError if nothing is listed, or if none of 20 lines looked at is a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -72,10 +75,11 @@ class ListFile(ListedFiles):
         self._folder = str(listed.parent)
         try:
             now = listed.stat()
-            key = f"{listed}\n{now.st_size}\n{now.st_mtime_ns}"
+            key = f"{listed}\n{now.st_size}\n{now.st_mtime_ns}\n{_VERSION}"
             super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed)))
         except OSError as error:
             raise DataError(f"{printable(str(listed))} cannot be read: {error.strerror or error}") from None
+        self.notes: list[str] = self._listing.about.get("notes", [])
         if not len(self):
             raise DataError(f"{printable(str(listed))} lists no images: it must have one path a line")
         some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
@@ -91,7 +95,7 @@ class ListFile(ListedFiles):
 class _Folder:
     """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change.
 
-    others: paths of what has an ending of `OTHER_KINDS`.
+    others: paths of files that may be images of kinds that nothing here reads.
     """
 
     path: bytes
@@ -177,7 +181,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
         where = os.stat(here)  # before the entries: what is added meanwhile changes the time
         with os.scandir(here) as entries:
             for entry in entries:
-                if entry.name.startswith(b".") or entry.name == b"lost+found":
+                if is_hidden(entry.name):
                     continue
                 if _is_folder(entry):
                     (linked if entry.is_symlink() else folders).append(prefix + entry.name)
@@ -185,7 +189,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
                     files += 1
                     if entry.name.lower().endswith(_ENDINGS):
                         images.append(entry.name)
-                    elif entry.name.lower().endswith(OTHER_KINDS):
+                    elif is_left_out(entry.name):
                         others.append(prefix + entry.name)
     except OSError as error:
         raise DataError(
@@ -224,7 +228,8 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 
 def _parse(path: Path) -> Contents:
-    names, labels, numbers = Packer(), array("i"), dict[bytes, int]()
+    names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
+    folder = os.fsencode(path.parent) + b"/"
     with open(path, "rb") as lines:
         for number, line in enumerate(lines):
             if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -235,11 +240,19 @@ def _parse(path: Path) -> Contents:
             label = label.strip()
             if not name.strip() or name.startswith(b"#"):
                 continue
+            below = name.removeprefix(folder)
+            if is_hidden(os.path.basename(name) if below.startswith(b"/") else below):
+                hidden.append(name)
+                continue
             names.add(name)
             labels.append(numbers.setdefault(label, len(numbers)) if label else -1)
     classes = sorted(numbers, key=_natural)
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
-    return Contents({**names.arrays("names"), **arrays})
+    notes = []
+    if hidden:
+        such = printable(os.fsdecode(hidden[0]))
+        notes.append(f"{len(hidden)} lines are left out, such as {such}: its name, or a folder's, begins with a dot")
+    return Contents({**names.arrays("names"), **arrays}, {"notes": notes})
 
 
 def _natural(name: bytes) -> tuple[bool, int, bytes]:

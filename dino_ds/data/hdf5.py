@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 import os
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import MAX_BYTES, EncodedImages
-from dino_ds.data.formats import HDF5
 from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
@@ -26,13 +25,6 @@ _MOST_NAMES = 10_000
 _MOST_ROWS = 10**9
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
-_NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)", re.IGNORECASE)
-
-
-def split_dataset(root: str) -> tuple[str, str | None]:
-    """`file.h5:/images` -> the file, or a pattern of files, and the name of its dataset; None for one without."""
-    match = _NAMED.fullmatch(root)
-    return (match[1], match[2]) if match else (root, None)
 
 
 class Hdf5Images(EncodedImages):
@@ -55,12 +47,14 @@ class Hdf5Images(EncodedImages):
                     if problem := _problem(dataset):
                         raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
                     self._names.append(dataset.name)
+                    self.notes += _note_chunks(dataset, file)
                     counts.append(len(dataset))
                     labels.append(_labels_beside(opened, dataset, self.notes))
             except DataError as error:
                 raise DataError(f"{error}") from None
             except Exception as error:  # h5py raises OSError, KeyError, RuntimeError and others for a broken file
-                raise DataError(f"{printable(file)} cannot be read as HDF5: {one_line(error, 200)}") from None
+                reason = find_placeholder(file) or one_line(error, 200)
+                raise DataError(f"{printable(file)} cannot be read as HDF5: {reason}") from None
         self._ends = np.cumsum(counts)
         self.labels, self.classes = _number(labels)
 
@@ -182,14 +176,41 @@ def _problem(dataset: Any) -> str:
         return f"has chunks {dataset.chunks} of more than {MAX_BYTES >> 20} MiB, and an image costs a whole one"
     if len(shape) == 1:
         is_bytes = kind.kind == "V" and kind.names is None and kind.subdtype is None and 0 < kind.itemsize <= MAX_BYTES
-        return "" if is_bytes or import_h5py().check_vlen_dtype(kind) == np.uint8 else f"has values of type {kind}"
+        if not is_bytes and import_h5py().check_vlen_dtype(kind) != np.uint8:
+            return f"has values of type {kind}"
+        return _why_not_stored(dataset)
     if kind.kind not in "uif" or kind.itemsize > 8:
         return f"has values of type {kind}"
-    if len(shape) not in (3, 4) or min(shape) < 1 or (len(shape) == 3 and shape[2] <= 4):
+    if len(shape) not in (3, 4) or min(shape) < 1 or (len(shape) == 3 and shape[2] <= 4) or max(shape[1:]) < 2:
         return f"has the shape {shape}"  # (h, w, 3) is one image, not h of them
     if int(np.prod(shape[1:], dtype=object)) * kind.itemsize > MAX_BYTES:
         return f"has images of more than {MAX_BYTES >> 20} MiB"
-    return "" if dataset.id.get_storage_size() else "has no values: none were written"
+    return _why_not_stored(dataset)
+
+
+def _why_not_stored(dataset: Any) -> str:
+    """Why a dataset can't have so many images as it claims; "" if it may: each takes a byte of the file at least."""
+    if not dataset.id.get_storage_size():
+        return "has no values: none were written"
+    there = os.stat(dataset.file.filename).st_size
+    return f"has {len(dataset)} images in a file of {there} bytes" if len(dataset) > there else ""
+
+
+def _note_chunks(dataset: Any, file: str) -> list[str]:
+    """Notes on chunks that cost each image far more than its own bytes, and on those that were never written."""
+    if not dataset.chunks:
+        return []
+    where, notes = printable(f"{file}:{dataset.name}"), list[str]()
+    size = int(np.prod(dataset.chunks, dtype=object)) * dataset.dtype.itemsize
+    if dataset.chunks[0] > 1 and size > _CACHE:
+        notes.append(
+            f"each image of {where} costs a chunk of {size >> 20} MiB, {dataset.chunks[0]} images: "
+            "write it with one image in each chunk"
+        )
+    grid = math.prod(-(-side // chunk) for side, chunk in zip(dataset.shape, dataset.chunks, strict=True))
+    if missing := grid - dataset.id.get_num_chunks():
+        notes.append(f"{missing} of {grid} chunks of {where} were never written: their images are of one color")
+    return notes
 
 
 def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | None:
@@ -201,7 +222,7 @@ def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | 
         found = group[name]
         if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
             continue
-        if found.dtype.kind in "ui" and found.shape in ((len(dataset),), (len(dataset), 1)):
+        if found.dtype.kind in "ui" and found.shape == (len(dataset), *[1] * (found.ndim - 1)):
             return np.asarray(found[()], np.int64).reshape(-1)
         what = f"{found.name} {found.shape} {found.dtype} of {opened.filename} is not read as classes"
         notes.append(printable(f"{what}: it must be whole numbers, one an image"))

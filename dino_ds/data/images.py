@@ -14,7 +14,7 @@ from dino_ds.basics.digits import range_text
 from dino_ds.data.base import UnreadableImage
 
 PILLOW = {
-    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "JPEG": (".jpg", ".jpeg", ".jfif", ".jpe"),
     "PNG": (".png",),
     "WEBP": (".webp",),
     "BMP": (".bmp",),
@@ -34,8 +34,12 @@ PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
 _SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
 """Values of these tags: a plane for each channel; integers without and with a sign."""
 _WHITE = 65535
+WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
+"""Modes whose last channel is called alpha, and how many channels these have."""
+_FEW_ALPHAS = 16
+"""Different values of an alpha channel between nothing and all that are no image's."""
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
-"""Modes whose channels may be wanted as they are, and how many these are."""
+"""Modes of a class's images whose channels may be wanted as they are, and how many these are."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
 """Pillow's names of the values of which it keeps one byte, and can be made to give both."""
 
@@ -60,9 +64,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return converted
     if mode == "La":
         image = image.convert("LA")  # Pillow's only way out of it
-    if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+    if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:
         # What lies under full transparency is arbitrary, so it must not become visible.
         layer = image.convert("RGBA")
+        if mode in WITH_ALPHA:
+            _check_alpha(np.asarray(layer.getchannel("A")), 255)
         white = Image.new("RGBA", layer.size, "white")
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")
@@ -131,8 +137,9 @@ def in_channels(values: np.ndarray, channels: int) -> np.ndarray:
     return values if values.ndim == 3 else np.repeat(values[:, :, None], 1 if channels == 1 else 3, axis=2)
 
 
-def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
-    """Stored values of a deep image: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white.
+def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3) -> np.ndarray:
+    """Stored values of a deep image: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white,
+    but RGBA (h, w, 4) as it is where 4 `channels` are wanted.
 
     `data` is its file, which is needed for RGB. Raises ValueError for what can't be read without loss.
     """
@@ -146,10 +153,23 @@ def deep_values(image: Image.Image, data: bytes | None = None) -> np.ndarray:
     values = None if data is None else _both_bytes(image, data)
     if values is None:
         raise ValueError(f"more than 8 bits a channel can't be read from {image.format} {image.mode}: make it RGB PNG")
-    if values.shape[2] == 4:
+    if values.shape[2] == 4 and channels != 4:
+        _check_alpha(values[:, :, 3], _WHITE)
         alpha = values[:, :, 3:].astype(np.uint64)
         values = ((values[:, :, :3] * alpha + _WHITE * (_WHITE - alpha) + _WHITE // 2) // _WHITE).astype(np.uint16)
     return values
+
+
+def _check_alpha(alpha: np.ndarray, white: int) -> None:
+    """Raises ValueError for a last channel of many values, most of what is not transparent in between: as an infrared
+    band would look, which may not be laid on white."""
+    counts = np.bincount(alpha.reshape(-1), minlength=white + 1)
+    between = counts[1:white]
+    if between.sum() > counts[white] and np.count_nonzero(between) > _FEW_ALPHAS:
+        raise ValueError(
+            "its last channel is called alpha and varies like an image's: take all channels (--model.in_chans 4 for "
+            "RGB and one more), or write the file without it"
+        )
 
 
 def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
@@ -212,6 +232,8 @@ def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
     """uint16 (h, w, 3 or 4); None where Pillow has no such mode. It keeps the high byte of two, and told of the other
     byte order the low one."""
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
+        if other.format == "TIFF":
+            other.seek(image.tell())
         modes = _raw_modes(other)
         if not all(map(_BOTH_BYTES.fullmatch, modes)):
             return None

@@ -30,9 +30,17 @@ from dino_ds.errors import DataError
 _FORMAT = 1
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
+LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
+"""Names that a column or key of classes has."""
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
 """The newest three files of a list stay, and those opened within a week: jobs may still start workers on them."""
+
+
+def is_hidden(path: bytes) -> bool:
+    """Whether a file is left out of every set of images: its name, or a folder's in its path, begins with a dot."""
+    parts = path.split(b"/")
+    return any((part.startswith(b".") and part not in (b".", b"..")) or part == b"lost+found" for part in parts)
 
 
 class Texts(Sequence[str]):

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.formats import EXTENSIONS
-from dino_ds.data.hdf5 import split_dataset
+from dino_ds.data.formats import EXTENSIONS, split_part
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000
@@ -57,7 +56,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
 
 def _holds_images(root: str, source: str) -> bool:
     """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
-    path, _ = split_dataset(os.path.expanduser(root))
+    path, _ = split_part(os.path.expanduser(root))
     if source == "photos":
         return True  # those of the package have no root
     if not os.path.isdir(path):

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.data.base import UnreadableImage
+from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.listing import Labels, printable
+from dino_ds.data.listing import LABEL_NAMES, Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
-_LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 _OPEN_FILES = 32
 """Files a process keeps open at most, with what their footers say."""
 _MOST_BYTES = 1 << 30
@@ -37,7 +36,7 @@ class ParquetImages(EncodedImages):
     def __init__(self, files: list[str]) -> None:
         parquet = import_parquet()
         self._files = [os.path.abspath(file) for file in files]
-        first, groups, labels = 0, [], list[Any]()
+        first, groups, labels, known_bytes = 0, [], list[Any](), False
         self.notes: list[str] = []
         for number, file in enumerate(self._files):
             try:
@@ -54,6 +53,7 @@ class ParquetImages(EncodedImages):
                             f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
                             " and each is read with its whole group: write groups of 100 rows (row_group_size=100)"
                         )
+                    known_bytes = known_bytes or not _is_empty(opened, group, self._column)
                     if label is not None:
                         labels += itertools.chain.from_iterable(
                             part.to_pylist() for part in _read_parts(opened, group, label)
@@ -61,9 +61,15 @@ class ParquetImages(EncodedImages):
             except DataError:
                 raise
             except Exception as error:  # pyarrow has its own family of errors beside Python's
-                raise DataError(f"{printable(file)} cannot be read as Parquet: {one_line(error, 200)}") from None
+                reason = find_placeholder(file) or one_line(error, 200)
+                raise DataError(f"{printable(file)} cannot be read as Parquet: {reason}") from None
         if not first:
             raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
+        if not known_bytes:
+            raise DataError(
+                f"{printable(self._files[0])} has paths and no bytes in its column {self._column}: write the paths "
+                "into a .txt list, one a line, and give that as data.root"
+            )
         self._rows, self._groups = first, np.array(groups, np.int64)
         self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
 
@@ -136,10 +142,25 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
     """Bytes that texts of a column take in a row group before they are compressed, by the footer."""
+    chunks = _chunks(opened, group, column)
+    return sum(one.total_uncompressed_size for one in chunks if one.physical_type == "BYTE_ARRAY")
+
+
+def _is_empty(opened: Any, group: int, column: str) -> bool:
+    """Whether no row of a group has the bytes of an image, and some a path, by the footer."""
+    empty = {
+        one.path_in_schema.removeprefix(f"{column}."): one.statistics.null_count == one.num_values
+        for one in _chunks(opened, group, column)
+        if one.statistics is not None and one.statistics.has_null_count
+    }
+    return empty.get("bytes", False) and not empty.get("path", True)
+
+
+def _chunks(opened: Any, group: int, column: str) -> list[Any]:
+    """What the footer says of a column, or of the parts of a struct."""
     about = opened.metadata.row_group(group)
     chunks = [about.column(place) for place in range(about.num_columns)]
-    own = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
-    return sum(one.total_uncompressed_size for one in own if one.physical_type == "BYTE_ARRAY")
+    return [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
 
 
 @lru_cache(maxsize=_OPEN_FILES)
@@ -159,14 +180,17 @@ def _image_column(schema: Any, file: str) -> str:
     named = [name for name in _IMAGE_NAMES if name in found]
     if named or len(found) == 1:
         return (named or found)[0]
+    texts = "" if found else "; paths in a column of texts write into a .txt list, one a line"
     what = f"several columns of bytes ({', '.join(found)}), none called image" if found else "no column of image files"
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
-    raise DataError(f"{printable(file)} has {what}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}")
+    raise DataError(
+        f"{printable(file)} has {what}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}{texts}"
+    )
 
 
 def _label_column(schema: Any, notes: list[str]) -> str | None:
     """The column of classes, or None; `notes` gets a line for one whose values can't be classes."""
-    for name in _LABEL_NAMES:
+    for name in LABEL_NAMES:
         place = schema.get_field_index(name)
         if place < 0:
             continue

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL import ImageFile
 
 EXTRA = "pip install 'dino_ds[images]'"
 
@@ -16,6 +17,7 @@ class Raster:
     channels), in the machine's byte order; it raises any Exception where the file is broken.
 
     `deep`: the values are not uint8. `orientation`: the EXIF tag's value; width and height are those before turning.
+    `nodata`: the number of pixels without a value, as GDAL writes it.
     """
 
     format: str
@@ -25,6 +27,7 @@ class Raster:
     deep: bool
     read: Callable[[], np.ndarray]
     orientation: int = 1
+    nodata: str | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -41,14 +44,14 @@ class Format:
     """A kind of image file, called `name` as in `Raster.format`, and the endings of such files, the usual one first.
 
     `is_kind_of` tells it by a file's content. `open` reads the header, for a number of channels that is wanted (or None
-    for however many there are); it gives None where Pillow reads all of the file, and raises any Exception for a broken
-    one.
+    for however many there are); it gives Pillow's image where that reads all of the file, and raises any Exception for
+    a broken one.
     """
 
     name: str
     endings: tuple[str, ...]
     is_kind_of: Callable[[bytes], bool]
-    open: Callable[[bytes, int | None], Raster | None]
+    open: Callable[[bytes, int | None], Raster | ImageFile.ImageFile]
 
 
 def check_type(dtype: np.dtype) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from dino_ds.config.fields import SOURCES
 from dino_ds.data.elsewhere import images_elsewhere
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
-from dino_ds.data.formats import EXTENSIONS, HDF5
-from dino_ds.data.hdf5 import Hdf5Images, split_dataset
+from dino_ds.data.formats import EXTENSIONS, HDF5, is_left_out, note_left_out, split_part
+from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
 from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.raster import band_axis
@@ -25,12 +26,12 @@ from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-ARCHIVES: dict[str, Callable[[list[str]], EncodedImages]] = {
+ARCHIVES: dict[str, Callable[..., EncodedImages]] = {
     ".tar": TarShards,
     ".parquet": ParquetImages,
     **dict.fromkeys(HDF5, Hdf5Images),
 }
-"""Endings of files that hold many images, and the source that reads several such files."""
+"""Endings of files that hold many images, and the source that reads several such files, or a part of each."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
 TRAIN_FOLDERS = ("train", "training")
@@ -47,13 +48,17 @@ def open_files(root: str) -> EncodedImages:
     A folder of ARCHIVES, without images or folders beside them, is read as these. Raises DataError.
     """
     check_root(root)
-    path, dataset = split_dataset(os.path.expanduser(root))
+    path, part = split_part(os.path.expanduser(root))
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
-        return _open_all(expand(path), root, dataset)
+        return _open_all(expand(path), root, part)
     if os.path.isfile(path):
-        return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root, dataset)
-    inside = _archives_in(path) if os.path.isdir(path) else []
-    return _open_all(inside, root) if inside else ImageFolder(root)
+        return ListFile(path) if path.lower().endswith(".txt") else _open_all([path], root, part)
+    inside, others = _archives_in(path) if os.path.isdir(path) else ([], [])
+    if not inside:
+        return ImageFolder(root)
+    source: Any = _open_all(inside, root)
+    source.notes += note_left_out(others)
+    return source
 
 
 def check_photos(source: str, root: str | None) -> None:
@@ -67,7 +72,7 @@ def check_photos(source: str, root: str | None) -> None:
 
 def check_root(root: str) -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
-    path, _ = split_dataset(os.path.expanduser(root))
+    path, _ = split_part(os.path.expanduser(root))
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root))
     if os.path.isdir(path) and _is_empty(path):
@@ -159,17 +164,15 @@ def _options(inner: str) -> Iterator[str] | None:
     return iter(inner.split(",")) if "," in inner else None
 
 
-def _open_all(paths: list[str], root: str, dataset: str | None = None) -> EncodedImages:
+def _open_all(paths: list[str], root: str, part: str | None = None) -> EncodedImages:
     wrong = next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None)
     if wrong is not None:
         raise DataError(_wrong_file(wrong, root))
-    if dataset is not None:
-        return Hdf5Images(paths, dataset)
     ending, *others = sorted({Path(path).suffix.lower() for path in paths}, reverse=True)
     if others:
         kinds = " and ".join([ending, *others])
         raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
-    return ARCHIVES[ending](paths)
+    return ARCHIVES[ending](paths) if part is None else ARCHIVES[ending](paths, part)
 
 
 def _wrong_file(path: str, root: str) -> str:
@@ -193,18 +196,20 @@ def _shape_of_many(path: str) -> tuple[int, ...]:
     return shape
 
 
-def _archives_in(folder: str) -> list[str]:
-    """The ARCHIVES right in `folder`, if neither images nor folders are beside them."""
-    archives = []
+def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
+    """The ARCHIVES right in `folder`, if neither images nor folders are beside them, and files that are left out."""
+    archives, others = list[str](), list[bytes]()
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
                 if entry.name.lower().endswith(EXTENSIONS) or entry.is_dir():
-                    return []
+                    return [], []
                 if entry.name.lower().endswith(tuple(ARCHIVES)):
                     archives.append(entry.path)
+                elif is_left_out(os.fsencode(entry.name)):
+                    others.append(os.fsencode(entry.name))
     except OSError:
-        return []  # the folder source says why
-    return sorted(archives)
+        return [], []  # the folder source says why
+    return sorted(archives), others

@@ -5,40 +5,54 @@ from __future__ import annotations
 import functools
 import io
 import os
+import tarfile
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
-from dino_ds.data.formats import EXTENSIONS
-from dino_ds.data.listing import Listing, find_listing, printable
-from dino_ds.data.tar_index import index_beside, index_shards, is_same_file, shards_are_current
+from dino_ds.data.formats import EXTENSIONS, note_left_out
+from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
+from dino_ds.data.tar_members import Members, is_same_file
 from dino_ds.errors import DataError
 
+CLASSES = "classes.txt"
+"""Beside the shards: the name of class n is line n."""
+_VERSION = 2
+"""Of what is listed: lists in the cache with another number are made anew."""
 _OPEN_SHARDS = 128
 """Files a process keeps open at most."""
+_THREADS = 16
+_MOST_KINDS = 8
+"""Images of a key; names with more parts after their first dot are plain names with dots."""
+_MAX_NOTES = 20
 
 
 class TarShards(ListedImages):
     """The images of tar files, shard after shard in the order given, members in the order of the file.
 
-    The index lies beside the shards where `dino-ds shard` made them, else in the cache; it is used while each shard has
-    the size and time (or, for a copy, the checksum of its ends) it was made from. `notes` says what of the shards can't
-    be read. Raises DataError if there are no images.
+    The index is kept in the cache; it is used while each shard has the size and time (or, for a copy, the checksum of
+    its ends) it was made from. `notes` says what of the shards can't be read. Raises DataError if there are no images.
+
+    Args:
+        shards: paths of the files.
+        kind: the images of a key that are taken, such as input.png of KEY.input.png; None for all.
     """
 
     _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
 
-    def __init__(self, shards: list[str]) -> None:
+    def __init__(self, shards: list[str], kind: str | None = None) -> None:
         shards = [os.path.abspath(shard) for shard in shards]
-        listing, note = index_beside(shards)
-        self._base = os.path.dirname(shards[0]) if listing else ""
-        if listing is None:
-            build = functools.partial(index_shards, shards, shards)
-            key = "\n".join((*shards, *EXTENSIONS))
-            listing = find_listing("shards", key, lambda known: shards_are_current(known, ""), build)
-        super().__init__(listing)
-        self.notes = [*([note] if note else []), *listing.about["notes"]]
+        build = functools.partial(_index, shards, kind)
+        key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION)))
+        super().__init__(find_listing("shards", key, _is_current, build))
+        self.notes: list[str] = self._listing.about["notes"]
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
@@ -49,32 +63,32 @@ class TarShards(ListedImages):
         self._shard, self._offset, self._size = (listing.arrays[key] for key in ("shard", "offset", "size"))
 
     def read(self, index: int) -> bytes:
-        shard, size = int(self._shard[index]), int(self._size[index])
+        shard, size = int(self._shard[index]), self.file_bytes(index)
         if not size:
             raise UnreadableImage(self.name(index), "empty file")
         if size > MAX_BYTES:
             raise UnreadableImage(self.name(index), f"{size} bytes, {MAX_BYTES} are allowed")
         try:
-            file = _open_shard(self._path(shard), *self._states[shard].tolist())
-            data = os.pread(file.fileno(), size, int(self._offset[index]))
-        except OSError as error:
-            raise UnreadableImage(self.name(index), f"shard: {error.strerror or error}") from None
+            file = _open_shard(self._shards[shard], *self._states[shard].tolist())
+            if self._size[index] < 0:
+                data = _read_sparse(self._shards[shard], int(self._offset[index]))
+            else:
+                data = os.pread(file.fileno(), size, int(self._offset[index]))
+        except (OSError, tarfile.TarError) as error:
+            raise UnreadableImage(self.name(index), f"shard: {getattr(error, 'strerror', None) or error}") from None
         if len(data) != size:
             raise UnreadableImage(self.name(index), "shard: cut off since it was indexed")
         return data
 
     def name(self, index: int) -> str:
-        return printable(f"{self._path(int(self._shard[index]))}/{self._names[index]}")
+        return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
 
     def file_bytes(self, index: int) -> int:
-        return int(self._size[index])
+        return abs(int(self._size[index]))
 
     def file_time(self, index: int) -> int:
         """Time of the shard's last change in nanoseconds, as it was indexed: one that has changed is not read."""
         return int(self._states[int(self._shard[index])][1])
-
-    def _path(self, shard: int) -> str:
-        return os.path.join(self._base, self._shards[shard])
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
@@ -89,3 +103,107 @@ def _open_shard(path: str, size: int, time: int, crc: int) -> io.FileIO:
         file.close()
         raise OSError("changed since it was indexed")
     return file
+
+
+def _read_sparse(path: str, offset: int) -> bytes:
+    """The member whose first header is at `offset`, with its holes filled by zeros."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        with tarfile.open(fileobj=file, mode="r:") as archive:
+            member = archive.next()
+            content = archive.extractfile(member) if member else None
+            return content.read() if content else b""
+
+
+def _index(shards: Sequence[str], kind: str | None) -> Contents:
+    """One row an image: `shard`, `offset`, `size`, names and labels; one row a shard: its name, size, time and CRC.
+
+    A shard that is cut off or damaged gives what stands before the damage; about["notes"] says which.
+    """
+    names, folders, packed = Packer(), FolderLabels(), Packer()
+    counts, places, states = array("q"), array("q"), array("q")
+    labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
+    kinds, texts = Counter[bytes](), 0
+    bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
+    with bar, ThreadPoolExecutor(_THREADS) as pool:
+        for path, found in zip(shards, pool.map(lambda path: Members(path, kind), shards), strict=True):
+            packed.add(os.fsencode(path))
+            for name, place in found.images.items():
+                names.add(name)
+                folders.add(name.removeprefix(b"./").lstrip(b"/"))
+                places.extend(place)
+            for label in found.labels():
+                labels.append(numbers.setdefault(label, len(numbers)))
+            counts.append(len(found.images))
+            states.extend((found.size, found.time, found.crc))
+            kinds += found.kinds()
+            others += found.others
+            texts += found.texts()
+            if problem := "; ".join(filter(None, found.problems)):
+                notes.append(f"{printable(path)}: {problem}; {len(found.images)} images of it are used")
+            bar.update()
+    if len(notes) > _MAX_NOTES:
+        notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more shards like these"]
+    classes = _class_arrays(labels, numbers, shards)
+    if texts and classes is None:
+        notes.append(f"{texts} .txt members are not read: a class is in KEY.cls, or in KEY.json as label")
+    arrays = {
+        **names.arrays("names"),
+        **packed.arrays("shards"),
+        **(folders.arrays() if classes is None else classes),
+        "shard": np.repeat(np.arange(len(shards), dtype=np.int32), np.frombuffer(counts, np.int64)),
+        "offset": np.frombuffer(places, np.int64)[::2],
+        "size": np.frombuffer(places, np.int64)[1::2],
+        "shards.state": np.frombuffer(states, np.int64),
+    }
+    return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *notes]})
+
+
+def _note_kinds(kinds: Counter[bytes]) -> list[str]:
+    """A note on keys with several images, unless these are plain names with dots."""
+    if not 1 < len(kinds) <= _MOST_KINDS or max(kinds.values()) < 2:
+        return []
+    names = sorted(printable(os.fsdecode(kind)) for kind in kinds)
+    some = ", ".join(f"{printable(os.fsdecode(kind))} of {count}" for kind, count in sorted(kinds.items()))
+    return [
+        f"several images have the same key ({some}), and all of them are images of the set, masks too: "
+        f"FILE.tar:{names[0]} takes one kind"
+    ]
+
+
+def _class_arrays(
+    labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str]
+) -> dict[str, np.ndarray] | None:
+    """The classes in texts of members, sorted as numbers if all are; names from classes.txt where it has them."""
+    texts = [text for text in numbers if text is not None]
+    if not texts:
+        return None
+    whole = all(text.isdigit() for text in texts)
+    texts.sort(key=int if whole else None)
+    try:
+        names = Path(shards[0]).with_name(CLASSES).read_bytes().splitlines()
+    except OSError:
+        names = []
+    called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
+    of_images = np.asarray(labels, np.int32)
+    if None in numbers:
+        of_images[of_images == numbers[None]] = -1
+    return label_arrays([numbers[text] for text in texts], of_images, called)
+
+
+def _is_current(listing: Listing) -> bool:
+    """Whether every shard is the file that was indexed."""
+    shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 3)
+
+    def same(i: int) -> bool:
+        try:
+            handle = os.open(shards[i], os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return is_same_file(handle, states[i])
+        finally:
+            os.close(handle)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return all(pool.map(same, range(len(shards)), chunksize=64))

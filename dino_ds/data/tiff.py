@@ -7,11 +7,13 @@ import logging
 import math
 import re
 import struct
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageFile
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.images import (
     PHOTOMETRIC,
@@ -28,6 +30,12 @@ _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 _MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 """The first bytes of a file, the last two of a BigTIFF."""
 _SAMPLES, _TILE_WIDTH, _TILE_LENGTH = 277, 322, 323
+_NEW_SUBFILE, _OLD_SUBFILE, _WIDTH, _LENGTH, _COMPRESSION, _PLANES = 254, 255, 256, 257, 259, 284
+_ORIENTATION, _SUBIFDS, _SUBSAMPLING, _NODATA = 274, 330, 530, 42113
+_REDUCED_OR_MASK, _OLD_REDUCED, _FAR_LARGER = 0b101, 2, 4
+_YCBCR = 6
+_STORED_COLORS = (0, 1, 2, 5)
+"""Gray, RGB and inks: colors that are taken as they are stored, where Pillow doesn't convert them."""
 _MOST_PAGES = 10_000
 _GREY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
@@ -38,16 +46,16 @@ _NAMED, _UNNAMED = "SC", "QI"
 """Axes of bands: samples and channels, and pages of which the file doesn't say what they are."""
 
 
-def _open(data: bytes, wanted: int | None) -> Raster | None:
-    """The bands of a file as they are stored, of which `wanted` are used (or None for all there are); None if Pillow
-    reads all of it, as RGB or gray.
+def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
+    """The bands of a file as they are stored, of which `wanted` are used (or None for all there are); Pillow's image
+    if that reads all of it, as RGB or gray.
 
     Pages of one shape are bands where so many are wanted; thumbnails and overviews don't count. Raises ValueError for
     volumes and films, for pages of several shapes, for compressions that are not known, and any Exception for broken
     files.
     """
-    if _is_rgb_or_grey(data, wanted):
-        return None
+    if image := _open_by_pillow(data, wanted):
+        return image
     import tifffile
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
@@ -60,8 +68,13 @@ def _open(data: bytes, wanted: int | None) -> Raster | None:
     if _page_after(data, file.tiff, file.pages[-1].offset):  # no page could be read there
         raise ValueError("cut off")
     page, shape, axes = series.keyframe, tuple(series.shape), series.axes
-    if (len(shape), page.samplesperpixel, page.index) == (2, 1, 0) and _is_rgb_or_grey(data, wanted, first_page=True):
-        return None
+    if (len(shape), page.samplesperpixel, page.index) == (2, 1, 0):
+        image = _open_by_pillow(data, wanted, first_page=True)
+        if image is not None:
+            return image
+    if page.photometric not in _STORED_COLORS:
+        color = getattr(page.photometric, "name", page.photometric)
+        raise ValueError(f"colors as {color} of {page.bitspersample} bits are not converted: write RGB or gray")
     kept = [i for i, axis in enumerate(axes) if shape[i] > 1 or axis in "YX"]
     sides, names = tuple(shape[i] for i in kept), "".join(axes[i] for i in kept)
     axis = _axis(names, sides, wanted)
@@ -76,9 +89,9 @@ def _open(data: bytes, wanted: int | None) -> Raster | None:
         return bands_last(values.reshape(sides), axis)
 
     height, width = (sides[names.index(side)] for side in "YX")
-    tag = page.tags.get("Orientation")
+    orientation, nodata = (page.tags.valueof(tag) for tag in (_ORIENTATION, _NODATA))
     channels = 1 if axis is None else sides[axis]
-    return Raster("TIFF", width, height, channels, series.dtype != np.uint8, read, 1 if tag is None else tag.value)
+    return Raster("TIFF", width, height, channels, series.dtype != np.uint8, read, orientation or 1, nodata)
 
 
 def _can_be_set(file: type, flag: str) -> bool:
@@ -87,23 +100,80 @@ def _can_be_set(file: type, flag: str) -> bool:
     return not isinstance(found, property) or found.fset is not None
 
 
-def _is_rgb_or_grey(data: bytes, wanted: int | None, first_page: bool = False) -> bool:
-    """Whether Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more of them."""
+def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -> TiffImageFile | None:
+    """The image where Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more.
+
+    Raises ValueError for tiles that are too large, and for colors that nothing here converts.
+    """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
-        return False  # Pillow reads its header as that of a plain TIFF, and warns of what it finds there
+        return None  # Pillow reads its header as that of a plain TIFF, and warns of what it finds there
     try:
-        with Image.open(io.BytesIO(data), formats=["TIFF"]) as image:
-            samples, bands = image.tag_v2.get(_SAMPLES, 1), len(image.getbands())
-            tile = image.tag_v2.get(_TILE_WIDTH, 0) * image.tag_v2.get(_TILE_LENGTH, 0) * bands
-            _check_tile(tile, image.width * image.height * bands)
-            if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
-                return False
-            if bands == 1 and image.mode != "P" and image.tag_v2.next and not first_page:
-                return False
-            color = image.tag_v2.get(PHOTOMETRIC)
-            return not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB
-    except Image.UnidentifiedImageError:
-        return False
+        image = Image.open(io.BytesIO(data), formats=["TIFF"])
+        assert isinstance(image, TiffImageFile)
+        several = bool(image.tag_v2.next)
+        if _is_reduced_or_mask(image.tag_v2) or (several and not _is_gray(image)):
+            image.seek(_whole_page(data))
+        if _is_gray(image) and several and not first_page:
+            return None
+    except (Image.UnidentifiedImageError, SyntaxError):
+        return None
+    tags, bands = image.tag_v2, len(image.getbands())
+    samples, color = tags.get(_SAMPLES, 1), tags.get(PHOTOMETRIC)
+    _check_tile(tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) * bands, image.width * image.height * bands)
+    if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
+        return None
+    is_raw, planes = tags.get(_COMPRESSION, 1) == 1, tags.get(_PLANES, 1)
+    if color == _YCBCR and (planes != 1 or (is_raw and tags.get(_SUBSAMPLING, (1, 1)) != (1, 1))):
+        raise ValueError("colors as YCbCr, subsampled or plane after plane, are not read: write RGB")
+    return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB else None
+
+
+def _whole_page(data: bytes) -> int:
+    """The number of the page that is the image: the first that is neither a reduced one nor a mask.
+
+    Raises ValueError where that is far smaller than another, or only a SubIFD holds it.
+    """
+    image: Any = Image.open(io.BytesIO(data), formats=["TIFF"])
+    sizes, whole = list[int](), list[int]()
+    for number in range(_MOST_PAGES):
+        try:
+            with suppress(SyntaxError):  # of a mode that Pillow doesn't know, but its tags are read
+                image.seek(number)
+        except Exception:  # the end, or damage beyond the pages that there are
+            break
+        tags = image.tag_v2
+        sizes.append(tags.get(_WIDTH, 0) * tags.get(_LENGTH, 0))
+        if not _is_reduced_or_mask(tags):
+            whole.append(number)
+    if not whole and _SUBIFDS in image.tag_v2:
+        raise ValueError("only a reduced image on its pages: write the whole one, of a SubIFD, as a page")
+    largest = max(whole or range(len(sizes)), key=lambda number: sizes[number])
+    if whole and sizes[largest] >= _FAR_LARGER * sizes[whole[0]]:
+        raise ValueError("its first page is far smaller than another, but not marked as reduced: write one a file")
+    return whole[0] if whole else largest
+
+
+def _is_gray(image: Image.Image) -> bool:
+    return len(image.getbands()) == 1 and image.mode != "P"
+
+
+def _is_reduced_or_mask(tags: Any) -> bool:
+    return bool(tags.get(_NEW_SUBFILE, 0) & _REDUCED_OR_MASK) or tags.get(_OLD_SUBFILE) == _OLD_REDUCED
+
+
+def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> None:
+    """Raises ValueError where pixels have the number that GDAL writes for no data, beyond all others."""
+    text = image.nodata if isinstance(image, Raster) else getattr(image, "tag_v2", {}).get(_NODATA)
+    try:
+        number = float(str(text).strip("\0 "))
+    except ValueError:
+        return
+    empty = np.isnan(values) if math.isnan(number) else values == values.dtype.type(number)
+    if number == 0 or not empty.any():
+        return
+    others = values[~empty]
+    if not others.size or not others.min() <= number <= others.max():
+        raise ValueError(f"{int(empty.sum())} values without data (GDAL's nodata {number:g}): fill or cut them")
 
 
 def _check_pages(data: bytes, tif: Any) -> None:

@@ -23,7 +23,6 @@ from PIL import Image
 from dino_ds.commands import shard, shard_writer
 from dino_ds.commands.shard_writer import Shrink
 from dino_ds.config.crops import dino_groups
-from dino_ds.data import tar_index
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader
@@ -32,7 +31,6 @@ from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions
 from tests.data.files import png, png16
-from tests.data.test_shards import pack
 
 pytestmark = pytest.mark.slow
 
@@ -78,10 +76,9 @@ def made(tmp_path_factory):
     return place, files, json.loads(said.getvalue())
 
 
-def test_round_trip_is_byte_identical(made, tmp_path, monkeypatch):
+def test_round_trip_is_byte_identical(made, tmp_path):
     place, files, said = made
     assert said["images"] == len(files) == 15 and said["shards"] == 4 and said["unreadable"] == 0
-    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("the index beside the shards is used"))
     folder, shards = read(place / "images"), read(place / "shards")
     assert [shards.member(i) for i in range(15)] == [folder.member(i) for i in range(15)]
     assert shards.labels == folder.labels and shards.classes == folder.classes == ["cat", "dog", "eel"]
@@ -101,19 +98,6 @@ def test_checksums_are_sha256sums_and_other_readers_see_webdataset(made):
             found |= {member.name: archive.extractfile(member).read() for member in archive}
     assert {name: data for name, data in found.items() if not name.endswith(".cls")} == files
     assert found["cat/00.cls"] == b"0" and found["dog/ü ö.cls"] == b"1"
-
-
-def test_shards_may_be_copied_with_their_index(made, tmp_path, monkeypatch):
-    copy = shutil.copytree(made[0] / "shards", tmp_path / "copy")
-    for path in copy.iterdir():
-        os.utime(path, (1, 1))
-    find = tar_index._Members
-    monkeypatch.setattr(tar_index, "_Members", lambda path: pytest.fail("indexed again"))
-    assert len(read(copy)) == 15
-    monkeypatch.setattr(tar_index, "_Members", find)
-    pack(copy / "000001.tar", {"new.png": png(1)})
-    changed = read(copy)
-    assert len(changed) == 12 and "indexed anew" in changed.notes[0]
 
 
 def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_path, capsys):
@@ -196,7 +180,7 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     del about["begun_with"]  # the pipes were other files; earlier versions did not say it either
     (tmp_path / "out/shards.json").write_text(json.dumps(about))
     done = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
-    assert 2 <= len(done) < 20 and not (tmp_path / "out/index.safetensors").exists()
+    assert 2 <= len(done) < 20
     with records.open("a") as file:
         file.write('{"name": "00')  # the line that was being written
     capsys.readouterr()

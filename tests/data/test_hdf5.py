@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import sys
 
 import numpy as np
@@ -121,6 +122,40 @@ def test_what_is_no_set_of_images_is_refused(tmp_path):
         file.create_dataset("images", (10**8, 224, 224, 3), np.uint8)
     with pytest.raises(DataError, match="has no values: none were written"):
         opened(f"{tmp_path}/a.h5:/images")
+
+
+@pytest.mark.parametrize("kind", [np.uint8, h5py.vlen_dtype(np.uint8), np.dtype("V9")])
+def test_claims_are_bounded_by_the_bytes_that_are_there(tmp_path, kind):
+    """A few kilobytes, whose images would never have ended, are refused at once."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        shape = (10**9, 8, 8) if kind is np.uint8 else (10**9,)
+        dataset = file.create_dataset("x", shape, kind, chunks=(10**4, *shape[1:]), compression="gzip")
+        dataset[0] = np.ones(shape[1:] or 9, np.uint8) if kind != np.dtype("V9") else np.void(b"123456789")
+        file.create_dataset("label", (10**9,), np.uint8, chunks=(10**6,), compression="gzip")[0] = 1
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for root in (tmp_path / "a.h5", f"{tmp_path}/a.h5:/x"):
+        with pytest.raises(DataError, match=r"no dataset of images|has 1000000000 images in a file of \d+ bytes"):
+            opened(root)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_chunks_that_cost_or_were_never_written_are_said(tmp_path):
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        data = np.zeros((200, 300, 300, 1), np.uint8)
+        file.create_dataset("large", data=data, chunks=(200, 300, 300, 1), compression="gzip")
+        file.create_dataset("part", (9, 8, 8), np.uint8, chunks=(3, 8, 8))[:3] = 7
+    assert opened(f"{tmp_path}/a.h5:/large").notes == [
+        f"each image of {tmp_path}/a.h5:/large costs a chunk of 17 MiB, 200 images: write it with one "
+        "image in each chunk"
+    ]
+    said = f"2 of 3 chunks of {tmp_path}/a.h5:/part were never written: their images are of one color"
+    assert opened(f"{tmp_path}/a.h5:/part").notes == [said]
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 1, 1, 1)])
+def test_labels_of_any_shape_are_labels_and_no_images(tmp_path, shape):
+    source = opened(written(tmp_path / "a.h5", x=NOISE, y=np.array([3, 3, 5, -1, 5, 5, 3]).reshape(shape)))
+    assert len(source) == 7 and list(source.labels) == [0, 0, 1, -1, 1, 1, 0]
 
 
 def test_nothing_outside_the_file_is_read(tmp_path):

@@ -82,6 +82,20 @@ def test_rows_without_an_image_are_unreadable_one_by_one(tmp_path):
     assert source.load(3)
 
 
+def test_paths_without_bytes_are_refused_once(tmp_path):
+    """As datasets writes them with embed_external_files=False; one row with bytes is a row with bytes."""
+    pyarrow = pytest.importorskip("pyarrow")
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    paths = [{"bytes": None, "path": f"{i}.png"} for i in range(5)]
+    for values, said in (
+        (pyarrow.array(paths, kind), r"has paths and no bytes in its column image: .* a \.txt list"),
+        ([row["path"] for row in paths], "has no column of image files; .*; paths in a column of texts"),
+    ):
+        with pytest.raises(DataError, match=said):
+            read(write(tmp_path / "a.parquet", {"image": values}))
+    assert len(read(write(tmp_path / "a.parquet", {"image": [*paths, *struct([4])]}))) == 6
+
+
 def test_files_that_vanish_or_are_none_are_named(tmp_path):
     path = write(tmp_path / "a.parquet", {"image": struct(range(2))})
     source = read(path)

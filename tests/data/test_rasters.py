@@ -277,7 +277,7 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
         (tif(GREY, compression="lzw"), 3, 3),
         (npy(GREY), 3, 3),
         (npy(GREY[None]), 1, 1),
-        (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 3, 3),
+        (tif(np.dstack([SHALLOW, 255 + 0 * SHALLOW[..., :1]]), photometric="rgb", extrasamples=["unassalpha"]), 3, 3),
         (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 4, 4),
         (tif(FOUR, photometric="rgb", extrasamples=["unspecified"]), 3, 4),
         (tif(np.dstack([FOUR, FOUR]), photometric="rgb"), 3, 8),
@@ -388,6 +388,55 @@ def test_dicom_gives_the_values_that_pixels_stand_for():
         with_value_range(load_recipe(None, {}), Files(dicom(GREY, **ct)))
 
 
+EMPTY = {"RescaleSlope": None, "RescaleIntercept": ""}
+
+
+def in_groups(name: str, **numbers: object) -> dict[str, object]:
+    """The numbers where enhanced files have them."""
+    pydicom = pytest.importorskip("pydicom")
+    group, inner = pydicom.Dataset(), pydicom.Dataset()
+    for key, value in numbers.items():
+        setattr(inner, key, value)
+    group.PixelValueTransformationSequence = [inner]
+    return {name: [group], "NumberOfFrames": 1}
+
+
+SHARED, FRAME = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
+CT = {"RescaleSlope": 2, "RescaleIntercept": -1024}
+
+
+@pytest.mark.parametrize(
+    ("tags", "slope", "intercept"),
+    [
+        ({}, 1, 0),
+        (EMPTY, 1, 0),
+        ({"RescaleSlope": None, "RescaleIntercept": -9}, 1, -9),
+        ({"RescaleSlope": 3, "RescaleIntercept": ""}, 3, 0),
+        ({"RescaleIntercept": 7}, 1, 7),
+        (in_groups(SHARED, **CT), 2, -1024),
+        (in_groups(FRAME, **CT), 2, -1024),
+        (in_groups(SHARED, RescaleSlope=9, RescaleIntercept=9) | in_groups(FRAME, **CT), 2, -1024),
+        (in_groups(SHARED, **CT) | EMPTY, 2, -1024),
+        (in_groups(SHARED, **EMPTY) | CT, 2, -1024),
+        ({SHARED: [], FRAME: None, "ModalityLUTSequence": []}, 1, 0),
+        (CT | {"WindowCenter": 40, "WindowWidth": 400}, 2, -1024),
+        ({"WindowCenter": None, "WindowWidth": ["", ""]}, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("head", ["whole", "no preamble", "no header", "no header, implicit"])
+def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept, head):
+    """Numbers without a value are none; windows never change what is read."""
+    pydicom = pytest.importorskip("pydicom")
+    data = dicom(GREY, **tags)
+    if head == "no preamble":
+        data = data[132:]
+    elif head != "whole":
+        found, stream = pydicom.dcmread(io.BytesIO(data)), io.BytesIO()
+        pydicom.dcmwrite(stream, pydicom.Dataset(found), implicit_vr="implicit" in head, little_endian=True)
+        data = stream.getvalue()
+    np.testing.assert_array_equal(stored(data, 1), GREY.astype(np.int32) * slope + intercept)
+
+
 BITS = np.arange(40 * 48).reshape(40, 48) % 3 == 0
 ONE_BIT = {
     "BitsAllocated": 1,
@@ -423,6 +472,7 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "colors as PALETTE COLOR in a DICOM file"),
         ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),
         ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
+        ({"RescaleSlope": 0, "RescaleIntercept": 5}, "a rescale slope of 0"),
         ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, at most 1000000 are read"),
         ({"PatientID": "1.2.840.10008.1.2.1.99"}, "a deflated DICOM file"),
     ],

@@ -113,7 +113,7 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     (tmp_path / "x/a/notes.txt").write_text("")
     with pytest.raises(DataError) as caught:
         read(tmp_path / "x")
-    assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .jfif .png ")
+    assert str(caught.value).startswith(f"no images under {tmp_path}/x (looked for .jpg .jpeg .jfif .jpe ")
     assert "in 1 files, 3 folders: a b c; a .txt list may name images without such endings). Give the folder" in str(
         caught.value
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import os
 import struct
 import tarfile
@@ -21,15 +20,12 @@ from PIL import Image
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage, decode_rgb
-from dino_ds.data.listing import save_listing
 from dino_ds.data.sources import build_source
-from dino_ds.data.tar_index import INDEX, index_shards
 from dino_ds.errors import UserError
 from tests.data.files import encoded, png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
-from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
 
@@ -201,51 +197,6 @@ def test_broken_tars(tmp_path):
 
     assert read_all(path) is None
     check()
-
-
-def test_broken_indices_beside_shards(tmp_path):
-    """An index is data too: whatever it says, nothing is read outside its shard, and nothing else is raised."""
-    shard, index = tmp_path / "x.tar", tmp_path / INDEX
-    tar_of(shard)
-    save_listing(index, index_shards([str(shard)], ["x.tar"]))
-    whole = index.read_bytes()
-
-    @examples(30)
-    @given(data=broken_bytes(whole))
-    def check(data):
-        index.unlink()  # the last one may still be mapped
-        index.write_bytes(data)
-        read_all(tmp_path)
-
-    assert read_all(tmp_path) is None
-    check()
-
-
-COLUMNS = ("shard", "offset", "size", "names.ends", "labels", "shards.ends", "classes.ends")
-
-
-@pytest.mark.parametrize(("name", "value"), sampled(itertools.product(COLUMNS, (-1, 7, 2**31 - 1))))
-def test_indices_that_lie(tmp_path, name, value):
-    """Well-formed, of this shard, and wrong: an image more or less, never a crash."""
-    tar_of(tmp_path / "x.tar")
-    contents = index_shards([str(tmp_path / "x.tar")], ["x.tar"])
-    contents.arrays[name] = np.full_like(contents.arrays[name], value)
-    save_listing(tmp_path / INDEX, contents)
-    read_all(tmp_path)
-
-
-CHANGED = ("shard", "offset", "size", "names.bytes", "labels", "shards.state", "classes.ends")
-
-
-@pytest.mark.parametrize(("name", "change"), sampled(itertools.product(CHANGED, ("missing", "shorter", "longer"))))
-def test_indices_with_unequal_columns(tmp_path, name, change):
-    tar_of(tmp_path / "x.tar")
-    contents = index_shards([str(tmp_path / "x.tar")], ["x.tar"])
-    whole = contents.arrays.pop(name)
-    if change != "missing":
-        contents.arrays[name] = whole[:-1] if change == "shorter" else np.concatenate((whole, whole))
-    save_listing(tmp_path / INDEX, contents)
-    read_all(tmp_path)
 
 
 def test_broken_lists(tmp_path):

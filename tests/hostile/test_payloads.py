@@ -22,9 +22,7 @@ import pytest
 import torch
 
 from dino_ds.commands import look_data
-from dino_ds.data.shards import TarShards
 from dino_ds.data.sources import build_source
-from dino_ds.data.tar_index import INDEX
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
 from tests.checkpoint.small_run import SmallRun, is_that_of
@@ -222,17 +220,6 @@ def test_pax_headers_that_rename_a_member(canary):
     info.pax_headers = {"path": "../../canary.png", "size": str(2**62), "GNU.sparse.name": "/canary.png"}
     path = _tar(canary / "x.tar", (info, IMAGES["PNG"]))
     read_all(path)
-
-
-@pytest.mark.parametrize("kind", [*PICKLES, "a header 100,000 deep", "a header of 2^60 bytes"])
-def test_an_index_beside_shards_that_is_none(canary, kind):
-    _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]))
-    deep = b"[" * 100_000
-    other = {"a header 100,000 deep": len(deep).to_bytes(8, "little") + deep}
-    other["a header of 2^60 bytes"] = (1 << 60).to_bytes(8, "little")
-    (canary / INDEX).write_bytes(other[kind] if kind in other else PICKLES[kind]())
-    source = build_source("folder", str(canary), "train", False)
-    assert isinstance(source, TarShards) and len(source) == 1 and any("anew" in note for note in source.notes)
 
 
 @pytest.mark.parametrize(("kind", "ending"), sampled(itertools.product(PICKLES, (".png", ".txt", ".parquet", ".tar"))))

@@ -1,0 +1,263 @@
+"""The same images as a folder, a list, tar shards, Parquet and HDF5: the same names, classes, count and pixels, and a
+word about all that is left out."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.sources import build_source
+from dino_ds.errors import DataError
+from tests.data.files import members, png, read, reds
+
+LONG = "dog/" + "long" * 40 + "/a b.png"
+TREE = {
+    "cat/1.png": 1,
+    "cat/deep/2.v2.png": 2,
+    "cat/é.png": 3,
+    LONG: 4,
+    "dog/3.png": 5,
+}
+HIDDEN = (".trash/7.png", "cat/.ipynb_checkpoints/1-checkpoint.png", "cat/._1.png", "lost+found/x.png")
+CLASSES = [0, 0, 0, 1, 1]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+    for name in (*TREE, *HIDDEN):
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(TREE.get(name, 9)))
+    return tmp_path / "tree"
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes = b"", **facts: object) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    for key, value in facts.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(data))
+
+
+def tar(path: Path, *files: tuple, form: int = tarfile.PAX_FORMAT) -> Path:
+    """(name, data) or (name, type, target of the link)."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w", format=form) as archive:
+        for name, what, *target in files:
+            if isinstance(what, int):
+                what = png(what)
+            if target:
+                add(archive, name, type=what, linkname=target[0])
+            else:
+                add(archive, name, what)
+    return path
+
+
+def as_list(tree: Path) -> Path:
+    lines = [f"./{name}\t{name.split('/')[0]}" for name in (*TREE, *HIDDEN)]
+    (tree / "list.txt").write_text("\n".join([*lines[:2], *(f"{tree}/{line[2:]}" for line in lines[2:])]))
+    return tree / "list.txt"
+
+
+def as_parquet(tree: Path) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"bytes": (tree / name).read_bytes(), "path": name} for name in TREE]
+    labels = [name.split("/")[0] for name in TREE]
+    parquet.write_table(pyarrow.table({"image": rows, "label": labels}), tree.with_suffix(".parquet"))
+    return tree.with_suffix(".parquet")
+
+
+def as_hdf5(tree: Path) -> Path:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tree.with_suffix(".h5"), "w") as file:
+        files = file.create_dataset("files", (len(TREE),), h5py.vlen_dtype(np.uint8))
+        for i, name in enumerate(TREE):
+            files[i] = np.frombuffer((tree / name).read_bytes(), np.uint8)
+        file["label"] = np.array(CLASSES).reshape(-1, 1, 1, 1)
+    return tree.with_suffix(".h5")
+
+
+def by_gnu_tar(*options: str):
+    def write(tree: Path) -> Path:
+        archive = tree.with_suffix(".tar")
+        subprocess.run(["tar", "-C", tree, "--sort=name", *options, "-cf", archive, "."], check=True)
+        return archive
+
+    return write
+
+
+def webdataset(ending: str, content):
+    def write(tree: Path) -> Path:
+        files = []
+        for name in (*TREE, *HIDDEN):
+            stem, label = name.removesuffix(".png"), name.split("/")[0]
+            files += [(name, (tree / name).read_bytes()), (f"{stem}.{ending}", content(label))]
+        return tar(tree.with_suffix(".tar"), *files)
+
+    return write
+
+
+FORMS = {
+    "folder": lambda tree: tree,
+    "list": as_list,
+    "tar, GNU": by_gnu_tar("--format=gnu"),
+    "tar, pax": by_gnu_tar("--format=posix"),
+    "webdataset, cls": webdataset("cls", str.encode),
+    "webdataset, json": webdataset("json", lambda label: json.dumps({"width": 4, "label": label}).encode()),
+    "Parquet": as_parquet,
+    "HDF5": as_hdf5,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same_images(tree, form):
+    source = read(FORMS[form](tree))
+    assert sorted(reds(source)) == [1, 2, 3, 4, 5]
+    labels = {red: source.classes[label] for red, label in zip(reds(source), source.labels, strict=True)}
+    names = ["0", "1"] if form == "HDF5" else ["cat", "dog"]
+    assert labels == {red: names[label] for red, label in zip(TREE.values(), CLASSES, strict=True)}
+    if form not in ("Parquet", "HDF5"):  # which have rows
+        found = [os.path.relpath(os.path.join(tree, name), tree) for name in members(source)]
+        assert dict(zip(found, reds(source), strict=True)) == TREE
+    hidden = f"4 lines are left out, such as {tree}/.trash/7.png: its name, or a folder's, begins with a dot"
+    assert getattr(source, "notes", []) == ([hidden] if form == "list" else [])
+
+
+# members of tar files
+
+
+def test_links_lead_to_their_images(tmp_path):
+    """Hard ones and symbolic ones, forwards and through each other, as the folder would be read that was packed."""
+    sym, hard = tarfile.SYMTYPE, tarfile.LNKTYPE
+    files = (
+        ("./a/0.png", sym, "../b/2.png"), ("./a/1.png", 1), ("./b/1.png", hard, "./a/1.png"), ("./b/2.png", 2),
+        ("./b/3.png", sym, "1.png"), ("./c.png", sym, "b"), ("./d.png", sym, "/etc/passwd"), ("./e", sym, "a"),
+        ("./f", sym, "../elsewhere"), ("./g.png", sym, "g.png"), ("./h.png", tarfile.FIFOTYPE, ""),
+        ("./i.png", hard, "../../secret.png"), ("./blob", 5), ("./j.png", hard, "./blob"),
+    )  # fmt: skip
+    source = read(tar(tmp_path / "x.tar", *files))
+    assert dict(zip(members(source), reds(source), strict=True)) == {
+        "./a/0.png": 2, "./a/1.png": 1, "./b/1.png": 1, "./b/2.png": 2, "./b/3.png": 1, "./j.png": 5
+    }  # fmt: skip
+    left_out, links = source.notes
+    assert left_out.startswith("1 files that can't be read are left out, such as ./blob: they have no ending")
+    assert "6 members like ./h.png are links to what is not in the archive, or no files: left out" in links
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix", "oldgnu"])
+def test_files_with_holes_are_read(tmp_path, form):
+    (tmp_path / "in").mkdir()
+    arrays = [np.zeros((128, 128, 3), np.uint8) for _ in range(3)]
+    for number, array in enumerate(arrays):
+        array[100 * (number > 0) :, :, number] = 7
+        data = io.BytesIO()
+        np.save(data, array)
+        with open(tmp_path / f"in/{number}.npy", "wb") as file:
+            file.truncate(data.tell())
+            for place in range(0, data.tell(), 4096):
+                if any(block := data.getvalue()[place : place + 4096]):
+                    os.pwrite(file.fileno(), block, place)
+    archive = tmp_path / "x.tar"
+    subprocess.run(
+        ["tar", "-C", tmp_path / "in", f"--format={form}", "-S", "--sort=name", "-cf", archive, "."], check=True
+    )
+    assert archive.stat().st_size < 3 * arrays[0].nbytes
+    source = read(archive)
+    assert [os.path.basename(name) for name in members(source)] == ["0.npy", "1.npy", "2.npy"] and not source.notes
+    for index, array in enumerate(arrays):
+        np.testing.assert_array_equal(np.asarray(source.load(index)), array)
+        assert source.file_bytes(index) == len(source.read(index))
+
+
+def test_archives_joined_by_cat_are_one(tmp_path):
+    parts = [tar(tmp_path / f"{i}.part", (f"{i}.png", i), form=i % 3) for i in range(4)]
+    joined = b"".join(part.read_bytes() for part in parts)
+    (tmp_path / "x.tar").write_bytes(joined)
+    source = read(tmp_path / "x.tar")
+    assert reds(source) == [0, 1, 2, 3] and not source.notes
+    (tmp_path / "x.tar").write_bytes(joined + b"more" * 200)
+    assert "what follows its end mark at byte" in read(tmp_path / "x.tar").notes[0]
+
+
+def test_keys_with_dots_have_their_own_classes(tmp_path):
+    """scan.001.png has that of scan.001.cls; several images of a key have the key's."""
+    files = [
+        (f"scan.00{i}.{ending}", i if ending == "png" else b"%d" % (i % 2))
+        for i in range(4)
+        for ending in ("png", "cls")
+    ]
+    source = read(tar(tmp_path / "a.tar", *files))
+    assert [source.classes[label] for label in source.labels] == ["0", "1", "0", "1"] and not source.notes
+    pairs = [
+        (f"{i}.{kind}", data) for i in range(3) for kind, data in (("in.png", i), ("mask.png", 9), ("y.cls", b"%d" % i))
+    ]
+    source = read(tar(tmp_path / "b.tar", *pairs))
+    assert [source.classes[label] for label in source.labels] == ["0", "0", "1", "1", "2", "2"]
+    assert source.notes == [
+        "several images have the same key (in.png of 3, mask.png of 3), and all of them are images of the set, masks "
+        "too: FILE.tar:in.png takes one kind"
+    ]
+    one = read(f"{tmp_path}/b.tar:in.png")
+    assert reds(one) == [0, 1, 2] and list(one.labels) == [0, 1, 2] and not one.notes
+
+
+def test_classes_that_are_not_read_are_said(tmp_path):
+    said = "2 .txt members are not read: a class is in KEY.cls, or in KEY.json as label"
+    assert read(tar(tmp_path / "a.tar", *((f"{i}.{end}", i) for i in range(2) for end in ("png", "txt")))).notes == [
+        said
+    ]
+    odd = [("0.png", 0), ("0.json", b'{"label": [1]}'), ("1.png", 1), ("1.json", b"{"), ("2.png", 2), ("2.json", b"[]")]
+    assert read(tar(tmp_path / "b.tar", *odd)).labels is None
+
+
+# what is left out, and what stands in a file's place
+
+
+def test_other_kinds_are_counted_by_what_helps(tmp_path):
+    """Of any ending that is not known: in folders, tar shards and folders of shards."""
+    names = [f"x{end}" for end in (".rw2", ".nii.gz", ".tar.gz", ".zip", ".parquet", ".xyz", "", ".json", ".txt")]
+    for name in names:
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / name).write_bytes(b"x")
+    notes = [
+        "3 files that can't be read are left out, such as x.nii.gz: convert them to JPEG, PNG or TIFF",
+        "1 files that can't be read are left out, such as x.parquet: name such files themselves as data.root",
+        "1 files that can't be read are left out, such as x: they have no ending; a .txt list may name images "
+        "without one",
+        "2 files that can't be read are left out, such as x.tar.gz: unpack them",
+    ]
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e/x.tar.gz").touch()
+    with pytest.raises(DataError, match=r"no images under .*x\.tar\.gz: unpack them"):
+        read(tmp_path / "e")
+    (tmp_path / "d/ok.jpe").write_bytes(png(1))
+    assert read(tmp_path / "d").notes == notes
+    assert read(tar(tmp_path / "s/a.tar", ("ok.png", 1), *((name, b"x") for name in names))).notes == notes
+    (tmp_path / "s/b.tar.gz").write_bytes(b"")
+    assert read(tmp_path / "s").notes[-1] == notes[-1].replace("2 files", "1 files").replace("x.tar.gz", "b.tar.gz")
+
+
+PLACEHOLDERS = {
+    "a pointer of Git LFS in place of the file: git lfs pull": b"version https://git-lfs.github.com/spec/v1\noid",
+    "a web page in place of the file: download it again": b"\n<!DOCTYPE html><html><title>404</title>",
+}
+
+
+@pytest.mark.parametrize("said", PLACEHOLDERS)
+@pytest.mark.parametrize("ending", ["png", "dcm", "npy", "tif", "tar", "parquet", "h5"])
+def test_what_stands_in_a_file_s_place_is_said(tmp_path, ending, said):
+    """A pointer or a page is as good as no file: in a folder, and instead of an archive."""
+    path = tmp_path / f"x.{ending}"
+    path.write_bytes(PLACEHOLDERS[said])
+    archive = ending in ("tar", "parquet", "h5")
+    with pytest.raises(DataError if archive else UnreadableImage, match=said):
+        build_source("folder", str(path if archive else tmp_path), "train", False).load(0)

@@ -1,0 +1,207 @@
+"""TIFFs of every layout of pages, color model, number of bits and further channels: the pixels of the image itself, or
+a line that names what is not supported."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.base import UnreadableImage
+from dino_ds.data.decode import EncodedImage
+from dino_ds.data.find_range import with_value_range
+from dino_ds.errors import DataError
+from tests.data.files import Files, encoded, photo, png16
+
+RGB = np.asarray(photo(64, 48))
+SMALL = np.asarray(photo(64, 48).resize((16, 12)))
+CMYK = np.asarray(photo(64, 48).convert("CMYK"))
+PALETTE = np.random.default_rng(0).integers(0, 65536, (3, 256), dtype=np.uint16)
+NOT_CONVERTED = r"colors as \w+ of \d+ bits are not converted: write RGB or gray"
+GRAY, DEEP = RGB[..., 0].copy(), 257
+
+
+def expected_of(bits: int, pixels: np.ndarray) -> np.ndarray:
+    return pixels if bits == 8 else pixels.astype(np.uint16) * DEEP
+
+
+COLORS: dict[str, tuple] = {
+    "gray": ("minisblack", GRAY, GRAY),
+    "white first": ("miniswhite", 255 - GRAY, GRAY),
+    "RGB": ("rgb", RGB, RGB),
+    "palette": ("palette", GRAY, None),
+    "CMYK": ("separated", CMYK, np.asarray(Image.fromarray(CMYK, "CMYK").convert("RGB"))),
+    "CIELAB": ("cielab", RGB, None),
+    "ICCLAB": ("icclab", RGB, NOT_CONVERTED),
+    "ITULAB": ("itulab", RGB, NOT_CONVERTED),
+    "CFA": ("cfa", GRAY, NOT_CONVERTED),
+    "LINEAR_RAW": ("linear_raw", RGB, NOT_CONVERTED),
+}
+"""tifffile's name, what is stored, and what it stands for: pixels, a reason, or None for what Pillow makes of it."""
+
+
+def page(file: tifffile.TiffWriter, color: str, bits: int, small: bool = False, **how: object) -> None:
+    photometric, pixels, _ = COLORS[color]
+    values = expected_of(bits, pixels[::4, ::4] if small else pixels)
+    colormap = (
+        {"colormap": PALETTE if bits == 8 else np.zeros((3, 65536), np.uint16)} if photometric == "palette" else {}
+    )
+    file.write(np.ascontiguousarray(values), photometric=photometric, metadata=None, **colormap, **how)
+
+
+OLD = {"extratags": [(255, "H", 1, 2, True)]}
+LAYOUTS = {
+    "alone": [{}],
+    "reduced first": [{"small": True, "subfiletype": 1}, {}],
+    "reduced first, by the old tag": [{"small": True, **OLD}, {}],
+    "mask first": [{"small": True, "subfiletype": 1}, {}],
+    "two reduced first": [{"small": True, "subfiletype": 1}] * 2 + [{}],
+    "reduced last": [{}, {"small": True, "subfiletype": 1}],
+    "SubIFDs": [{"subifds": 1}, {"small": True, "subfiletype": 1}],
+    "tiles, reduced first": [{"small": True, "subfiletype": 1}, {"tile": (16, 16)}],
+}
+REFUSED = {
+    "not marked": ([{"small": True}, {}], "its first page is far smaller than another|pages of 2 shapes"),
+    "only in a SubIFD": ([{"small": True, "subfiletype": 1, "subifds": 1}, {}], "only a reduced image on its pages"),
+}
+
+
+def written(color: str, bits: int, pages: list[dict]) -> bytes:
+    stream = io.BytesIO()
+    with tifffile.TiffWriter(stream) as file:
+        for how in pages:
+            page(file, color, bits, **how)
+    data = bytearray(stream.getvalue())
+    if pages is LAYOUTS["mask first"]:
+        data[tifffile.TiffFile(io.BytesIO(data)).pages[0].tags["NewSubfileType"].valueoffset] = 4
+    return bytes(data)
+
+
+def read(data: bytes, channels: int = 3) -> np.ndarray | str:
+    try:
+        return EncodedImage(data, "file", 10**6, channels=channels).values()
+    except UnreadableImage as error:
+        return error.reason
+
+
+@pytest.mark.parametrize(("color", "bits"), itertools.product(COLORS, (8, 16)))
+def test_the_whole_page_is_read_in_every_color(color, bits):
+    expected = COLORS[color][2]
+    if bits == 16 and expected is None:
+        expected = NOT_CONVERTED
+    for layout, pages in LAYOUTS.items():
+        data = written(color, bits, pages)
+        if (color, bits) == ("CMYK", 16):  # Pillow has no such mode, and inks are taken as they are stored
+            np.testing.assert_array_equal(read(data, 4), expected_of(bits, CMYK), layout)
+            continue
+        found = read(data)
+        if isinstance(expected, str):
+            assert re.fullmatch(expected, str(found)), layout
+        else:
+            wanted = read(written(color, bits, LAYOUTS["alone"])) if expected is None else expected
+            assert len(np.unique(wanted)) > 30
+            wanted = wanted if bits == 8 else expected_of(16, wanted)
+            repeats = found.ndim - wanted.ndim
+            np.testing.assert_array_equal(found, np.dstack([wanted] * 3) if repeats else wanted, layout)
+
+
+@pytest.mark.parametrize(("color", "layout"), itertools.product(("RGB", "CMYK", "palette", "CIELAB", "gray"), REFUSED))
+def test_a_page_that_may_be_a_thumbnail_is_not_taken_for_the_image(color, layout):
+    pages, said = REFUSED[layout]
+    assert re.match(said, str(read(written(color, 8, pages))))
+
+
+@pytest.mark.parametrize("planar", [False, True])
+def test_ycbcr_that_is_not_interleaved_is_refused_by_name(planar):
+    """Uncompressed: Pillow takes the planes of colors for pixels."""
+    data = bytearray(encoded(photo(64, 48).convert("YCbCr"), "TIFF"))
+    tags = tifffile.TiffFile(io.BytesIO(data)).pages[0].tags
+    assert read(bytes(data)).shape == (48, 64, 3)
+    tag, values = ("PlanarConfiguration", [2]) if planar else ("YCbCrSubSampling", [2, 2])
+    for place, value in enumerate(values):
+        data[tags[tag].valueoffset + 2 * place] = value
+    assert read(bytes(data)) == "colors as YCbCr, subsampled or plane after plane, are not read: write RGB"
+
+
+# further channels
+
+VARIED = np.random.default_rng(1).integers(0, 256, (48, 64), dtype=np.uint8)
+EDGES = np.where(VARIED < 20, VARIED, np.where(VARIED < 120, 0, 255)).astype(np.uint8)
+ALPHAS = {
+    "like an image": (VARIED, "its last channel is called alpha and varies like an image"),
+    "like an image in a frame of nothing": (np.where(VARIED < 160, 0, VARIED), "its last channel is called alpha"),
+    "opaque": (np.full_like(VARIED, 255), None),
+    "cut out": (EDGES, None),
+    "one glass": (np.full_like(VARIED, 100), None),
+}
+
+
+def with_alpha(form: str, alpha: np.ndarray, base: np.ndarray) -> bytes:
+    pixels = np.dstack([base, alpha])
+    if form in ("TIFF", "TIFF of 16 bits", "TIFF, premultiplied"):
+        stream = io.BytesIO()
+        kind = "assocalpha" if "pre" in form else "unassalpha"
+        values = expected_of(16 if "16" in form else 8, pixels)
+        how = {"photometric": "rgb" if pixels.shape[2] == 4 else "minisblack", "extrasamples": [kind]}
+        tifffile.imwrite(stream, values, planarconfig="contig", **how)
+        return stream.getvalue()
+    if form == "PNG of 16 bits":
+        return png16(expected_of(16, pixels))
+    return encoded(Image.fromarray(pixels), form, **({"lossless": True, "exact": True} if form == "WEBP" else {}))
+
+
+FORMS = ["TIFF", "TIFF of 16 bits", "TIFF, premultiplied", "PNG", "PNG of 16 bits", "WEBP", "JPEG2000"]
+
+
+@pytest.mark.parametrize(("form", "alpha"), itertools.product(FORMS, ALPHAS))
+def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_image(form, alpha):
+    """Otherwise it is laid on white; with in_chans 4 all four are taken as they are stored."""
+    values, said = ALPHAS[alpha]
+    data, white = with_alpha(form, values, RGB), 65535 if "16" in form else 255
+    found = read(data)
+    if said:
+        assert str(found).startswith(said)
+        with pytest.raises(
+            DataError, match=r"none of the images looked at can be read; the first is .*--model\.in_chans 4"
+        ):
+            with_value_range(load_recipe(None, {}), Files(data))
+    elif "pre" not in form:
+        opacity = values[..., None] / 255
+        np.testing.assert_allclose(found / white, RGB / 255 * opacity + 1 - opacity, atol=1.5 / 255)
+    if (form, alpha) == ("WEBP", "opaque"):  # has no alpha
+        return
+    with_value_range(load_recipe(None, {"model.in_chans": "4"}), Files(data))
+    np.testing.assert_array_equal(read(data, 4), expected_of(16 if "16" in form else 8, np.dstack([RGB, values])))
+
+
+@pytest.mark.parametrize("form", ["TIFF", "PNG", "JPEG2000"])
+def test_gray_with_alpha_is_asked_about_alike(form):
+    data = with_alpha(form, VARIED, GRAY)
+    assert str(read(data)).startswith("its last channel is called alpha")
+    np.testing.assert_array_equal(read(data, 2), np.dstack([GRAY, VARIED]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("f4", -9999), ("f4", -3.4028234663852886e38), ("i2", -32768), ("u2", 65535)]
+)
+@pytest.mark.parametrize("tile", [{}, {"compression": "zlib"}, {"tile": (16, 16)}])
+def test_pixels_without_data_are_said(kind, number, tile):
+    """GDAL's tag; not where its number is among the others, or black."""
+    values = (RGB[..., 0].astype(kind) * 3).astype(kind)
+    values[:5] = number
+    for nodata, bands in itertools.product((number, 0), (1, 5)):
+        stream = io.BytesIO()
+        tag = [(42113, "s", 0, f"{nodata:.17g}", True)]
+        pixels = values if bands == 1 else np.dstack([values] * bands)
+        tifffile.imwrite(stream, pixels, photometric="minisblack", planarconfig="contig", extratags=tag, **tile)
+        found = read(stream.getvalue(), bands)
+        if nodata:
+            assert str(found).startswith(f"{320 * bands} values without data (GDAL's nodata {number:g})")
+        else:
+            np.testing.assert_array_equal(np.squeeze(found), pixels)
