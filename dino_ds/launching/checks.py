@@ -254,10 +254,10 @@ def _crc(path: Path) -> int | None:
 
 def _count_images(root: str) -> int:
     """Number of entries of the folder `root` (data.root), or of files of a pattern; 0 if there is nothing."""
-    from dino_ds.data.hdf5 import split_dataset
+    from dino_ds.data.formats import split_part
     from dino_ds.data.root import expand
 
-    path, _ = split_dataset(os.path.expanduser(root))
+    path, _ = split_part(os.path.expanduser(root))
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
