@@ -74,7 +74,7 @@ bench_step_b16 := $(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_22
 bench_step_l16 := $(BENCH_STEP) --batch 96 --model.backbone vit_large_patch16_224
 bench_attention_s16 := scripts.bench_attention --config vits16 --batch 64 --as_json
 bench_engine_s16 := dino_ds bench ladder --only engine --json --config vits16 --batch 64
-bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64 --out bench_results
+bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64
 bench_inference_s16 := dino_ds bench inference --json vit_small_patch16_224 --random --batches 1,16,256
 bench-gpu: $(if $(VENV),setup)
 	@$(BENCH_PYTHON) -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "bench-gpu: no GPU is found")'

@@ -16,9 +16,10 @@ from dino_ds.engine.device import device
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.planning.bench.common import about, begin, heading
+from dino_ds.planning.measure.host import about, heading
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import time_interleaved
+from dino_ds.planning.measure.trial import begin
 
 LOOPS = 10
 """Calls in a timed run: one alone would measure the clock."""

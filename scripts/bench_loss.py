@@ -20,10 +20,10 @@ from dino_ds.engine.device import device
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.dino import DINO
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.planning.bench.common import about, begin, clock_name, heading
-from dino_ds.planning.bench.ladder_steps import build_ladder_step, last_without_engine
+from dino_ds.planning.bench.ladder import build_ladder_step, last_without_engine
+from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.timing import time_interleaved
-from dino_ds.planning.measure.trial import EPOCH_STEPS
+from dino_ds.planning.measure.trial import EPOCH_STEPS, begin
 
 EMA_BYTES = 12
 """A parameter in one FP32 pass: teacher and student are read, the teacher is written."""

@@ -21,12 +21,11 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import resident_mib
-from dino_ds.planning.bench.common import MEMORY_STEPS, heading
-from dino_ds.planning.bench.ladder_steps import CLIPPING
-from dino_ds.planning.measure.host import describe_host
+from dino_ds.planning.bench.naive import CLIPPING
+from dino_ds.planning.measure.host import describe_host, heading
 from dino_ds.planning.measure.memory import MIB, run_in_children
 from dino_ds.planning.measure.tables import markdown_table, print_result
-from dino_ds.planning.measure.trial import build_trial, join, resolve
+from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, join, resolve
 
 RECIPES = ("vitti16", "vits16", "vitb16")
 STAGES = (0, 1, 2, 3)

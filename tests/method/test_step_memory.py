@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dino_ds.engine.process import init_distributed
 from dino_ds.method import centering
 from dino_ds.models import logits
-from dino_ds.planning.bench.ladder_steps import LadderStep, all_steps, build_ladder_step, last_without_engine
+from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_without_engine
 from tests.planning.measure.tiny import tiny_recipe
 
 pytestmark = pytest.mark.numerical

@@ -19,23 +19,17 @@ from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import backbone_spec
-from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.options.bench import BenchInferenceOptions
-from dino_ds.planning.bench.common import begin, clock_name
-from dino_ds.planning.measure.host import describe_host, host_line
+from dino_ds.planning.measure.host import clock_name, describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import synchronize, time_interleaved
+from dino_ds.planning.measure.trial import begin
 from dino_ds.weights.export import export_onnx
 from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"
 LEAST_ROUNDS = 5
 _RANDOM_SIZE = 224
-
-
-class Skipped(Exception):
-    """Why a way to run the network is not measured here."""
-
 
 Features = Callable[[Tensor], Tensor]
 """Images (b, c, h, w) FP32 on the device -> features (b, d)."""
@@ -46,15 +40,13 @@ def run(options: BenchInferenceOptions) -> None:
 
     Raises ConfigError, CheckpointError.
     """
-    spec = _named(options.model) if options.random else None
     if options.random and options.heads is not None:
         raise ConfigError(
             f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
         )
     begin(1, options.threads, "bench inference")
-    backbone = load(options.model, device(), options.heads) if spec is None else _random(spec, options.model)
-    side = options.size or backbone.image_size
-    channels = backbone.network.spec.in_chans
+    backbone = _random(options.model) if options.random else load(options.model, device(), options.heads)
+    side, channels = options.size or backbone.image_size, backbone.network.spec.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
@@ -67,52 +59,40 @@ def run(options: BenchInferenceOptions) -> None:
             except RuntimeError as error:  # of memory, on the CPU too; without it there is nothing to compare with
                 skipped[f"batch {batch}"] = _reason(error)
                 continue
-            ways, why = _ways(backbone, images, Path(folder), options.threads)
+            ways, why = _ways(backbone, images, Path(folder, "model.onnx"), options.threads)
             skipped |= why
-            rows += _measured(batch, ways, images, options.rounds, options.seconds, options.warmup)
+            rows += _measured(ways, images, options)
     if not rows:
         raise ConfigError(
             f"--batches {','.join(map(str, options.batches))}: {'; '.join(dict.fromkeys(skipped.values()))}: lower them"
         )
-    result = {
-        "model": options.model,
-        "backbone": _sizes(backbone),
-        "size": side,
-        "baseline": BASELINE,
-        "inference": rows,
-        "skipped": skipped,
-        "host": describe_host(),
-    }
+    if backbone.is_vit:
+        arch = backbone.vit.arch
+        sizes = f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
+    else:
+        sizes = f"stride {backbone.stride}, width {backbone.width}"
+    result = {"model": options.model, "backbone": sizes, "size": side, "baseline": BASELINE}
+    result |= {"inference": rows, "skipped": skipped, "host": describe_host()}
     print_result(_page(result), result, options.json)
 
 
-def _named(name: str) -> BackboneSpec:
-    """Raises ConfigError for a name that a recipe can't have."""
+def _random(name: str) -> Backbone:
+    """Random weights of an architecture. Raises ConfigError for a name that a recipe can't have."""
     try:
-        return backbone_spec(name)
+        spec = backbone_spec(name)
     except ValueError as error:
         raise ConfigError(f"--random: {error}") from None
-
-
-def _random(spec: BackboneSpec, name: str) -> Backbone:
     return Backbone(build_backbone(spec, _RANDOM_SIZE), _RANDOM_SIZE, name, {}).to(device())
 
 
-def _sizes(backbone: Backbone) -> str:
-    if not backbone.is_vit:
-        return f"stride {backbone.stride}, width {backbone.width}"
-    arch = backbone.vit.arch
-    return f"patch {arch.patch_size}, width {arch.width}, {arch.depth} blocks, {arch.heads} heads"
-
-
-def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
+def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
     """The functions that compute the features by name, each tried once, and why others are left out."""
     builders: dict[str, Callable[[], Features]] = {
         BASELINE: lambda: backbone.features,
-        "bf16": lambda: _bf16(backbone, compiled=False),
-        "fp32 compiled": lambda: _compiled(backbone),
-        "bf16 compiled": lambda: _bf16(backbone, compiled=True),
-        "onnxruntime": lambda: _onnxruntime(backbone, folder / "model.onnx", threads),
+        "bf16": lambda: _changed(backbone, bf16=True, compiled=False),
+        "fp32 compiled": lambda: _changed(backbone, bf16=False, compiled=True),
+        "bf16 compiled": lambda: _changed(backbone, bf16=True, compiled=True),
+        "onnxruntime": lambda: _onnxruntime(backbone, file, threads),
     }
     ways, skipped = {}, {}
     for name, build in builders.items():
@@ -120,12 +100,9 @@ def _ways(backbone: Backbone, images: Tensor, folder: Path, threads: int) -> tup
             way = build()
             way(images)
             ways[name] = way
-        except Skipped as reason:
-            skipped[name] = str(reason)
-        except torch.OutOfMemoryError as error:
-            skipped[f"{name}, batch {len(images)}"] = _reason(error)
-        except (RuntimeError, ConfigError) as error:  # of a compiler or an exporter that is not whole here
-            skipped[name] = _reason(error)
+        except (RuntimeError, ConfigError) as error:  # also of a compiler or an exporter that is not whole here
+            full = isinstance(error, torch.OutOfMemoryError)
+            skipped[f"{name}, batch {len(images)}" if full else name] = _reason(error)
     return ways, skipped
 
 
@@ -135,34 +112,29 @@ def _reason(error: Exception) -> str:
     return "not enough memory" if is_memory else text[:160]
 
 
-def _compiled(backbone: Backbone) -> Features:
+def _changed(backbone: Backbone, bf16: bool, compiled: bool) -> Features:
+    """Weights and activations in bf16, the images cast in the measured time; compiled blocks."""
+    cuda = torch.cuda.is_available()
+    if bf16 and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigError("this GPU has no bf16 arithmetic")
+    if bf16 and not cuda and not torch.cpu.get_capabilities().get("avx512_bf16", False):
+        raise ConfigError("this CPU has no bf16 arithmetic (avx512_bf16)")
     other = copy.deepcopy(backbone)
-    other.network.compile_segments()
-    return other.features
-
-
-def _bf16(backbone: Backbone, compiled: bool) -> Features:
-    """Weights and activations in bf16; the images are cast in the measured time."""
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise Skipped("this GPU has no bf16 arithmetic")
-    if not torch.cuda.is_available() and not torch.cpu.get_capabilities().get("avx512_bf16", False):
-        raise Skipped("this CPU has no bf16 arithmetic (avx512_bf16)")
-    other = copy.deepcopy(backbone)
-    for parameter in other.parameters():  # BatchNorm's averages stay FP32, as in training
+    for parameter in other.parameters() if bf16 else ():  # BatchNorm's averages stay FP32, as in training
         parameter.data = parameter.data.bfloat16()
     if compiled:
         other.network.compile_segments()
-    return lambda images: other.features(images.bfloat16())
+    return (lambda images: other.features(images.bfloat16())) if bf16 else other.features
 
 
 def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
     try:
         import onnxruntime
     except ImportError:
-        raise Skipped("not installed: pip install 'dino_ds[onnx]'") from None
+        raise ConfigError("not installed: pip install 'dino_ds[onnx]'") from None
     provider = "CUDAExecutionProvider" if torch.cuda.is_available() else "CPUExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
-        raise Skipped("it is the package for CPUs: pip install onnxruntime-gpu")
+        raise ConfigError("it is the package for CPUs: pip install onnxruntime-gpu")
     if not file.exists():
         export_onnx(backbone, file)
     options = onnxruntime.SessionOptions()
@@ -171,18 +143,16 @@ def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
     return lambda images: torch.from_numpy(session.run(None, {"images": images.cpu().numpy()})[0])
 
 
-def _measured(
-    batch: int, ways: dict[str, Features], images: Tensor, rounds: int, seconds: float, warmup: int
-) -> list[dict[str, Any]]:
-    """Measure each way, with as many of `rounds` as fit into `seconds` by the time of the first."""
-    began = time.monotonic()
+def _measured(ways: dict[str, Features], images: Tensor, options: BenchInferenceOptions) -> list[dict[str, Any]]:
+    """Measure each way, with as many rounds as fit into the time by the first pass of all."""
+    began, batch = time.monotonic(), len(images)
     features = {name: way(images).float().cpu() for name, way in ways.items()}
     exact = features[BASELINE]
     synchronize(device())
-    fitting = int(seconds / max(time.monotonic() - began, 1e-9))
-    repeats = max(LEAST_ROUNDS, min(rounds, fitting))
+    fitting = int(options.seconds / max(time.monotonic() - began, 1e-9))
+    repeats = max(LEAST_ROUNDS, min(options.rounds, fitting))
     runs = {name: (lambda way=way: way(images)) for name, way in ways.items()}
-    timings = time_interleaved(runs, repeats, warmup, device())
+    timings = time_interleaved(runs, repeats, options.warmup, device())
     return [
         {
             "batch": batch,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,26 +15,157 @@ from torch import Tensor
 
 from dino_ds.basics.digits import short
 from dino_ds.basics.ranges import PARTS
+from dino_ds.config.ds_values import PerformanceOptions
+from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
-from dino_ds.engine.products import products_of_torch
+from dino_ds.engine.products import on_amd, products_of_torch
+from dino_ds.method.backbone_checks import fitting_levers
+from dino_ds.method.specs.dino import DINO
+from dino_ds.method.specs.of_recipe import terms_of
 from dino_ds.options.bench import BenchLadderOptions
-from dino_ds.planning.bench.common import MEMORY_STEPS, about, begin, clock_name, heading
-from dino_ds.planning.bench.ladder_steps import SELECTIONS, LadderStep, build_ladder_step, why_skipped
+from dino_ds.planning.bench.naive import CLIPPING, build_plain_step
+from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.planning.measure.trial import Trial
+from dino_ds.planning.measure.trial import (
+    MEMORY_STEPS,
+    Trial,
+    begin,
+    begin_training,
+    build_trial,
+    resolve,
+    synthetic_inputs,
+)
 
 FIRST = 3
 """Steps whose losses are compared: exact optimizations add in another order, and Adam makes the difference grow."""
+STAGES = (0, 1, 3)
+_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
+_OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
+_OF_OTHERS = ("channels-last images",)
+
+
+@dataclass(frozen=True)
+class LadderStep:
+    """The make of a training step. exact: the result stays the same up to rounding. stage: of ZeRO; None for the
+    one that the shipped files take."""
+
+    name: str
+    exact: bool = True
+    performance: PerformanceOptions = _PLAIN
+    tiled_loss: bool = False
+    fused_adamw: bool = False
+    one_pass_ema: bool = False
+    onednn: bool = False
+    engine: bool = False
+    precision: str = "fp32"
+    stage: int | None = None
+    batched_stochastic_depth: bool = False
+    dino_alone: bool = False
+
+
+def all_steps() -> list[LadderStep]:
+    """The steps from the plain one upwards, each with all optimizations of those before it; last, the exact step
+    without iBOT and KoLeo."""
+    steps = [LadderStep("plain step")]
+
+    def add(name: str, levers: dict[str, Any] | None = None, **changes: Any) -> None:
+        changes["performance"] = dataclasses.replace(steps[-1].performance, **levers or {})
+        steps.append(dataclasses.replace(steps[-1], name=name, **changes))
+
+    add("SDPA", {"attention": "sdpa"})
+    add("packed crops", {"packed": True})
+    add("CLS-only last block", {"cls_only_last_block": True})
+    add("channels-last images", {"channels_last": True})
+    add("prototypes and loss in tiles", tiled_loss=True)
+    add("fused AdamW", fused_adamw=True)
+    add("one-pass EMA", one_pass_ema=True)
+    add("oneDNN's products", onednn=True)
+    add("DeepSpeed engine", engine=True)
+    exact = steps[-1]
+    add("bf16", exact=False, precision="bf16")
+    add("torch.compile", {"compile": "default"})
+    add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # not both
+    return [*steps, dataclasses.replace(exact, name="DeepSpeed engine, DINO alone", exact=False, dino_alone=True)]
+
+
+def last_without_engine() -> LadderStep:
+    """All exact optimizations, and torch's AdamW alone."""
+    return [step for step in all_steps() if not step.engine][-1]
+
+
+def engine_steps() -> list[LadderStep]:
+    """The same step with torch's AdamW alone, then in DeepSpeed's engine at three stages."""
+    plain = dataclasses.replace(last_without_engine(), name="plain torch AdamW")
+    return [plain, *(dataclasses.replace(plain, name=f"ZeRO {n}", engine=True, stage=n) for n in STAGES)]
+
+
+SELECTIONS = {"all": all_steps, "engine": engine_steps}
+
+
+def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
+    """Why this step can't be measured here; None if it can."""
+    cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
+    if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
+        kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
+        return f"{recipe.model.backbone} is {kind}"
+    if step.name == "oneDNN's products" and not (on_amd() and not cuda):
+        return "they pay on AMD's CPUs with AVX-512 only"
+    if step.name == "bf16" and not cuda and not _cpu_has_bf16():
+        return "this CPU has no bf16 units"
+    if step.name == "torch.compile" and not cuda:
+        return "it pays on a GPU only: a CPU has few kernels to fuse and no launches to save"
+    if step.name == "torch.compile" and not (shutil.which("cc") or shutil.which("gcc")):
+        return "there is no C compiler"
+    if step.batched_stochastic_depth and recipe.model.drop_path == 0:
+        return "model.drop_path is 0"
+    if step.dino_alone and len(terms_of(recipe)) == 1:
+        return "the recipe has no other term than DINO"
+    return None
+
+
+def _cpu_has_bf16() -> bool:
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private: absent in other versions of torch
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
+    """A trial of this step with `batch` images, on one process."""
+    if step.batched_stochastic_depth:
+        recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
+    if step.dino_alone:
+        recipe = _dino_alone(recipe)
+    levers = fitting_levers(recipe, step.performance)
+    if step.engine:
+        stage = step.stage if step.stage is not None else 0 if step.precision == "fp32" else 1
+        ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
+        ds |= {"dino_ds": dataclasses.asdict(levers)}
+        ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
+        return build_trial(*resolve(recipe, ds, "bench ladder", batch))
+    recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
+    built = build_plain_step(recipe, levers, step.tiled_loss, step.fused_adamw, step.one_pass_ema)
+    begin_training(built)
+    return Trial(built, 1, synthetic_inputs(recipe, batch, device()))
+
+
+def _dino_alone(recipe: Recipe) -> Recipe:
+    """The recipe without the terms beside DINO, and without what is theirs."""
+    own = json.loads(recipe.objective.terms)
+    others = [term.name for term in terms_of(recipe) if term.name != DINO and term.name not in own]
+    kept = {name: v for name, v in recipe.model_dump(mode="json").items() if name not in ("ibot_head", *others)}
+    theirs = ("terms", *(f"{name}_" for name in others))  # options of a term begin with its name
+    kept["objective"] = {key: v for key, v in kept["objective"].items() if not key.startswith(theirs)}
+    kept["teacher"] |= {"others": "{}"}
+    kept["crops"] |= {"mask": "none"}
+    return Recipe.model_validate(kept)
 
 
 @dataclass
 class _Measured:
     """One ladder step. losses: of each training step; stage: ZeRO's, as the engine runs it, None without an engine."""
 
-    step: LadderStep
     memory: ChildResult
     stage: int | None = None
     losses: list[float] = field(default_factory=list)
@@ -41,26 +173,20 @@ class _Measured:
 
 
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
-    """Measure every step of a selection that this host can run; --out DIR gets ladder.md, ladder.json, ladder.png."""
+    """Measure every step of a selection that this host can run."""
     batch = begin(options.batch, options.threads, "bench ladder")
     steps = SELECTIONS[options.only]()
     skipped = {step.name: why_skipped(step, recipe) for step in steps}
-    measured, runs = {}, {}
-    for step in steps:
-        if skipped[step.name] is None:
-            found, train = _prepare(step, recipe, batch, options)
-            measured[step.name], runs[step.name] = found, found.parts.after(options.warmup, train)
+    measured, runs = dict[str, _Measured](), dict[str, Callable[[], None]]()
+    for step in (step for step in steps if skipped[step.name] is None):
+        found, train = _prepare(step, recipe, batch, options)
+        measured[step.name], runs[step.name] = found, found.parts.after(options.warmup, train)
     timings = time_interleaved(runs, options.steps, options.warmup, device())
-    rows = _rows(steps, measured, timings, batch)
-    for row in rows:
-        row["skipped"] = skipped[row["name"]]
-    first = next(iter(measured.values()))
+    rows = [{**row, "skipped": skipped[row["name"]]} for row in _rows(steps, measured, timings, batch)]
+    first = steps[0].name
     result = about(recipe, batch) | {"only": options.only, "ladder_steps": rows, **_together(rows)}
-    result |= {"imports_mib": first.memory.imports_mib, "clock": timings[first.step.name].clock}
-    page = _page(result)
-    if options.out is not None:
-        _write(Path(options.out), result, page)
-    print_result(page, result, options.json)
+    result |= {"imports_mib": measured[first].memory.imports_mib, "clock": timings[first].clock}
+    print_result(_page(result), result, options.json)
 
 
 def _prepare(
@@ -75,7 +201,7 @@ def _prepare(
         given["recipe"] = recipe.model_dump(mode="json")
         memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", options.threads, **given)
     trial = build_ladder_step(step, recipe, batch)
-    found = _Measured(step, memory, trial.step.engine.config.stage if step.engine else None)
+    found = _Measured(memory, trial.step.engine.config.stage if step.engine else None)
 
     def train() -> None:
         found.losses.append(float(_run(step, trial)))
@@ -106,13 +232,12 @@ def _rows(
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     first = before = timings[steps[0].name].seconds
-    plain = measured[steps[0].name].losses
+    plain = measured[steps[0].name].losses[:FIRST]
     for step in steps:
         row: dict[str, Any] = {"name": step.name, "exact": step.exact}
         row |= dict.fromkeys(("images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "spread"))
         if found := measured.get(step.name):
-            timing = timings[step.name]
-            parts = found.parts.read()
+            timing, spent, losses = timings[step.name], found.parts.read(), found.losses[:FIRST]
             row |= {
                 "stage": found.stage,
                 "images_per_second": batch / timing.seconds,
@@ -121,20 +246,14 @@ def _rows(
                 "speedup_total": first / timing.seconds,
                 "peak_memory_mib": found.memory.peak_mib,
                 "spread": timing.spread,
-                "parts_seconds": {part: parts.get(part, 0.0) / len(timing.all_seconds) for part in PARTS},
+                "parts_seconds": {part: spent.get(part, 0.0) / len(timing.all_seconds) for part in PARTS},
                 "best_images_per_second": batch / min(timing.all_seconds),
-                "first_losses": found.losses[:FIRST],
-                "loss_difference": _loss_difference(found.losses, plain),
+                "first_losses": losses,
+                "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(losses, plain, strict=True)),
             }
             before = timing.seconds
         rows.append(row)
     return rows
-
-
-def _loss_difference(losses: list[float], plain: list[float]) -> float:
-    """The largest relative difference of the first losses."""
-    pairs = zip(losses[:FIRST], plain[:FIRST], strict=True)
-    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 def _together(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -152,14 +271,12 @@ def _together(rows: list[dict[str, Any]]) -> dict[str, float]:
 def _page(result: dict[str, Any]) -> str:
     shown = [part for part in PARTS if part != "data"]
     rows, parts = [], []
-    for row in result["ladder_steps"]:
-        if row["skipped"]:
-            continue
-        stage = row["stage"]
-        run_as = f", run as {stage}" if row["name"].startswith("ZeRO") and not row["name"].endswith(str(stage)) else ""
+    for row in (row for row in result["ladder_steps"] if not row["skipped"]):
+        name, stage = row["name"], row["stage"]
+        run_as = f", run as {stage}" if name.startswith("ZeRO") and not name.endswith(str(stage)) else ""
         rows.append(
             (
-                row["name"] + run_as,
+                name + run_as,
                 "exact" if row["exact"] else "not exact",
                 short(row["images_per_second"]),
                 f"{row['step_seconds']:.4g}",
@@ -169,7 +286,7 @@ def _page(result: dict[str, Any]) -> str:
                 f"{row['peak_memory_mib']:.0f}",
             )
         )
-        parts.append((row["name"], *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown)))
+        parts.append((name, *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown)))
     first = result["ladder_steps"][0]
     libraries = f" (libraries take {result['imports_mib']:.0f} of them)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")
@@ -183,34 +300,3 @@ def _page(result: dict[str, Any]) -> str:
         f"{result['exact_loss_difference']:.0e} of their size"
     )
     return "\n".join(lines)
-
-
-def _write(folder: Path, result: dict[str, Any], page: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ladder.md").write_text(page + "\n")
-    (folder / "ladder.json").write_text(json.dumps(result, indent=1) + "\n")
-    _draw(result).savefig(folder / "ladder.png", dpi=110)
-
-
-def _draw(result: dict[str, Any]) -> Any:
-    """A matplotlib Figure: a bar of images/s and one of peak memory for each step that was measured."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in result["ladder_steps"] if not row["skipped"]][::-1]
-    names = [row["name"] for row in rows]
-    colors = ["#3b6ea5" if row["exact"] else "#c98a3a" for row in rows]
-    figure = Figure(figsize=(11, 0.45 * len(rows) + 1.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    bars = left.barh(names, [row["images_per_second"] for row in rows], color=colors)
-    texts = [f"{short(row['images_per_second'])}  ({row['speedup_total']:.2f}×)" for row in rows]
-    left.bar_label(bars, texts, padding=3)
-    left.set_xlabel("images/s (× the first step)")
-    memory = right.barh(names, [row["peak_memory_mib"] for row in rows], color=colors)
-    right.bar_label(memory, fmt="%.0f", padding=3)
-    right.set_xlabel("peak memory, MiB")
-    for axes in (left, right):
-        axes.margins(x=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    host = result["host"]
-    figure.suptitle(f"{result['backbone']}, batch {result['batch']}, {host['gpu'] or host['cpu']}; orange: not exact")
-    return figure

@@ -5,6 +5,7 @@ They fit into `TrainingStep` in place of ours, so that the step around them is t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
@@ -23,17 +24,38 @@ from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import apply_settings, build_optimizer
 from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.build import build_objective
+from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.dino import DinoTerm
-from dino_ds.method.ema import EmaTeacher
+from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.ibot import IbotTerm
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, LOCAL_WEIGHT
+from dino_ds.method.step import TrainingStep
+from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import CLS, masked_of
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.prototypes import Prototypes
+from dino_ds.planning.measure.trial import EPOCH_STEPS
+
+CLIPPING = 3.0
+
+
+def build_plain_step(
+    recipe: Recipe, levers: PerformanceOptions, tiled_loss: bool, fused_adamw: bool, one_pass_ema: bool
+) -> TrainingStep:
+    """A training step without an engine: FP32, on one process; of the parts below where ours are not asked for."""
+    network = build_network(recipe, levers)
+    objective = build_objective(recipe, device()) if tiled_loss else plain_objective(recipe)
+    if not tiled_loss:
+        normalise_prototypes(network)
+    copied = copy.deepcopy(network).to(device())
+    engine: Any = PlainEngine(network, recipe, CLIPPING, fused_adamw, device())
+    options = TeacherOptions(batch_norm=recipe.teacher.batch_norm)
+    teacher = (EmaTeacher if one_pass_ema else LoopTeacher)(copied, engine.masters(), options, engine.buffers)
+    teachers, groups = Teachers({EMA: teacher}, recipe.groups), recipe.groups
+    return TrainingStep(engine, teachers, objective, build_schedules(recipe, EPOCH_STEPS), groups)
 
 
 class PlainCenter:
@@ -69,9 +91,6 @@ class PlainSinkhorn:
         return q.t()
 
 
-PlainCentering = PlainCenter | PlainSinkhorn
-
-
 class PairwiseTerm(Term):
     """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy.
 
@@ -81,25 +100,24 @@ class PairwiseTerm(Term):
     needs = Needs(student=(DINO,), teachers={EMA: (DINO,)}, queries={DINO: Query(HEAD, CLS)})
     scalars = DinoTerm.scalars
 
-    def __init__(self, student_temp: float, centering: PlainCentering, teacher_crops: int = 2) -> None:
+    def __init__(self, student_temp: float, centering: PlainCenter | PlainSinkhorn, teacher_crops: int = 2) -> None:
         self.student_temp, self.teacher_crops, self._centering = student_temp, teacher_crops, centering
         self.statistics = centering.statistics
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
-        found = [self._centering(cast(Tensor, teachers[EMA][DINO]), schedule.teacher_temp) for teachers in window]
-        return [probs.view(self.teacher_crops, -1, probs.shape[-1]) for probs in found]
+        probs = [self._centering(cast(Tensor, teachers[EMA][DINO]), schedule.teacher_temp) for teachers in window]
+        return [rows.view(self.teacher_crops, -1, rows.shape[-1]) for rows in probs]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
-        probs = targets
-        logits = (cast(Tensor, student[DINO]) / self.student_temp).split(probs.shape[1])
+        logits = (cast(Tensor, student[DINO]) / self.student_temp).split(targets.shape[1])
         local = schedule.weights.get(LOCAL_WEIGHT, 1.0)
         losses = [
-            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(probs) else local)
-            for t, target in enumerate(probs)
+            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(targets) else local)
+            for t, target in enumerate(targets)
             for s, crop in enumerate(logits)
             if s != t
         ]
-        return Measured(torch.stack(losses).mean(), {"teacher_entropy": probs.new_zeros(())})
+        return Measured(torch.stack(losses).mean(), {"teacher_entropy": targets.new_zeros(())})
 
 
 class PlainIbotTerm(Term):
@@ -110,33 +128,32 @@ class PlainIbotTerm(Term):
 
     scalars = IbotTerm.scalars
 
-    def __init__(self, student_temp: float, centering: PlainCentering, head: str, group: str = "global") -> None:
-        self.student_temp, self._centering, self._group = student_temp, centering, group
-        self.needs = Needs((IBOT,), {EMA: (IBOT,)}, {IBOT: Query(head, masked_of(group))})
+    def __init__(self, student_temp: float, centering: PlainCenter | PlainSinkhorn, head: str) -> None:
+        self.student_temp, self._centering = student_temp, centering
+        self.needs = Needs((IBOT,), {EMA: (IBOT,)}, {IBOT: Query(head, masked_of("global"))})
         self.statistics = centering.statistics
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Any]:
-        found = [self._centering(cast(Tensor, teachers[EMA][IBOT]), schedule.teacher_temp) for teachers in window]
-        return list(zip(found, (of_crops[self._group] for of_crops in masks), strict=True))
+        probs = [self._centering(cast(Tensor, teachers[EMA][IBOT]), schedule.teacher_temp) for teachers in window]
+        return list(zip(probs, (of_crops["global"] for of_crops in masks), strict=True))
 
     def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
         probs, masks = targets
-        logits = cast(Tensor, student[IBOT])
-        losses = torch.sum(probs * F.log_softmax(logits / self.student_temp, dim=-1), dim=-1) * masks["weights"]
-        nothing = probs.new_zeros(())
-        return Measured(-losses.sum() / len(masks["mask"]), dict.fromkeys(self.scalars, nothing))
+        log_probs = F.log_softmax(cast(Tensor, student[IBOT]) / self.student_temp, dim=-1)
+        losses = torch.sum(probs * log_probs, dim=-1) * masks["weights"]
+        return Measured(-losses.sum() / len(masks["mask"]), dict.fromkeys(self.scalars, probs.new_zeros(())))
 
 
 def plain_objective(recipe: Recipe) -> Objective:
     """The recipe's objective in plain terms; KoLeo is plain as it is."""
-    how, crops, ours = recipe.objective, len(teacher_sizes(recipe.groups)), build_objective(recipe, device())
+    how, ours = recipe.objective, build_objective(recipe, device())
     terms = dict(ours.terms)
 
-    def centering(name: str, prototypes: int) -> PlainCentering:
-        sinkhorn = how.centering == "sinkhorn"
-        return PlainSinkhorn() if sinkhorn else PlainCenter(name, prototypes, how.center_momentum)
+    def centering(name: str, prototypes: int) -> PlainCenter | PlainSinkhorn:
+        return PlainSinkhorn() if how.centering == "sinkhorn" else PlainCenter(name, prototypes, how.center_momentum)
 
     if DINO in terms:
+        crops = len(teacher_sizes(recipe.groups))
         terms[DINO] = PairwiseTerm(how.student_temp, centering("center", recipe.head.prototypes), crops)
     if IBOT in terms:
         head = ours.queries[IBOT].head

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from dino_ds.config.crops import describe_crops
+from dino_ds.config.recipe import Recipe
+from dino_ds.engine import distributed
 from dino_ds.engine.distributed import usable_cores
+from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.planning.measure.timing import clock_of, now_by, synchronize
 from dino_ds.run.environment import versions
 
@@ -38,6 +42,32 @@ def host_line(host: dict[str, Any]) -> str:
     where = host["gpu"] or f"{host['cpu']}, {host['cores']} cores, {host['threads']} thread(s) used"
     packages = ", ".join(f"{name} {host['versions'][name]}" for name in ("torch", "deepspeed", "dino_ds"))
     return f"{where}; load average {host['load_average'][0]}; {packages}; {host['date']}"
+
+
+def about(recipe: Recipe, batch: int) -> dict[str, Any]:
+    """The part of a bench's result that describes what was measured, and where; prototypes of all heads."""
+    return {
+        "backbone": recipe.model.backbone,
+        "crops": describe_crops(recipe.groups),
+        "prototypes": sum(head.prototypes for head in heads_of(recipe).values()),
+        "batch": batch,
+        "processes": distributed.world_size(),
+        "host": describe_host(),
+    }
+
+
+def heading(title: str, result: dict[str, Any]) -> str:
+    """The lines above a table."""
+    prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
+    what = (
+        f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process, "
+        f"{result['processes']} process(es)"
+    )
+    return f"{title}: {what}\n{host_line(result['host'])}\n"
+
+
+def clock_name(clock: str) -> str:
+    return "CPU time of one thread" if clock == "cpu" else "wall time"
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, repeats: int = 7) -> float:

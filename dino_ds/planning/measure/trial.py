@@ -32,6 +32,9 @@ from dino_ds.models.drop_path import sample_keys
 EPOCH_STEPS = 1000
 """Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
 
+MEMORY_STEPS = 2
+"""Steps after which the peak of memory is known: the second is the first with Adam's moments."""
+
 
 @dataclass
 class Trial:
@@ -71,6 +74,14 @@ def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
     source = training_images(data, recipe.eval.val_share)
     recipe, _ = with_value_range(recipe, source)
     return build_prefetcher(recipe, source, engine.config.micro_batch, engine.device, Position())
+
+
+def begin(batch: int | None, threads: int, one_process: str = "") -> int:
+    """Join the process group and return the images per process. `one_process` names a command that runs on one only."""
+    join(threads)
+    if one_process and distributed.world_size() > 1:
+        raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
+    return batch or (64 if torch.cuda.is_available() else 8)
 
 
 def join(threads: int | None = None) -> None:

@@ -15,7 +15,7 @@ from dino_ds.method.build import build_network, build_objective
 from dino_ds.method.dino import DINO
 from dino_ds.method.ema import EmaTeacher
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.planning.bench.ladder_steps import all_steps, build_ladder_step, last_without_engine, why_skipped
+from dino_ds.planning.bench.ladder import all_steps, build_ladder_step, last_without_engine, why_skipped
 from dino_ds.planning.bench.naive import (
     LoopTeacher,
     NormalisedPrototypes,
@@ -163,12 +163,12 @@ def test_the_last_step_is_dino_alone(more):
 
 def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
-    monkeypatch.setattr("dino_ds.planning.bench.ladder_steps.on_amd", lambda: False)
+    monkeypatch.setattr("dino_ds.planning.bench.ladder.on_amd", lambda: False)
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
     assert reasons["DeepSpeed engine, DINO alone"] == "the recipe has no other term than DINO"
     assert [step.name for step in EXACT if reasons[step.name]] == ["channels-last images", "oneDNN's products"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
-    monkeypatch.setattr("dino_ds.planning.bench.ladder_steps._cpu_has_bf16", lambda: False)
+    monkeypatch.setattr("dino_ds.planning.bench.ladder._cpu_has_bf16", lambda: False)
     if not torch.cuda.is_available():
         bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
