@@ -28,11 +28,13 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
         return f"write --{switch}=false"
     own, names = {option.name: option for option in command.all_options}, command.known_options
     same, answers = words_elsewhere("same_option"), words_elsewhere("options")
-    if meant := next((one for one in (same.get(word) or same.get(leaf, "")).split() if one in names), None):
+    answer = answers.get(f"{command.name} {word}")
+    if not answer and (
+        meant := next((one for one in (same.get(word) or same.get(leaf, "")).split() if one in names), None)
+    ):
         if meant in own and own[meant].fact("bare"):
             return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
         return f"write --{meant}" if names[meant].type == "true or false" else f"write --{meant} {value or 'X'}"
-    answer = answers.get(f"{command.name} {word}")
     if answer is None and command.takes_recipe:
         answer = answers.get(word) or answers.get(leaf)
     return answer and answer.format(value=value or "X", n=value if _is_number(value) else "N")

@@ -41,7 +41,6 @@ from dino_ds.planning.measure.trial import (
 
 FIRST = 3
 """Steps whose losses are compared: exact optimizations add in another order, and Adam makes the difference grow."""
-STAGES = (0, 1, 3)
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
 _OF_OTHERS = ("channels-last images",)
@@ -99,7 +98,7 @@ def last_without_engine() -> LadderStep:
 def engine_steps() -> list[LadderStep]:
     """The same step with torch's AdamW alone, then in DeepSpeed's engine at three stages."""
     plain = dataclasses.replace(last_without_engine(), name="plain torch AdamW")
-    return [plain, *(dataclasses.replace(plain, name=f"ZeRO {n}", engine=True, stage=n) for n in STAGES)]
+    return [plain, *(dataclasses.replace(plain, name=f"ZeRO {n}", engine=True, stage=n) for n in (0, 1, 3))]
 
 
 SELECTIONS = {"all": all_steps, "engine": engine_steps}
@@ -115,10 +114,8 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
         return "they pay on AMD's CPUs with AVX-512 only"
     if step.name == "bf16" and not cuda and not _cpu_has_bf16():
         return "this CPU has no bf16 units"
-    if step.name == "torch.compile" and not cuda:
-        return "it pays on a GPU only: a CPU has few kernels to fuse and no launches to save"
-    if step.name == "torch.compile" and not (shutil.which("cc") or shutil.which("gcc")):
-        return "there is no C compiler"
+    if step.name == "torch.compile" and not (cuda and (shutil.which("cc") or shutil.which("gcc"))):
+        return "there is no C compiler" if cuda else "it pays on a GPU only, which has kernels to fuse"
     if step.batched_stochastic_depth and recipe.model.drop_path == 0:
         return "model.drop_path is 0"
     if step.dino_alone and len(terms_of(recipe)) == 1:
