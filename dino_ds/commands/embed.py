@@ -36,16 +36,25 @@ def check(options: EmbedOptions) -> None:
         raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
     if options.what == "patches" and place.suffix == ".csv":
         raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
-    made = [place, place.with_suffix(".csv")] if place.suffix == ".npy" else [place]
-    for one in made:
-        if one.exists():
-            raise ConfigError(f"{one} is there already: remove it, or name another file with --out")
+    for file in _files_of(place):
+        if file.exists() and not _mark_of(place).is_file():
+            raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
     if reason := why_not_writable(place):
         raise ConfigError(f"{place} can't be written: {reason}; fix --out")
     if place.suffix == ".parquet":
         from dino_ds.data.parquet import import_parquet
 
         import_parquet()
+
+
+def _files_of(place: Path) -> tuple[Path, ...]:
+    """All files of an embedding: an array has the names of its rows beside it."""
+    return (place.with_suffix(".csv"), place) if place.suffix == ".npy" else (place,)
+
+
+def _mark_of(place: Path) -> Path:
+    """The file that is there while a finished embedding gets its names: the same command then goes on with that."""
+    return place.with_name(f"{place.name}.parts") / "written"
 
 
 def run(options: EmbedOptions) -> None:
@@ -88,7 +97,8 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         shape = _shape(model, options.what, size)
     value_range, notes = range_for(model, [source])
     place = Path(os.path.expanduser(options.out))
-    parts = Parts(place.with_name(f"{place.name}.parts"), len(source), shape, "float16" if options.half else "float32")
+    mark, dtype = _mark_of(place), "float16" if options.half else "float32"
+    parts = Parts(mark.parent, len(source), shape, dtype, mark)
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             parts.begin(_facts(model, source, options.what, size, value_range))
@@ -104,7 +114,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
             if len(bad) == len(source):
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            put_together(place, parts, source)
+            put_together(place, _files_of(place), parts, source)
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
     return {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.basics.durable import put_in_place, replace_file, replacing, sync
 from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import checksum, is_plain_file
 from dino_ds.config.flat import differences
@@ -41,12 +42,14 @@ _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 
 @dataclass(frozen=True)
 class Parts:
-    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file."""
+    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file;
+    `mark`: the file in it that says that all of the embedding is written, but for the names of its files."""
 
     folder: Path
     images: int
     shape: tuple[int, ...]
     dtype: str
+    mark: Path
 
     @property
     def length(self) -> int:
@@ -59,7 +62,9 @@ class Parts:
         other `facts`."""
         about = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
         try:
-            if self.folder.exists() and (differ := self._differences(json.loads(about))):
+            # A folder with a half description alone is of a process that was killed before it had any part.
+            is_begun = self.folder.exists() and any(p.name != "about.json.tmp" for p in self.folder.iterdir())
+            if is_begun and (differ := self._differences(json.loads(about))):
                 raise ConfigError(
                     f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
                     "--out"
@@ -166,14 +171,29 @@ class Parts:
             yield self._rows(part), np.load(self._file(part))
 
 
-def put_together(place: Path, parts: Parts, source: Source) -> None:
-    """Write the file, as its ending says, and remove the parts. Raises StorageError."""
+def put_together(place: Path, files: Sequence[Path], parts: Parts, source: Source) -> None:
+    """Write `files`, `place` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
+
+    The files are made in the folder of the parts. A mark says that they are whole: from then on the same command gives
+    them the names that they do not have yet, whenever it was killed.
+    """
     write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
+    made = {parts.folder / f"written{file.suffix}": file for file in files}
     try:
-        write(place, parts, source)
+        if not parts.mark.exists():
+            write(parts.folder / f"written{place.suffix}", parts, source)
+            for file in made:
+                sync(file)
+            replace_file(parts.mark, "")
+        for file, final in made.items():
+            if file.exists():
+                put_in_place(file, final)
+        discarded = place.with_name(f".{parts.folder.name}"[:255])
+        shutil.rmtree(discarded, ignore_errors=True)
+        os.replace(parts.folder, discarded)  # at once: half a folder would be taken for one to go on with
     except OSError as error:
         raise unwritable(place, error, "out") from None
-    shutil.rmtree(parts.folder, ignore_errors=True)
+    shutil.rmtree(discarded, ignore_errors=True)
 
 
 def _label_of(source: Source, index: int) -> tuple[int, str]:
@@ -184,13 +204,11 @@ def _label_of(source: Source, index: int) -> tuple[int, str]:
 
 def _write_npy(place: Path, parts: Parts, source: Source) -> None:
     """Write the array, and next to it a .csv with name, label and class of every row."""
-    # Both at the end: a .csv alone, after an interruption, would be taken for somebody else's.
-    with replacing(place.with_suffix(".csv")) as names, replacing(place) as array:
-        with names.open("w", newline="") as file:
-            lines = csv.writer(file)
-            lines.writerow(("name", "label", "class"))
-            lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
-        _fill(array, parts)
+    with place.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(("name", "label", "class"))
+        lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
+    _fill(place, parts)
 
 
 def _fill(path: Path, parts: Parts) -> None:
@@ -209,12 +227,11 @@ def _write_pt(place: Path, parts: Parts, source: Source) -> None:
     }
     array = parts.folder / "whole.npy"
     _fill(array, parts)
-    with replacing(place) as temporary:
-        torch.save({"features": torch.from_numpy(np.load(array, mmap_mode="r+")), **about}, temporary)
+    torch.save({"features": torch.from_numpy(np.load(array, mmap_mode="r+")), **about}, place)
 
 
 def _write_csv(place: Path, parts: Parts, source: Source) -> None:
-    with replacing(place) as temporary, temporary.open("w", newline="") as file:
+    with place.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(("name", "label", "class", *(f"f{i}" for i in range(parts.shape[0]))))
         for rows, found in parts:
@@ -233,7 +250,7 @@ def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
     kind = pyarrow.list_(pyarrow.from_numpy_dtype(np.dtype(parts.dtype)), math.prod(parts.shape))
     fields = [("name", pyarrow.string()), ("label", pyarrow.int64()), ("class", pyarrow.string()), ("features", kind)]
     schema = pyarrow.schema(fields, metadata={"shape": json.dumps(list(parts.shape))})
-    with replacing(place) as temporary, parquet.ParquetWriter(temporary, schema) as writer:
+    with parquet.ParquetWriter(place, schema) as writer:
         for rows, found in parts:
             labels = [_label_of(source, i) for i in rows]
             features = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(found.reshape(-1)), type=kind)

@@ -89,7 +89,9 @@ def _check_place(source: Path, format: str, place: Path) -> None:
         raise ConfigError(f"{place} is what is to be exported: name another file with --out")
     if format in _OURS and place.suffix != ".safetensors":
         raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
-    for made in (place,) if format in _OF_THE_HUB else (place, sidecar_of(place)):
+    # What an export that was killed leaves: a description, and weights that have not got their name.
+    is_left_over = not place.exists() and place.with_name(f"{place.name}.tmp").exists()
+    for made in (place,) if format in _OF_THE_HUB or is_left_over else (place, sidecar_of(place)):
         if made.exists():
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):

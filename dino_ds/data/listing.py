@@ -176,7 +176,7 @@ class Listing:
 
     @property
     def classes(self) -> list[str] | None:
-        return list(self.texts("classes")) if "classes.ends" in self.arrays else None
+        return [printable(name) for name in self.texts("classes")] if "classes.ends" in self.arrays else None
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:

@@ -95,10 +95,11 @@ class _ActivatedLinear(torch.autograd.Function):
         # First: the activation is not needed after it.
         of_weight, of_bias = ctx.needs_input_grad[1:3]
         own = (
-            grad.t() @ _activate(x, value, ctx.swiglu) if of_weight else None,
+            grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
             grad.sum(dim=0) if of_bias else None,
         )
-        inner = grad @ weight
+        # Where autocast was on in the forward pass alone, the gradient has its type, and the weight has not.
+        inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.swiglu:
             return torch.ops.aten.gelu_backward(inner, x), *own, None, None
         if value is not None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from dino_ds.checkpoint.manifest import WHOLE
 from dino_ds.checkpoint.opening import open_checkpoint
+from dino_ds.config.model import ModelSection
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import A, B, adapters_in, merged
 from dino_ds.weights.about import recipe_of
@@ -68,11 +70,12 @@ def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]
     """
     path = Path(os.path.expanduser(file))
     tensors, facts = read_file(path)
-    alpha, base = facts.get(ALPHA), facts.get(BASE)
-    if not isinstance(alpha, float) or not isinstance(base, str) or adapters_in(tensors).keys() != tensors.keys():
+    base = facts.get(BASE)
+    if not isinstance(base, str) or ALPHA not in facts or adapters_in(tensors).keys() != tensors.keys():
         raise CheckpointError(
             f"{path} is not a file of adapters with the JSON next to it, as dino-ds export --format adapters writes"
         )
+    alpha = _checked_alpha(path, facts[ALPHA])
     check_numbers(path, tensors)
     strange = [key for key in tensors if not _fits(key, tensors, own)]
     if strange:
@@ -82,7 +85,19 @@ def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]
             f"{path}: these adapters were trained on other weights than those of {name}: give the weights that their "
             "run began with (model.init_from)"
         )
-    return merged({**own, **tensors}, alpha)
+    found = merged({**own, **tensors}, alpha)
+    check_numbers(path, {name: found[name] for name in _adapted(own, tensors)})
+    return found
+
+
+def _checked_alpha(path: Path, alpha: object) -> float:
+    """`alpha` of a file of adapters if model.lora_alpha may be that. Raises CheckpointError."""
+    try:
+        checked: float = TypeAdapter(ModelSection.model_fields[ALPHA].rebuild_annotation()).validate_python(alpha)
+    except ValidationError as error:
+        wrong = f"the JSON beside it has {ALPHA} {str(alpha)[:20]} ({error.errors()[0]['msg']})"
+        raise CheckpointError(f"{path}: {wrong}: bring it back") from None
+    return checked
 
 
 def _fits(name: str, tensors: Mapping[str, Tensor], backbone: Mapping[str, Tensor]) -> bool:

@@ -209,6 +209,7 @@ def _described_by_us(weights: Weights) -> Description:
         agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= MOST_SIZE)
         agree = agree and 1 <= arch.heads <= arch.width and arch.width % arch.heads == 0 and 0 < arch.norm_eps < 1
         agree = agree and (arch.rope is None or _is_rope(arch))
+        agree = agree and (arch.layer_scale is None or 0 < arch.layer_scale <= 1e6)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"the JSON beside the weights can't be used: {type(error).__name__}: {error}") from None
     if not agree:

@@ -21,7 +21,9 @@ from dino_ds.weights.reference import HEAD, head_to_ours
 from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-"""ResNets that the shapes of their tensors tell; torchvision and timm name them alike."""
+_CONVNEXTS = ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large")
+"""Networks that the shapes of their tensors tell; torchvision and timm name ResNets alike, ConvNeXts have the names of
+facebookresearch's files (DINOv3), which timm renames."""
 _MOST_CHANNELS = 1024
 _PLAIN_NUMBER = 1024
 """A number of arguments may be as large as this, or as anything in the file: they must not make us build for hours."""
@@ -176,11 +178,28 @@ def _recognised(
             spec = ForeignSpec(name, in_chans=first.shape[1])
             if _fits(network, spec):
                 return spec, network
+    if "downsample_layers.0.0.weight" in network:
+        for name in _CONVNEXTS if asked is None else (asked.name,):
+            spec = ForeignSpec(name, in_chans=network["downsample_layers.0.0.weight"].shape[1])
+            renamed = _named_by_timm(spec, network)
+            if _fits(renamed, spec):
+                return spec, renamed
     if asked is not None:  # of no use, and yet to be compared tensor by tensor
         for own in (tensors, network):
             if own.keys() & shapes_of(asked)[0].keys():
                 return asked, own
     return None
+
+
+def _named_by_timm(spec: ForeignSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a ConvNeXt of facebookresearch's under timm's names; {} for one of another depth."""
+    from timm.models.convnext import checkpoint_filter_fn
+
+    try:
+        with torch.device("meta"):
+            return dict(checkpoint_filter_fn(dict(tensors), create(spec, None)))
+    except (ConfigError, KeyError, RuntimeError):
+        return {}
 
 
 def _with_stored_channels(asked: ForeignSpec, tensors: Mapping[str, Tensor]) -> ForeignSpec:

@@ -10,6 +10,8 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError
 
+_MOST = 1e3
+"""Largest mean and deviation, where black is 0 and white 1; the least deviation is its inverse square."""
 PROCESSOR = "preprocessor_config.json"
 """The file of a Hugging Face folder that says how images are prepared."""
 
@@ -27,7 +29,9 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
         both = [stated[name] for name in ("mean", "std")]
         each = ([value] * channels if isinstance(value, int | float) else value for value in both)
         mean, std = (tuple(float(value) for value in values) for values in each)
-        if not len(mean) == len(std) == channels or not all(map(math.isfinite, mean + std)) or min(std) <= 0:
+        if not len(mean) == len(std) == channels or not all(abs(value) <= _MOST for value in mean):
+            raise ValueError
+        if not all(1 / _MOST**2 <= value <= _MOST for value in std):
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(
@@ -43,7 +47,7 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
         return None
     try:
         low, high = (float(value) for value in about["value_range"])
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        if not (-1e18 <= low < high <= 1e18 and high - low >= 1e-18):  # as data.value_range
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise CheckpointError(

@@ -11,8 +11,8 @@ from dino_ds.errors import CheckpointError
 from dino_ds.weights.tensors import Weights, few, unused
 
 _PATCHES = "patch_embed.proj.weight"
-_DROPPED = re.compile(r"(mask_token|masked_embed|(head|fc)\..*)")
-"""Tensors next to a backbone that are of no use for features: mask tokens and classifiers."""
+_DROPPED = re.compile(r"(mask_token|masked_embed|decoder_(pos_embed|(embed|blocks|norm|pred)\..*)|(head|fc)\..*)")
+"""Tensors next to a backbone that are of no use for features: mask tokens, classifiers, the decoder of an MAE."""
 _HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
 """Our names of dino's and dinov2's projection heads."""
 HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 
 import pytest
@@ -144,6 +146,23 @@ class TestIn:
         assert ours.network.spec == ForeignSpec(name, 4)
         assert ours.notes == ["its classifier is left out: fc.bias, fc.weight", SIZE]
 
+    @pytest.mark.parametrize("name", [None, "convnext_tiny"])
+    def test_a_convnext_of_facebookresearch(self, tmp_path, name):
+        """As DINOv3's: its final norm twice, the names of ConvNeXt's own code; named or not."""
+        theirs = randomised(timm.create_model("convnext_tiny", num_classes=0))
+        renames = {r"stages\.(\d)\.downsample\.": r"downsample_layers.\1.", "stem": "downsample_layers.0"}
+        renames |= {r"\.blocks": "", "conv_dw": "dwconv", r"mlp\.fc": "pwconv", r"head\.norm": "norm"}
+        tensors = {
+            functools.reduce(lambda text, pair: re.sub(*pair, text), renames.items(), key): tensor
+            for key, tensor in theirs.state_dict().items()
+        }
+        torch.save(
+            tensors | {f"norms.3.{key}": tensors[f"norm.{key}"] for key in ("weight", "bias")}, tmp_path / "a.pth"
+        )
+        ours = load(tmp_path / "a.pth", backbone=name)
+        assert ours.title == "convnext_tiny" and ours.notes == [SIZE]
+        assert_same(ours.features(_images()), theirs(_images()))
+
     @pytest.mark.slow
     def test_a_name_where_no_file_has_one(self, tmp_path):
         theirs = randomised(timm.create_model("convnext_atto", num_classes=3))
@@ -223,8 +242,6 @@ class TestWhatIsSaidBesideWeights:
         ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
     )
     def test_fields(self, tmp_path, fields, words):
-        import re
-
         assert re.search(words, self._refused(tmp_path, {}, **fields))
 
     @pytest.mark.parametrize("changes", [{"image_size": "64"}, {"image_size": 10**9}, {"backbone": "resnet81"}])

@@ -32,6 +32,19 @@ class TestFacebook:
         for size in ((32, 32), (40, 24), (64, 64)):
             assert_same(ours.features(images(*size)), original(images(*size)))
 
+    def test_an_mae_with_its_decoder(self, tmp_path):
+        """The decoder, and a mask token of its width, are left out and named."""
+        original = Original(**SMALL)
+        decoder = {"mask_token": torch.zeros(1, 1, 32), "decoder_pos_embed": torch.zeros(1, 17, 32)}
+        names = ("embed", "blocks.0.attn.qkv", "norm", "pred")
+        decoder |= {f"decoder_{name}.weight": torch.zeros(32, 32) for name in names}
+        torch.save({"model": original.state_dict() | decoder}, tmp_path / "a.pth")
+        ours = load(tmp_path / "a.pth", heads=1)
+        assert_same(ours.features(images()), original(images()))
+        assert ours.notes == [
+            "6 tensors not used (decoder_blocks.0.attn.qkv.weight, decoder_embed.weight, decoder_norm.weight, ...)"
+        ]
+
     @pytest.mark.parametrize("swiglu", [False, True])
     @pytest.mark.parametrize("registers", [0, 4])
     def test_dinov2(self, tmp_path, registers, swiglu):

@@ -1,0 +1,236 @@
+"""Our networks in other people's training loops: autograd functions of ours against plain operators, whole networks.
+
+Tolerances, relative to the largest value: FP32 sums in another order 1e-5; values rounded to bf16 or fp16, at other
+places than plain operators round them, a few units of 2^-8 or 2^-11.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dino_ds.engine.distributed import GatherRows
+from dino_ds.method.coding_rate import _SumOverRanks
+from dino_ds.method.gram import gram_loss
+from dino_ds.models import attention, batch_norm, blocks, network, residual, rope
+from dino_ds.models.base import CLS
+from dino_ds.models.drop_path import Kept
+from dino_ds.models.logits import Comparison, Logits
+from dino_ds.models.prototypes import Prototypes
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.vit import VisionTransformer
+from tests.ranks import run_on_ranks
+from tests.sample import sampled
+
+pytestmark = pytest.mark.numerical
+GROUPS, HEADS = ((2, 5), (1, 4)), 2
+"""Two sequences of a CLS token and four patches, and one that has its patches alone: 14 tokens of width 8."""
+ROWS = torch.tensor([0, 2, 5])
+TABLES = tuple(torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+def _tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _kept(like: Tensor) -> Kept:
+    nothing: Any = None
+    return Kept(nothing, nothing, None, ROWS, torch.tensor([[2.0], [2.0], [0.5]]))
+
+
+def _sizes(x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    return tuple(piece for own in attention._views(x, GROUPS, parts, HEADS) for piece in own)
+
+
+def _compared(rows: Tensor, weight: Tensor) -> Tensor:
+    """The cross-entropy of the prototypes with targets that are given, by plain operators, in FP32 as ours."""
+    with torch.autocast("cpu", enabled=False):
+        teacher = _teacher().float()
+        logits = F.normalize(rows.float(), dim=-1) @ F.normalize(weight.float(), dim=-1).t() / 0.1
+        return -(teacher.softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def _teacher() -> Tensor:
+    return _tokens(6, 10, seed=7)
+
+
+def _tiled(rows: Tensor, weight: Tensor) -> Tensor:
+    prototypes: Any = Prototypes(4, 10)
+    del prototypes.weight
+    prototypes.weight = weight  # not a parameter: its gradient is asked for
+    identity = Logits(_teacher(), torch.eye(10), torch.ones(10))
+    found: Any = prototypes(rows, Comparison(identity, torch.zeros(10), 1.0, 0.1))
+    return found.loss
+
+
+def _gram(x: Tensor, y: Tensor) -> Tensor:
+    a, b = (F.normalize(rows.float(), dim=-1) for rows in (x, y.detach()))
+    return (a @ a.mT - b @ b.mT).square().mean()
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor, value: Tensor | None = None, swiglu: bool = False) -> Tensor:
+    return F.linear(blocks._activate(x, value, swiglu), weight, bias)
+
+
+def _ours(x: Tensor, weight: Tensor, bias: Tensor, value: Tensor | None = None, swiglu: bool = False) -> Tensor:
+    return blocks.ActivatedLinear(2, 2, swiglu).activated_linear(x, value, weight, bias)
+
+
+Function = Callable[..., Any]
+FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
+    "GELU and linear": (_ours, _linear, ((6, 8), (4, 8), (4,))),
+    "SwiGLU and linear": (
+        lambda *given: _ours(*given, None, True), lambda *given: _linear(*given, None, True), ((6, 16), (4, 8), (4,)),
+    ),
+    "SwiGLU of two": (
+        lambda x, v, w, b: _ours(x, w, b, v, True), lambda x, v, w, b: _linear(x, w, b, v, True),
+        ((6, 8), (6, 8), (4, 8), (4,)),
+    ),
+    "rows and the rest": (lambda x: blocks._gather(x, ROWS), lambda x: (x.index_select(0, ROWS), x + 0), ((6, 8),)),
+    "kept rows added": (
+        lambda x, branch: residual._add_kept(x, branch, _kept(x)),
+        lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
+    ),
+    "fused sum": (
+        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, None),
+        lambda x, branch, gamma: (x + branch * gamma).to(x.dtype), ((6, 8), (6, 8), (8,)),
+    ),
+    "rotation": (
+        lambda x: rope.rotate(x * 1, GROUPS, TABLES, (2, 3), HEADS),
+        lambda x: rope._rotated(x * 1, GROUPS, TABLES, (2, 3), HEADS), ((14, 24),),
+    ),
+    "sizes": (
+        lambda x: attention._PerSize.apply(x, GROUPS, (2, 3), HEADS), lambda x: _sizes(x, 3), ((14, 24),),
+    ),
+    "rotated sizes": (
+        lambda x: attention._PerSize.apply(x, GROUPS, (2, 3), HEADS, *TABLES),
+        lambda x: _sizes(rope._rotated(x, GROUPS, TABLES, (2, 3), HEADS), 3), ((14, 24),),
+    ),
+    "no gradient": (network._ZeroGrad.apply, lambda x: x.detach() + 0 * x, ((6, 8),)),
+    "prototypes": (_tiled, _compared, ((6, 4), (10, 4))),
+    "Gram": (gram_loss, _gram, ((2, 5, 8), (2, 5, 4))),
+    "rows of all ranks": (GatherRows.apply, lambda x: x * 1, ((2, 3, 8),)),
+    "sum over ranks": (_SumOverRanks.apply, lambda x: x * 1, ((6, 8),)),
+}  # fmt: skip
+LOW = {"autocast": 2e-2, "autocast of the forward alone": 2e-2, "bf16": 4e-2, "fp16": 5e-3}
+MODES = ("plain", "autocast", "autocast of the forward alone", "bf16", "fp16", "recomputed", "recomputed in autocast")
+
+
+def _run(function: Function, given: list[Tensor], mode: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and gradients as a loop of that kind has them."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode, torch.float32)
+    given = [tensor.to(dtype, copy=True).requires_grad_() for tensor in given]
+    low, whole = "autocast" in mode, mode == "autocast"
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        out = checkpoint(function, *given, use_reentrant=False) if "recomputed" in mode else function(*given)
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        loss = sum((o.float() * _tokens(*o.shape, seed=3)).sum() for o in outs)
+        assert isinstance(loss, Tensor)
+        if whole:
+            loss.backward()
+    if not whole:
+        loss.backward()
+    return [o.detach().float() for o in outs], [
+        t.grad.float() if t.grad is not None else t.new_zeros(()) for t in given
+    ]
+
+
+def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_our_functions_are_plain_operators(name, mode):
+    ours, plain, shapes = FUNCTIONS[name]
+    given = [_tokens(*shape, seed=i) for i, shape in enumerate(shapes)]
+    for found, wanted in zip(_run(ours, given, mode), _run(plain, given, mode), strict=True):
+        _close(found, wanted, LOW.get(mode, 2e-2 if "autocast" in mode else 1e-5))
+    with torch.no_grad():
+        _close(*([o] if isinstance(o := f(*given), Tensor) else list(o) for f in (ours, plain)), 1e-5)
+
+
+ARCHS = {
+    "plain": ViTSpec(8, 32, 2, 2),
+    "registers, LayerScale, SwiGLU": ViTSpec(8, 32, 2, 2, layer_scale=0.5, registers=3, swiglu=True, mlp_ratio=5.0),
+    "rotary": ViTSpec(8, 32, 2, 2, layer_scale=0.5, registers=2, rope="separate", swiglu=True, mlp_ratio=5.0),
+}
+IMAGES = _tokens(4, 3, 32, 32)
+
+
+def _vit(name: str) -> VisionTransformer:
+    torch.manual_seed(0)
+    vit = VisionTransformer(ARCHS[name], 32)
+    for parameter in vit.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return vit
+
+
+def _gradients(vit: nn.Module, mode: str) -> list[Tensor]:
+    """Features and the gradients of all parameters, as a loop of that kind has them."""
+    whole, images = mode == "autocast", IMAGES.to(next(vit.parameters()).dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in mode):
+        if "recomputed" in mode:
+            out = checkpoint(lambda x: vit({"a": [x]})[CLS], images, use_reentrant=False)
+        else:
+            out = vit({"a": [images]})[CLS]
+        loss = (out.float() * _tokens(*out.shape, seed=5)).sum()
+        if whole:
+            loss.backward()
+    if not whole:
+        loss.backward()
+    return [out.detach().float(), *(p.grad.float() for p in vit.parameters() if p.grad is not None)]
+
+
+LOOPS = [*MODES, "deepcopy", "compiled", "compiled, autocast of the forward alone"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mode"), sampled(itertools.product(ARCHS, LOOPS)))
+def test_a_network_of_ours_in_any_loop(name, mode):
+    """Features and gradients are those of FP32; without gradients the features are the same."""
+    wanted, vit = _gradients(_vit(name), "plain"), _vit(name)
+    vit = copy.deepcopy(vit) if mode == "deepcopy" else vit.to({"bf16": torch.bfloat16, "fp16": torch.half}.get(mode))
+    called: Any = torch.compile(vit, backend="aot_eager") if "compiled" in mode else vit
+    _close(_gradients(called, mode), wanted, LOW.get(mode, 0.1 if "autocast" in mode else 1e-5) * 4)
+    with torch.no_grad():
+        _close([vit.float().features(IMAGES)], wanted[:1], 0.05 if mode in LOW else 1e-5)
+
+
+def _on_rank(rank_mode: str) -> list[Tensor]:
+    """The gradients that DDP gives a rank of its half of the images, a BatchNorm of ours behind the network."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    norm = batch_norm.BatchNorm(6)
+    norm.synced = True
+    model = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 6, 8, 8), norm))
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in rank_mode):
+        out = model(IMAGES[2 * rank : 2 * rank + 2])
+    (out.float() * _tokens(4, 6, 4, 4, seed=5)[2 * rank : 2 * rank + 2]).sum().backward()
+    vit = DistributedDataParallel(_vit("rotary"))
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in rank_mode):
+        features = vit({"a": [IMAGES[2 * rank : 2 * rank + 2]]})[CLS]
+    (features.float() * _tokens(4, 32, seed=5)[2 * rank : 2 * rank + 2]).sum().backward()
+    return [p.grad for part in (model, vit) for p in part.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("mode", ["plain", "autocast of the forward alone"])
+def test_in_ddp(mode):
+    """Half the sum over all images, as torch's DDP gives the mean over ranks; BatchNorm's statistics are of both."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Conv2d(3, 6, 8, 8), nn.BatchNorm2d(6))
+    (alone(IMAGES) * _tokens(4, 6, 4, 4, seed=5)).sum().backward()
+    wanted = [p.grad / 2 for p in alone.parameters() if p.grad is not None]
+    wanted += [gradient / 2 for gradient in _gradients(_vit("rotary"), "plain")[1:]]
+    for found in run_on_ranks(_on_rank, mode):
+        _close(found, wanted, 0.1 if "autocast" in mode else 1e-5)

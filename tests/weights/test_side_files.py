@@ -1,0 +1,140 @@
+"""Numbers that a file beside weights claims are checked as options are, and a kill between two files loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dino_ds.commands.export import run as export
+from dino_ds.errors import CheckpointError
+from dino_ds.models.trained import A, B
+from dino_ds.options.model import ExportOptions
+from dino_ds.weights.adapters import ALPHA, BASE
+from dino_ds.weights.export import export_hf, export_safetensors, export_timm
+from dino_ds.weights.frozen import digest
+from dino_ds.weights.load import load
+from dino_ds.weights.sidecar import read_sidecar
+from tests.weights.originals import images
+from tests.weights.test_weights import _backbone
+
+BAD = (math.nan, math.inf, -math.inf, 1e308, -1, 0, True, "x", None, [1.0])
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    path = tmp_path_factory.mktemp("teacher") / "a.safetensors"
+    export_safetensors(_backbone(), path)
+    return path
+
+
+def _adapters(teacher: Path, place: Path, alpha: object, scale: float = 1.0) -> Path:
+    """Adapters of one layer, as `export --format adapters` writes them."""
+    layer = "blocks.0.attn.qkv"
+    save_file({f"{layer}.{A}": torch.ones(2, 64), f"{layer}.{B}": torch.full((192, 2), scale)}, place)
+    facts = {ALPHA: alpha, BASE: digest({f"{layer}.weight": load_file(teacher)[f"{layer}.weight"]})}
+    place.with_suffix(".json").write_text(json.dumps(facts))
+    return place
+
+
+@pytest.mark.parametrize("alpha", [value for value in BAD if value is not True], ids=str)
+def test_the_factor_of_adapters_passes_the_check_of_its_option(teacher, tmp_path, alpha):
+    options = ExportOptions(model=str(teacher), format="safetensors", out=str(tmp_path / "out.safetensors"))
+    options = _with(options, adapters=str(_adapters(teacher, tmp_path / "x.safetensors", alpha)))
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: the JSON beside it has lora_alpha ") as caught:
+        export(options)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out.safetensors").exists()
+
+
+def _with(options: ExportOptions, **changes: str) -> ExportOptions:
+    return ExportOptions(**vars(options) | changes)
+
+
+def test_merged_weights_are_looked_at_before_they_are_written(teacher, tmp_path):
+    good = load(teacher).add_adapters(_adapters(teacher, tmp_path / "x.safetensors", 16.0, 1e-3))
+    assert torch.isfinite(good.features(images())).all()
+    with pytest.raises(CheckpointError, match=r"NaN, infinity .* in blocks\.0\.attn\.qkv\.weight"):
+        load(teacher).add_adapters(_adapters(teacher, tmp_path / "x.safetensors", 1e6, 3e38))
+
+
+def _numbers(content: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """Paths of all numbers in a JSON."""
+    if isinstance(content, bool) or not isinstance(content, dict | list | int | float):
+        return []
+    if isinstance(content, int | float):
+        return [path]
+    entries = content.items() if isinstance(content, dict) else enumerate(content)
+    return [found for key, value in entries for found in _numbers(value, (*path, key))]
+
+
+SIDE_FILES = {
+    "teacher.json": (export_safetensors, "a.safetensors", "a.json"),
+    "timm": (export_timm, "timm", "timm/config.json"),
+    "hf": (export_hf, "hf", "hf/config.json"),
+    "processor": (export_hf, "hf", "hf/preprocessor_config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", SIDE_FILES)
+def test_no_number_beside_weights_makes_features_that_are_none(tmp_path, kind):
+    """Each number in turn, each bad value: refused, or it makes no feature that is not a number."""
+    write, weights, side = SIDE_FILES[kind]
+    model = _backbone("vit_small_patch14_dinov2")
+    model.about["value_range"] = [0.0, 255.0]
+    write(model, tmp_path / weights)
+    content = read_sidecar(tmp_path / weights) if kind == "teacher.json" else json.loads((tmp_path / side).read_text())
+    pixels = torch.randint(0, 256, (48, 40, 3), dtype=torch.uint8).numpy()
+    for path, bad in itertools.product(_numbers(content), BAD):
+        changed = json.loads(json.dumps(content))
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = bad
+        (tmp_path / side).write_text(json.dumps(changed))
+        with contextlib.suppress(CheckpointError):
+            found = load(tmp_path / weights)
+            assert torch.isfinite(found.features(found.preprocess(pixels)[None])).all(), (path, bad)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("form", ["safetensors", "timm"])
+def test_a_kill_at_any_rename_of_an_export(teacher, tmp_path, monkeypatch, form):
+    """Before it and behind it: what is there is whole, or the same command makes it; what a user put there stays."""
+    plain, renames = os.replace, list[int]()
+    for at in itertools.count(1):
+        out = tmp_path / f"{at}" / ("x.safetensors" if form == "safetensors" else "x")
+        options = ExportOptions(model=str(teacher), format=form, out=str(out), json=True)
+
+        def replace(source, target, at=at):
+            renames.append(at)
+            if at % 2 and len(renames) == (at + 1) // 2:
+                raise Killed
+            plain(source, target)
+            if len(renames) == at // 2:
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            renames.clear()
+            patch.setattr(os, "replace", replace)
+            for name in ("dino_ds.basics.durable.shutil.rmtree", "dino_ds.weights.sidecar.discard"):
+                patch.setattr(name, lambda *_, **__: None)  # a kill tidies nothing up
+            patch.setattr(Path, "unlink", lambda *_, **__: None)
+            try:
+                export(options)
+                break
+            except Killed:
+                pass
+        if not out.exists():
+            export(options)
+        assert torch.equal(load(out).features(images()), load(teacher).features(images()))
+    assert at > 2
