@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.digits import short
-from dino_ds.data.eval_crops import EvalCrop
+from dino_ds.data.cutting import EvalCrop
+from dino_ds.data.named_sets import PhotoPatches
 from dino_ds.data.normalisation import IMAGENET
-from dino_ds.data.photos import PhotoPatches
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import Reading, extract_features

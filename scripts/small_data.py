@@ -27,9 +27,9 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.data.named_sets import TORCHVISION_SETS
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
-from dino_ds.data.torchvision_sets import TORCHVISION_SETS
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import raw_pixels

@@ -79,7 +79,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     row of NaN and is named.
     """
     from dino_ds.commands.embedding_parts import Parts, put_together
-    from dino_ds.data.eval_crops import EvalCrop
+    from dino_ds.data.cutting import EvalCrop
     from dino_ds.engine import distributed
     from dino_ds.engine.device import device
     from dino_ds.engine.process import init_distributed

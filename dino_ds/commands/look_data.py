@@ -35,8 +35,7 @@ from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.listing import FolderLabels, printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.visible import how_visible, visible, with_hidden_patches
+from dino_ds.data.normalisation import Normalisation, how_visible, visible, with_hidden_patches
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
 

@@ -16,8 +16,7 @@ from PIL import Image, ImageFile
 from dino_ds.data.dicom import DICOM
 from dino_ds.data.images import PILLOW
 from dino_ds.data.listing import printable
-from dino_ds.data.npy import NPY
-from dino_ds.data.raster import Raster
+from dino_ds.data.raster import NPY, Raster
 from dino_ds.data.tiff import TIFF
 
 _OWN = (NPY, DICOM, TIFF)

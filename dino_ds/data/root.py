@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.hubs import hub_id
 from dino_ds.config.fields import SOURCES
-from dino_ds.data.elsewhere import images_elsewhere
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.formats import EXTENSIONS, HDF5, is_left_out, note_left_out, split_part
@@ -37,6 +37,19 @@ ENDINGS = (".txt", *ARCHIVES)
 TRAIN_FOLDERS = ("train", "training")
 TEST_FOLDERS = ("test", "testing", "val", "valid", "validation")
 """Names of the folders of a data set's parts."""
+_COPY = {
+    "s3": "aws s3 sync {} DIR",
+    "gs": "gcloud storage rsync -r {} DIR",
+    "http": "wget {}, and unpack what comes",
+    "https": "wget {}, and unpack what comes",
+}
+"""The command that copies to a disk, by the scheme of an address."""
+
+_HUB_SETS = re.compile(
+    r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"
+    r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
+)
+"""An address of a data set; old ones have no owner, and files of it may follow."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
 _FORMS = "a folder of images, a .txt list of paths, .tar, .parquet or .h5 files"
 
@@ -79,7 +92,7 @@ def check_root(root: str) -> None:
         raise DataError(f"no images under data.root {root}: the folder is empty. {advise_beside(Path(path))}")
     if os.path.lexists(path):
         return
-    if (answer := images_elsewhere(root)) is not None:
+    if (answer := _advise_elsewhere(root)) is not None:
         raise DataError(f"data.root {root} {answer}{f' {_FORMS}' if answer.endswith('then give') else ''}")
     if root in SOURCES:
         raise DataError(
@@ -213,3 +226,20 @@ def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
     except OSError:
         return [], []  # the folder source says why
     return sorted(archives), others
+
+
+def _advise_elsewhere(text: str) -> str | None:
+    """Advice for the name of a data set on the Hub or in a bucket; None for any other text."""
+    found = hub_id(text)
+    if found is None and (address := _HUB_SETS.match(text)):
+        found = address["name"]
+    if found is not None:
+        return (
+            f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+        )
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", text)
+    if scheme is None:
+        return None
+    copy = _COPY.get(scheme[1] or "")
+    return f"is not a local path: mount or copy it{f' ({copy.format(text)})' if copy else ''}, then give"

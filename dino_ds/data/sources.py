@@ -15,9 +15,8 @@ from dino_ds.config.sections import DataSection
 from dino_ds.data.balance import draws_of
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.mixture import Mixture
-from dino_ds.data.photos import PhotoPatches
+from dino_ds.data.named_sets import PhotoPatches, TorchvisionImages
 from dino_ds.data.root import check_photos, open_files
-from dino_ds.data.torchvision_sets import TorchvisionImages
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
 __all__ = ["Source", "UnreadableImage", "build_source", "recipe_images", "training_source"]

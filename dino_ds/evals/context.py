@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.data.base import Source
-from dino_ds.data.eval_crops import EvalCrop
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError

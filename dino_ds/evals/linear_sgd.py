@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.base import Source
-from dino_ds.data.eval_crops import RandomCrop
+from dino_ds.data.cutting import RandomCrop
 from dino_ds.engine import distributed
 from dino_ds.evals.context import EvalContext, Labelled, Settings
 from dino_ds.evals.features import GaveUp, LabelledImages, Reading, load_batches

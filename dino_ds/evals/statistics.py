@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.data.eval_crops import RandomCrop
+from dino_ds.data.cutting import RandomCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.evals.knn import nearest

@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
-from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.root import open_files
 from dino_ds.errors import ConfigError, DataError

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dino_ds.data.visible import visible
+from dino_ds.data.normalisation import visible
 from dino_ds.report.maps import PatchColors, foreground, mass_mask
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dino_ds.basics.text_file import read_object
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
-from dino_ds.data.eval_crops import EvalCrop
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import ConfigError, DataError

@@ -11,8 +11,8 @@ from dino_ds.basics.durable import replace_file
 from dino_ds.basics.names import step_name
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image
-from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed

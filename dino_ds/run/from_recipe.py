@@ -11,8 +11,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, Source
 from dino_ds.data.feed import Batch
 from dino_ds.data.masks import synthetic_masks
-from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.visible import crops_picture
+from dino_ds.data.normalisation import Normalisation, crops_picture
 from dino_ds.method.step import Inputs
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.run import LoopOptions

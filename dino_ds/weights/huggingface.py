@@ -163,7 +163,7 @@ def _dinov3_config(arch: ViTSpec) -> dict[str, Any]:
 
 
 def hf_processor(size: int, normalisation: Normalisation) -> dict[str, Any]:
-    """Their preprocessor_config.json: what `dino_ds.data.eval_crops` does to images of `size` pixels."""
+    """Their preprocessor_config.json: what `dino_ds.data.cutting` does to images of `size` pixels."""
     return {
         "image_processor_type": "BitImageProcessor",
         "do_resize": True,

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from dino_ds.basics.names import MODEL_FORMS
 from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.data.base import UnreadableImage
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image, prepared
 from dino_ds.data.encoded import NamedFiles
-from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.images import pillow_values
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.base import Backbone as AnyBackbone

@@ -22,9 +22,8 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader
 from dino_ds.data.masks import MaskOptions, add_block, draw_mask, with_rows
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalisation import IMAGENET, crops_picture, with_hidden_patches
 from dino_ds.data.prefetcher import DevicePrefetcher
-from dino_ds.data.visible import crops_picture, with_hidden_patches
 from tests.data.test_loader import CROPS, START, Noise
 from tests.reference_v2 import golden_v2, golden_v2_meta
 

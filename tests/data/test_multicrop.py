@@ -15,10 +15,9 @@ from torchvision.transforms.v2 import CenterCrop, RandomResizedCrop, Resize
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.eval_crops import EvalCrop, RandomCrop
+from dino_ds.data.cutting import EvalCrop, RandomCrop
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, apply_crop, to_tensor
-from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
-from dino_ds.data.visible import crops_picture
+from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation, crops_picture
 from dino_ds.errors import ConfigError
 from tests.data.files import photo
 

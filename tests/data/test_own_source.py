@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.photos import PhotoPatches
+from dino_ds.data.named_sets import PhotoPatches
 from dino_ds.data.sources import build_source
 from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError

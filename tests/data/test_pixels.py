@@ -18,10 +18,9 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
-from dino_ds.data.cutting import cut_crops
+from dino_ds.data.cutting import EvalCrop, cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, load_image, open_image
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import to_unit
 from dino_ds.data.multicrop import CropParameters, MultiCrop

@@ -16,9 +16,8 @@ from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.cutting import resize_crop
+from dino_ds.data.cutting import EvalCrop, RandomCrop, resize_crop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
-from dino_ds.data.eval_crops import EvalCrop, RandomCrop
 from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit

@@ -13,7 +13,7 @@ from torch import nn
 
 import dino_ds.evals.linear_sgd as module
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.eval_crops import RandomCrop
+from dino_ds.data.cutting import RandomCrop
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.evals.context import EvalContext, Settings

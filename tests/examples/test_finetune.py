@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file, save_file
 
-from dino_ds.data.photos import PhotoPatches
+from dino_ds.data.named_sets import PhotoPatches
 from dino_ds.examples import finetune_classification, finetune_segmentation
 from dino_ds.weights.sidecar import read_sidecar
 

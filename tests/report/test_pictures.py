@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.encoded import NamedFiles
-from dino_ds.data.eval_crops import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions

@@ -15,7 +15,7 @@ import dino_ds
 from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.commands import evaluate
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.eval_crops import EvalCrop
+from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
