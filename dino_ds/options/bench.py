@@ -89,4 +89,3 @@ class ProfileOptions(BenchOptions):
     """where the step's time goes by part and by operator, which resource bounds it and what to change"""
 
     out: str = option("profile", "folder for the traces and the summary")
-    tool: Literal["torch", "cprofile", "nsight"] = option("torch", "the Python side is cprofile's; nsight's wants nsys")

@@ -1,15 +1,20 @@
 """`dino-ds profile`: where the time of the training step goes, what bounds it and what to change.
 
-The step is the real one, on real images if some are given, else on noise that is already on the device.
+The step is the real one, on real images if some are given, else on noise that is already on the device. The resource
+that bounds it, in this order:
+
+1. input: at least 10 % of the time is waiting for data;
+2. host: the device computes less than 70 % of the rest. On a CPU a call of an operator counts as computing from 20 us
+   on; shorter ones are mostly the cost of calling;
+3. communication, compute or memory: the kind of operators on which the device spends most. compute: matrix products,
+   convolutions, attention; memory: all others, which move more bytes than they calculate.
 """
 
 from __future__ import annotations
 
 import contextlib
-import cProfile
-import pstats
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from json import dumps
 from pathlib import Path
@@ -26,62 +31,75 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import ProfileOptions
-from dino_ds.planning.bottleneck import Call, judge, kind_of
 from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import PartTimes, synchronize
-from dino_ds.planning.measure.trial import build_trial, join, real_feed, resolve, run_on_data
+from dino_ds.planning.measure.trial import begin, build_trial, real_feed, resolve, run_on_data
 
 _WAIT, _OPERATORS = 1, 15
+INPUT_SHARE = 0.10
+BUSY_SHARE = 0.70
+CALL_SECONDS = 20e-6
+
+_COMPUTE = ("mm", "linear", "conv", "attention", "gemm", "flash", "fmha")
+_COMMUNICATION = ("nccl", "gloo", "c10d", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast_")
+
+_ADVICE = {
+    "input": "more data.workers; a faster disk or shards (dino-ds shard); smaller images; a cheaper crops.augment or "
+    "fewer local crops. Until this is fixed nothing else helps",
+    "host": "a larger micro-batch (dino-ds bench batch-size), so that each call does more; ds.dino_ds.compile true",
+    "communication": "a larger micro-batch or more accumulation, so that gradients are exchanged less often; a lower "
+    "ZeRO stage if memory allows; overlap_comm true",
+    "compute": "the device does what it is for. Less work: bf16 where the device has it; of ViTs packed and "
+    "cls_only_last_block true; no activation checkpointing if memory allows; fewer or smaller local crops",
+    "memory": "fewer bytes: bf16 where the device has it; ds.dino_ds.compile true, which fuses elementwise operators; "
+    "attention sdpa; a larger micro-batch if optimizer and EMA are much of it",
+}
+_WORDS = {
+    "compute": "matrix products, convolutions and attention",
+    "memory": "operators that move bytes: elementwise, norms, copies, optimizer",
+    "communication": "communication between ranks",
+}
+Call = tuple[str, float]
+"""An operator and one call's own seconds on the device, without those of operators inside it."""
 
 
 def run(options: ProfileOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
     """Profile `steps` steps; files into the folder `out`, the summary to stdout. Raises ConfigError."""
-    folder = _folder(options.out, options.tool)
-    join(options.threads)
-    batch = options.batch or (64 if torch.cuda.is_available() else 8)
+    folder = Path(options.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out} can't be made: {error.strerror}") from None
+    batch = begin(options.batch, options.threads)
     recipe, config = resolve(recipe, ds, ds_path, batch)
     trial = build_trial(recipe, config)
     data = recipe.data
     real = data.root is not None or data.mixture or data.source == "photos" or ":" in data.source
-    profiled = {"torch": profile_torch, "cprofile": profile_python, "nsight": run_for_nsight}[options.tool]
     if real:
         # Closed also after an error: the end of the process would wait for the workers for ever.
         with contextlib.closing(real_feed(recipe, trial)) as feed:
-            result = profiled(lambda: run_on_data(trial, feed, recipe.seed), options.warmup, options.steps, folder)
+            result = profile_step(lambda: run_on_data(trial, feed, recipe.seed), options.warmup, options.steps, folder)
     else:
-        result = profiled(trial.run, options.warmup, options.steps, folder)
-    if result is None:
-        return
-    images = batch * distributed.world_size()
-    about = {
+        result = profile_step(trial.run, options.warmup, options.steps, folder)
+    ranks = distributed.world_size()
+    result = {
         "backbone": recipe.model.backbone,
         "data": recipe.data.place if real else "noise",
         "batch": batch,
-        "processes": distributed.world_size(),
+        "processes": ranks,
         "stage": config.stage,
         "precision": config.precision,
-        "images_per_second": images / result["step_seconds"],
+        "images_per_second": batch * ranks / result["step_seconds"],
         "host": describe_host(),
+        **result,
     }
-    result = about | result
     if distributed.rank() == 0:
         (folder / "summary.json").write_text(dumps(result, indent=1) + "\n")
     print_result(_page(result, folder), result, options.json)
 
 
-def _folder(out: str, tool: str) -> Path:
-    if tool == "nsight" and not torch.cuda.is_available():
-        raise ConfigError("--tool nsight needs an NVIDIA GPU: use torch or cprofile")
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out} can't be made: {error.strerror}") from None
-    return folder
-
-
-def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> dict[str, Any]:
+def profile_step(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> dict[str, Any]:
     """Steps under torch's profiler: one that waits, `warmup` that it sees and forgets, `steps` that it keeps."""
     where = device()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.type == "cuda" else [])]
@@ -94,7 +112,7 @@ def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: P
         profile_memory=True,
         acc_events=True,
     )
-    with profiler, listen(_annotate), _memory_history(folder):
+    with profiler, listen(_annotate):
         for _ in _progress(_WAIT + warmup):
             step()
             profiler.step()
@@ -106,6 +124,8 @@ def profile_torch(step: Callable[[], object], warmup: int, steps: int, folder: P
     if rank == 0:
         newest = max((folder / "tensorboard").glob("rank0*.json*"), key=lambda path: path.stat().st_mtime)
         shutil.copy(newest, folder / "trace.json")
+    if where.type == "cuda":
+        record_memory(step, folder)
     return _summarise(profiler, parts.read(), steps, where.type == "cuda")
 
 
@@ -120,7 +140,6 @@ def _summarise(profiler: profile, parts: dict[str, float], steps: int, on_gpu: b
         if own > 0:
             calls.append((event.name, own / 1e6))
     return {
-        "tool": "torch",
         "steps": steps,
         "step_seconds": seconds / steps,
         "parts": {part: parts[part] / steps for part in PARTS if part in parts},
@@ -140,50 +159,6 @@ def _by_operator(calls: list[Call], steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def profile_python(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> dict[str, Any]:
-    """Steps under cProfile: which Python functions take the host's time. Only the main thread is seen."""
-    parts = PartTimes(device(), waits=True)
-    for _ in _progress(_WAIT + warmup):
-        step()
-    profiler = cProfile.Profile()
-    with listen(parts):
-        synchronize(device())
-        profiler.enable()
-        for _ in _progress(steps):
-            step()
-        synchronize(device())
-        profiler.disable()
-    file = folder / f"rank{distributed.rank()}.prof"
-    profiler.dump_stats(file)
-    stats: Any = pstats.Stats(profiler)
-    rows = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:_OPERATORS]
-    found = parts.read()
-    return {
-        "tool": "cprofile",
-        "steps": steps,
-        "step_seconds": stats.total_tt / steps,
-        "parts": {part: found[part] / steps for part in PARTS if part in found},
-        "operators": [
-            {"name": _function_name(*where), "kind": "python", "calls": calls / steps, "seconds": own / steps}
-            for where, (_, calls, own, _, _) in rows
-        ],
-    }
-
-
-def run_for_nsight(step: Callable[[], object], warmup: int, steps: int, folder: Path) -> None:
-    """Named ranges and the profiler's start and stop, for `nsys profile --capture-range=cudaProfilerApi`."""
-    for _ in range(_WAIT + warmup):
-        step()
-    synchronize(device())
-    torch.cuda.profiler.start()
-    with listen(torch.cuda.nvtx.range):
-        for _ in range(steps):
-            with torch.cuda.nvtx.range("step"):
-                step()
-    synchronize(device())
-    torch.cuda.profiler.stop()
-
-
 @contextmanager
 def _annotate(name: str) -> Iterator[None]:
     on_gpu = torch.cuda.is_available()
@@ -191,15 +166,14 @@ def _annotate(name: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _memory_history(folder: Path) -> Iterator[None]:
-    """On a GPU every allocation, with what made it, for https://pytorch.org/memory_viz."""
-    if not torch.cuda.is_available():
-        yield
-        return
+def record_memory(step: Callable[[], object], folder: Path) -> None:
+    """Every allocation of one more step on a GPU, with what made it, for https://pytorch.org/memory_viz.
+
+    Recording would slow the steps that are timed.
+    """
     torch.cuda.memory._record_memory_history(max_entries=200_000)
     try:
-        yield
+        step()
         torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{distributed.rank()}.pickle"))
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
@@ -209,9 +183,33 @@ def _progress(steps: int) -> Any:
     return tqdm(range(steps), desc="steps", leave=False, disable=None)
 
 
-def _function_name(file: str, line: int, function: str) -> str:
-    """The name of a function as `package/module.py:12 function`; built-in functions have no file."""
-    return function if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {function}"
+def kind_of(operator: str) -> str:
+    """compute, communication or memory."""
+    name = operator.lower()
+    if any(part in name for part in _COMMUNICATION):
+        return "communication"
+    return "compute" if any(part in name for part in _COMPUTE) else "memory"
+
+
+def judge(seconds: float, data_seconds: float, calls: Sequence[Call], on_gpu: bool) -> dict[str, str]:
+    """The resource that bounds steps of `seconds` in all, `data_seconds` of them waiting for data; the figures; what to
+    change."""
+    waiting = data_seconds / seconds
+    by_kind = {"compute": 0.0, "memory": 0.0, "communication": 0.0}
+    for name, own_seconds in calls:
+        if on_gpu or own_seconds >= CALL_SECONDS:
+            by_kind[kind_of(name)] += own_seconds
+    busy = min(1.0, sum(by_kind.values()) / max(seconds - data_seconds, 1e-9))
+    largest = max(by_kind, key=lambda kind: by_kind[kind])
+    if waiting >= INPUT_SHARE:
+        resource, reason = "input", f"{100 * waiting:.0f} % of the time is waiting for data"
+    elif busy < BUSY_SHARE:
+        what = "the GPU computes" if on_gpu else f"operators of {CALL_SECONDS * 1e6:.0f} us and more run"
+        resource, reason = "host", f"{what} only {100 * busy:.0f} % of the time"
+    else:
+        share = by_kind[largest] / sum(by_kind.values())
+        resource, reason = largest, f"{100 * share:.0f} % of the device's time is {_WORDS[largest]}"
+    return {"bound_by": resource, "reason": reason, "advice": _ADVICE[resource]}
 
 
 def _page(result: dict[str, Any], folder: Path) -> str:
@@ -228,7 +226,6 @@ def _page(result: dict[str, Any], folder: Path) -> str:
         )
         for o in result["operators"]
     ]
-    torch_ran = result["tool"] == "torch"
     lines = [
         f"profile: {result['backbone']}, ZeRO {result['stage']}, {result['precision']}, {result['batch']} images per "
         f"process, {result['processes']} process(es), data: {result['data']}",
@@ -237,12 +234,10 @@ def _page(result: dict[str, Any], folder: Path) -> str:
         "",
         markdown_table(("part", "ms a step", "share"), part_rows),
         "",
-        markdown_table(("operator" if torch_ran else "function", "kind", "calls a step", "own ms", "share"), rows),
+        markdown_table(("operator", "kind", "calls a step", "own ms", "share"), rows),
         "",
+        f"bound by {result['bound_by']}: {result['reason']}",
+        f"to change: {result['advice']}",
+        f"files: {folder / 'trace.json'} (ui.perfetto.dev); tensorboard --logdir {folder}",
     ]
-    if torch_ran:
-        lines += [f"bound by {result['bound_by']}: {result['reason']}", f"to change: {result['advice']}"]
-        lines.append(f"files: {folder / 'trace.json'} (ui.perfetto.dev); tensorboard --logdir {folder}")
-    else:
-        lines.append(f"files: {folder / 'rank0.prof'} (snakeviz, pstats)")
     return "\n".join(lines)

@@ -11,13 +11,14 @@ from dino_ds.basics.ranges import PARTS, named_range
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import ProfileOptions
-from dino_ds.planning.bottleneck import judge
-from dino_ds.planning.profiler import profile_torch, run
+from dino_ds.planning import profiler
+from dino_ds.planning.measure.timing import PartTimes
+from dino_ds.planning.profiler import judge, profile_step, run
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 
 
-def _profile(out, tool, recipe, stage=0, json=True):
-    options = ProfileOptions(tool=tool, out=str(out), batch=4, steps=2, warmup=1, threads=1, json=json)
+def _profile(out, recipe, stage=0):
+    options = ProfileOptions(out=str(out), batch=4, steps=2, warmup=1, threads=1, json=True)
     run(options, recipe=recipe, ds=tiny_ds(stage), ds_path="test.json")
 
 
@@ -38,7 +39,7 @@ def _slow_data():
 def test_what_bounds_a_step_is_seen(step, resource, tmp_path):
     """Of operators that a busy machine makes no others; see test_the_rule for those of microseconds."""
     init_distributed()
-    result = profile_torch(step, 1, 2, tmp_path)
+    result = profile_step(step, 1, 2, tmp_path)
     assert result["bound_by"] == resource, result["reason"]
 
 
@@ -63,7 +64,7 @@ def test_the_rule(data, calls, on_gpu, resource):
 @pytest.mark.slow
 def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     recipe = tiny_recipe(data__source="cifar10")  # that has no folder: noise, as for a recipe without images
-    _profile(tmp_path, "torch", recipe, stage=1)
+    _profile(tmp_path, recipe, stage=1)
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "noise" and result["steps"] == 2
     assert set(result["parts"]) == set(PARTS[1:])
@@ -80,21 +81,26 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
 @pytest.mark.slow
 def test_real_images_are_used_when_given(tmp_path, capsys):
     recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
-    _profile(tmp_path, "torch", recipe)
+    _profile(tmp_path, recipe)
     result = json.loads(capsys.readouterr().out)
     assert result["data"] == "photos" and result["parts"]["data"] > 0
     assert {"student", "ema"} < set(result["parts"])
 
 
-def test_the_python_side(tmp_path, capsys):
-    _profile(tmp_path, "cprofile", tiny_recipe(), json=False)
-    page = capsys.readouterr().out
-    assert "| function" in page and "run_backward" in page and (tmp_path / "rank0.prof").exists()
+def test_memory_is_recorded_after_the_steps_that_are_timed(tmp_path, monkeypatch):
+    """On a GPU, which is played."""
+    recording, recorded = [False], []
+    monkeypatch.setattr(profiler, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(profiler, "PartTimes", lambda *_, **__: PartTimes(torch.device("cpu")))
+    monkeypatch.setattr(profiler, "synchronize", lambda _: None)
+    history = lambda enabled="all", **_: recording.__setitem__(0, enabled is not None)  # noqa: E731
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", history)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda _: recorded.append("snapshot"))
+    profile_step(lambda: recorded.append(recording[0]), 1, 2, tmp_path)
+    assert recorded == [False] * 4 + [True, "snapshot"] and not recording[0]
 
 
-def test_wrong_tools_and_folders_are_refused(tmp_path):
+def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be made"):
-        _profile(tmp_path / "file/x", "torch", tiny_recipe())
-    with pytest.raises(ConfigError, match="--tool nsight needs an NVIDIA GPU"):
-        _profile(tmp_path / "out", "nsight", tiny_recipe())
+        _profile(tmp_path / "file/x", tiny_recipe())
