@@ -170,8 +170,8 @@ def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
     for found in (cut(load_image(source, 0, value_range, channels)), LabelledImages(source, [0], reading)[0][0]):
         assert torch.equal(found, expected)
 
-    seen, wanted = (_FactsOf(one, 10**6, channels)[0] for one in (source, twin))
-    assert (seen.width, seen.height, seen.hash) == (WIDTH, HEIGHT, wanted.hash)
+    seen = _FactsOf(source, 10**6, channels)[0]
+    assert (seen.width, seen.height) == (WIDTH, HEIGHT)
     np.testing.assert_allclose(np.broadcast_to(seen.mean, channels), pixels.mean((0, 1)))
     if channels == 3:
         np.testing.assert_array_equal(np.asarray(EncodedImages.load(source, 0)), pixels)
