@@ -2,44 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
+import io
 import json
-import multiprocessing
 import os
 import re
+import tarfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.basics.durable import replace_file
-from dino_ds.basics.ports import shorten_socket_names
-from dino_ds.commands.shard_writer import ShardRecord, Shrink, names_digest, repack, start_worker, write_shard
+from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.commands.shard_images import Shrink, repack
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.shards import CLASSES
 from dino_ds.data.sources import build_source
+from dino_ds.data.workers import started, worker_options
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import ShardOptions
 
-CHECKSUMS = "checksums.sha256"
-"""The file of checksums, in the form of sha256sum."""
-_ABOUT = "shards.json"
+_CHECKSUMS, _BAD = "checksums.sha256", "unreadable.txt"
+_PLAN, _FINISHED = "shards.json", "shards.jsonl"
+"""What the shards are made from, and a line for each finished one: the same command continues by them."""
 _BEGUN_WITH = "begun_with"
-"""Its key for `facts_of_images`."""
-_RECORDS = "shards.jsonl"
-"""One line for each finished shard."""
-BAD = "unreadable.txt"
+"""The plan's key for `facts_of_images`."""
 _UNITS = {"": 1, "images": 1, "mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}
 _SAMPLED = 200
 """Images looked at to find how many make a shard of so many bytes."""
-_QUALITY = 90
-"""Quality of JPEGs that are made smaller, where none is given."""
 
 
 def run(options: ShardOptions) -> None:
@@ -54,37 +48,44 @@ def run(options: ShardOptions) -> None:
             f"--quality {options.quality} is of images that --shrink makes smaller: add it, or leave it out"
         )
     images = build_source(options.source, options.root, options.split, False)
-    recoding = Shrink(options.shrink, options.quality or _QUALITY)
+    shrink = Shrink(options.shrink, options.quality or Shrink._field_defaults["quality"])
+    plan = {name: getattr(options, name) for name in ("source", "split", "shard_size", "shrink")}
+    plan |= {"quality": shrink.quality if options.shrink else None}
+    plan |= {"images": len(images)}
     folder = Path(os.path.expanduser(options.out))
-    plan = {
-        "source": options.source,
-        "split": options.split,
-        "shard_size": options.shard_size,
-        "shrink": options.shrink,
-        "quality": recoding.quality if options.shrink else None,
-        "images": len(images),
-        "names_sha256": names_digest(images),
-    }
     try:
-        per_shard = _prepare(folder, plan, images, recoding)
-        records = _write_all(folder, images, recoding, per_shard, options.workers or len(usable_cores()))
-        _finish(folder, images, records)
+        per_shard = _begin_or_continue(folder, plan, images, shrink)
+        records = _write_missing(_Shards(folder, images, shrink, per_shard), options.workers)
+        bad = _finish(folder, images, records)
     except OSError as error:
         raise DataError(f"shards can't be written to {folder}: {error.strerror or error}; fix --out") from error
-    _report(folder, records, time.monotonic() - begin, options.json)
+    count, size, seconds = (
+        sum(each["images"] for each in records),
+        sum(each["size"] for each in records),
+        time.monotonic() - begin,
+    )
+    if options.json:
+        values = {"out": str(folder), "shards": len(records), "images": count, "bytes": size}
+        print(json.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
+        return
+    shards = "1 shard" if len(records) == 1 else f"{len(records)} shards"
+    print(f"{count} images in {shards}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
+    if bad:
+        print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / _BAD}")
+    print(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
 
 
-def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink) -> int:
+def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink) -> int:
     """Images per shard, from before where the folder holds part of the same shards. Raises ConfigError if others."""
     folder.mkdir(parents=True, exist_ok=True)
-    about, now = folder / _ABOUT, facts_of_images(images)
-    if about.is_file():
+    path, now = folder / _PLAN, facts_of_images(images)
+    if path.is_file():
         try:
-            known = json.loads(about.read_text())
+            known = json.loads(path.read_text())
             per_shard = int(known["images_per_shard"])
             images_changed = changed_images(known.get(_BEGUN_WITH, {}), now)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise ConfigError(f"{about} is damaged: give another --out, or remove {folder}") from None
+            raise ConfigError(f"{path} is damaged: give another --out, or remove {folder}") from None
         changed = [f"{key} was {known.get(key)}, is {value}" for key, value in plan.items() if known.get(key) != value]
         changed += [f"images changed: {images_changed}"] if images_changed else []
         if changed:
@@ -92,12 +93,13 @@ def _prepare(folder: Path, plan: dict[str, Any], images: Source, shrink: Shrink)
         return per_shard
     if any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty: give --out a new folder")
-    per_shard = _images_per_shard(str(plan["shard_size"]), images, shrink)
-    _write_whole(about, json.dumps({**plan, "images_per_shard": per_shard, _BEGUN_WITH: now}, indent=2) + "\n")
+    per_shard = images_per_shard(str(plan["shard_size"]), images, shrink)
+    _write_text(path, json.dumps({**plan, "images_per_shard": per_shard, _BEGUN_WITH: now}, indent=2) + "\n")
     return per_shard
 
 
-def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
+def images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
+    """The number that "10000", or "256MiB" by the mean size of some images, says. Raises ConfigError, DataError."""
     match = re.fullmatch(r"\s*([0-9]+)\s*([A-Za-z]*)\s*", size)
     unit = match[2].lower() if match else "?"
     if match is None or unit not in _UNITS or int(match[1]) < 1:
@@ -105,8 +107,7 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     wanted = int(match[1]) * _UNITS[unit]
     if _UNITS[unit] == 1:
         return wanted
-    count = min(len(images), _SAMPLED)
-    sizes = []
+    count, sizes = min(len(images), _SAMPLED), []
     for i in range(count):
         try:
             sizes.append(1024 + len(repack(images, i * len(images) // count, shrink)[1]))
@@ -117,91 +118,129 @@ def _images_per_shard(size: str, images: Source, shrink: Shrink) -> int:
     return max(1, wanted * len(sizes) // sum(sizes))
 
 
-def _write_all(folder: Path, images: Source, shrink: Shrink, per_shard: int, workers: int) -> list[ShardRecord]:
-    """Records of all shards, those of an earlier attempt included."""
-    done = {record.name: record for record in _read_progress(folder)}
-    jobs = [
-        (folder / f"{number:06d}.tar", first, min(first + per_shard, len(images)))
-        for number, first in enumerate(range(0, len(images), per_shard))
-    ]
-    missing = [job for job in jobs if job[0].name not in done]
+class _Shards(Dataset[dict[str, Any]]):
+    """Shards that are written as they are asked for, each whole or not at all; an item is the shard's record: name,
+    images, size, sha256 and the texts of its unreadable images."""
+
+    def __init__(self, folder: Path, images: Source, shrink: Shrink, per_shard: int) -> None:
+        self.folder, self.images, self._shrink, self._per_shard = folder, images, shrink, per_shard
+        self.names = [f"{number:06d}.tar" for number in range(-(-len(images) // per_shard))]
+
+    def range_of(self, number: int) -> range:
+        first = number * self._per_shard
+        return range(first, min(first + self._per_shard, len(self.images)))
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        path = self.folder / self.names[number]
+        try:
+            with replacing(path) as part:
+                record = self._write(part, self.range_of(number))
+        except OSError as error:  # torch would give its number as text
+            return {"name": path.name, "problem": error.strerror or str(error)}
+        return {"name": path.name, **record}
+
+    def _write(self, path: Path, indices: range) -> dict[str, Any]:
+        bad, taken, keys = [], set[str](), set[str]()
+        with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as archive:
+            for index in indices:
+                try:
+                    name, data = repack(self.images, index, self._shrink)
+                except UnreadableImage as error:
+                    bad.append(str(error))
+                    continue
+                name = _unused(name, taken)
+                _add(archive, name, data)
+                folder, slash, base = name.rpartition("/")
+                key = folder + slash + base.partition(".")[0]
+                labels = self.images.labels
+                if labels is not None and labels[index] >= 0 and key not in keys:
+                    keys.add(key)
+                    _add(archive, f"{key}.cls", str(labels[index]).encode())
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+        return {"images": len(taken), "size": path.stat().st_size, "sha256": digest.hexdigest(), "bad": bad}
+
+
+def _write_missing(shards: _Shards, workers: int | None) -> list[dict[str, Any]]:
+    """Records of all shards, in order, those of an earlier attempt included."""
+    path = shards.folder / _FINISHED
+    done = {record["name"]: record for record in _finished(path)}
+    missing = [number for number, name in enumerate(shards.names) if name not in done]
     if missing:
-        _write_whole(folder / _RECORDS, "".join(_line(record) for record in done.values()))
-        todo = sum(last - first for _, first, last in missing)
-        bar = tqdm(total=len(images), initial=len(images) - todo, desc="sharding", unit=" images")
-        with bar, open(folder / _RECORDS, "a") as progress:
-            for record, count in _write_in_parallel(missing, images, shrink, min(workers, len(missing))):
-                done[record.name] = record
-                progress.write(_line(record))
-                progress.flush()
-                bar.update(count)
-    return [done[job[0].name] for job in jobs]
+        _write_text(path, "".join(json.dumps(record) + "\n" for record in done.values()))
+        options = worker_options(min(workers or len(usable_cores()), len(missing)))
+        loader: DataLoader[Any] = DataLoader(shards, batch_size=1, sampler=missing, collate_fn=list, **options)
+        todo = sum(len(shards.range_of(number)) for number in missing)
+        bar = tqdm(total=len(shards.images), initial=len(shards.images) - todo, desc="sharding", unit=" images")
+        with started(loader, shards.images) as records, bar, open(path, "a") as lines:
+            for number in missing:
+                [record] = _next(records)
+                done[record["name"]] = record
+                lines.write(json.dumps(record) + "\n")
+                lines.flush()
+                bar.update(len(shards.range_of(number)))
+    return [done[name] for name in shards.names]
 
 
-def _write_in_parallel(
-    jobs: list[tuple[Path, int, int]], images: Source, shrink: Shrink, workers: int
-) -> Iterator[tuple[ShardRecord, int]]:
-    """Each shard's record and the number of images looked at for it, as they are finished."""
-    shorten_socket_names()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dino_ds.commands.shard_writer"])
-    with ProcessPoolExecutor(workers, context, start_worker, (images, shrink)) as pool:
-        running = {pool.submit(write_shard, path, first, last): last - first for path, first, last in jobs}
+def _next(records: Any) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = next(records)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise DataError(
+            "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
+            "try fewer --workers"
+        ) from None
+    if "problem" in found[0]:
+        raise OSError(0, found[0]["problem"])
+    return found
+
+
+def _finished(path: Path) -> list[dict[str, Any]]:
+    """Records of the shards whose file is there in the size that was written."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
         try:
-            for future in as_completed(running):
-                yield future.result(), running[future]
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that writes shards was killed, perhaps for want of memory: the same command continues; "
-                "try fewer --workers"
-            ) from None
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _line(record: ShardRecord) -> str:
-    return json.dumps(dataclasses.asdict(record)) + "\n"
-
-
-def _read_progress(folder: Path) -> Iterator[ShardRecord]:
-    """Shards whose file is there in the size that was written."""
-    path = folder / _RECORDS
-    if not path.is_file():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            record = ShardRecord(**json.loads(line))
-            if (folder / record.name).stat().st_size == record.size:
-                yield record
-        except (ValueError, TypeError, OSError):
+            record = json.loads(line)
+            if (path.parent / record["name"]).stat().st_size == record["size"] and isinstance(record["bad"], list):
+                found.append(record)
+        except (ValueError, LookupError, TypeError, OSError):
             continue  # the line that was being written, or a shard that was removed
+    return found
 
 
-def _finish(folder: Path, images: Source, records: list[ShardRecord]) -> None:
-    """Write class names, unreadable images and last the checksums."""
+def _finish(folder: Path, images: Source, records: list[dict[str, Any]]) -> list[str]:
+    """Write class names, unreadable images and last the checksums; returns the texts of unreadable images."""
     if images.classes is not None:
-        _write_whole(folder / CLASSES, "".join(f"{' '.join(name.split())}\n" for name in images.classes))
-    bad = [text for record in records for text in record.bad]
+        _write_text(folder / CLASSES, "".join(f"{' '.join(name.split())}\n" for name in images.classes))
+    bad = [text for record in records for text in record["bad"]]
     if bad:
-        _write_whole(folder / BAD, "".join(f"{text}\n" for text in bad))
+        _write_text(folder / _BAD, "".join(f"{text}\n" for text in bad))
     if len(bad) == len(images):
         raise DataError(f"none of {len(images)} images can be read, the first one {bad[0]}")
-    _write_whole(folder / CHECKSUMS, "".join(f"{record.sha256}  {record.name}\n" for record in records))
+    _write_text(folder / _CHECKSUMS, "".join(f"{record['sha256']}  {record['name']}\n" for record in records))
+    return bad
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _unused(name: str, taken: set[str]) -> str:
+    """`name`, with a number where it is taken: a list may name an image twice."""
+    stem, ending = os.path.splitext(name)
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{stem}~{number}{ending}"
+    taken.add(name)
+    return name
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+def _write_text(path: Path, text: str) -> None:
     replace_file(path, text.encode("utf-8", "surrogateescape"))
-
-
-def _report(folder: Path, records: list[ShardRecord], seconds: float, in_json: bool) -> None:
-    images, size = sum(record.images for record in records), sum(record.size for record in records)
-    bad = [text for record in records for text in record.bad]
-    if in_json:
-        values = {"out": str(folder), "shards": len(records), "images": images, "bytes": size}
-        print(json.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
-        return
-    shards = "1 shard" if len(records) == 1 else f"{len(records)} shards"
-    print(f"{images} images in {shards}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
-    if bad:
-        print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / BAD}")
-    print(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {CHECKSUMS}")

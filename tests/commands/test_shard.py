@@ -20,8 +20,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from dino_ds.commands import shard, shard_writer
-from dino_ds.commands.shard_writer import Shrink
+from dino_ds.commands import shard
+from dino_ds.commands.shard_images import Shrink, repack
 from dino_ds.config.crops import dino_groups
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
@@ -132,10 +132,10 @@ def test_quality_and_size_change_what_is_written(tmp_path):
     for i in range(4):
         (tmp_path / f"{i}.jpg").write_bytes(noise(160, 160, seed=i))
     source = read(tmp_path)
-    sizes = {quality: len(shard_writer.repack(source, 0, Shrink(64, quality))[1]) for quality in (30, 95)}
+    sizes = {quality: len(repack(source, 0, Shrink(64, quality))[1]) for quality in (30, 95)}
     assert sizes[30] < 0.6 * sizes[95]
     mean = sum(1024 + path.stat().st_size for path in tmp_path.iterdir()) / 4
-    counts = [shard._images_per_shard(text, source, Shrink(None, 90)) for text in ("7", "7 images", "1MB")]
+    counts = [shard.images_per_shard(text, source, Shrink(None)) for text in ("7", "7 images", "1MB")]
     assert counts == [7, 7, int(1e6 / mean)]
 
 
