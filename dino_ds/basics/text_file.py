@@ -48,6 +48,14 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def read_step(path: str | Path) -> int:
+    """The step that a JSON object names. Raises OSError, and ValueError for no or an impossible one."""
+    step = read_object(path).get("step")
+    if type(step) is not int or not 0 <= step < 10**12:
+        raise ValueError("it does not say the step")
+    return step
+
+
 def read_lines(path: str | Path) -> Iterator[bytes]:
     """The lines of a regular file, each cut after 1 MiB. Raises ConfigError for a pipe and more than 4 GiB; OSError."""
     try:

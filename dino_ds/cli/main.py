@@ -181,11 +181,14 @@ def _check_start(options: Any, files: dict[str, Any]) -> None:
     # Ranks of other machines look later, all together: the first ones would wait for them.
     on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
     if recipe.data.source == "folder" and on_first_machine:
-        root = recipe.data.root
+        root, evals = recipe.data.root, recipe.eval
         for place in [place_of(part, root) for part in recipe.data.parts] or [root]:
             check_root(place)
             if not (holds_run(run_dir) or begun_stages(run_dir)):  # these go on with the images they began with
                 check_split(place)
+        for key, named in (("eval.root", evals.root), ("eval.val_root", evals.val_root)):
+            if named is not None and evals.every.value:
+                check_root(named, key)
     _check_weights(recipe)
     RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
 

@@ -23,9 +23,9 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
+from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.results import RESULTS, as_json, name_images, write_results
-from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.options.model import EvalOptions
 from dino_ds.planning.measure.host import describe_host, host_line

@@ -44,7 +44,7 @@ class Origin:
         try:
             run, run_id, stage_start = (str(found[name]) for name in ("run", "run_id", "stage_start"))
             return Origin(run, run_id, int(found["step"]), stage_start)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from dino_ds.basics.names import BEST_TEACHER, sidecar_of, step_name
-from dino_ds.basics.text_file import read_object
+from dino_ds.basics.text_file import read_step
 from dino_ds.config.stages import home_of, split_origin
 from dino_ds.errors import CheckpointError, ConfigError
 
@@ -58,8 +58,8 @@ def step_of_weights(run: Path, weights: str) -> int:
             f"{missing} is missing: {run} has kept no best teacher (eval.keep_best); take --weights newest"
         )
     try:
-        return int(read_object(about)["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_step(about)
+    except (OSError, ValueError):
         raise CheckpointError(
             f"{about} is damaged: it does not say the step; take --weights newest or step_N"
         ) from None

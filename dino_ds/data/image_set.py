@@ -10,7 +10,7 @@ import binascii
 import hashlib
 import heapq
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from dino_ds.data.base import Joined, Source
 from dino_ds.data.draws import draws_in
+from dino_ds.data.images import evenly_spaced_indices
 
 _SAMPLE = 1024
 _READ = 64
@@ -119,6 +120,20 @@ class ImageSet:
         part = "" if whole else f"of {compared} that were compared "
         other = f", {rewritten} of {len(read)} that were read of other content" if rewritten else ""
         return f"{counts}: {part}{added} added, {removed} removed, {len(both - same_size)} of another size{other}"
+
+
+def digest_of(source: Source, indices: Sequence[int]) -> str:
+    """A digest of some images of a source: all names and classes, sizes of 1,024 files and contents of 64, evenly
+    spread. Work on other images has another one."""
+    found, labels, classes = hashlib.blake2b(digest_size=16), source.labels, source.classes or []
+    for index in indices:
+        label = -1 if labels is None else int(labels[index])
+        found.update(b"%s\0%s\0" % (name_of(source, index, None), classes[label].encode() if label >= 0 else b""))
+    for index in (indices[i] for i in evenly_spaced_indices(len(indices), _SAMPLE)):
+        found.update(b"%d " % _size(source, index))
+    read = [indices[i] for i in evenly_spaced_indices(len(indices), _READ)]
+    found.update(repr(_contents(source, list(enumerate(read)))).encode())
+    return found.hexdigest()
 
 
 def facts_of_images(source: Source) -> dict[str, Any]:

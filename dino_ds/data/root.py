@@ -83,23 +83,24 @@ def check_photos(source: str, root: str | None) -> None:
         )
 
 
-def check_root(root: str) -> None:
+def check_root(root: str, key: str = "data.root") -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
     path, _ = split_part(os.path.expanduser(root))
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
-        raise DataError(_wrong_file(path, root))
+        raise DataError(_wrong_file(path, root, key))
     if os.path.isdir(path) and _is_empty(path):
-        raise DataError(f"no images under data.root {root}: the folder is empty. {advise_beside(Path(path))}")
+        raise DataError(f"no images under {key} {root}: the folder is empty. {advise_beside(Path(path))}")
     if os.path.lexists(path):
         return
     if (answer := _advise_elsewhere(root)) is not None:
-        raise DataError(f"data.root {root} {answer}{f' {_FORMS}' if answer.endswith('then give') else ''}")
+        raise DataError(f"{key} {root} {answer}{f' {_FORMS}' if answer.endswith('then give') else ''}")
     if root in SOURCES:
         raise DataError(
-            f"data.root {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
+            f"{key} {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
         )
     if not re.search(r"[*?\[{]", path):
-        raise DataError(describe_missing(Path(path)))
+        missing = describe_missing(Path(path))
+        raise DataError(missing if key == "data.root" else f"{key}: {missing}")
 
 
 def check_split(root: str) -> None:
@@ -188,15 +189,15 @@ def _open_all(paths: list[str], root: str, part: str | None = None) -> EncodedIm
     return ARCHIVES[ending](paths) if part is None else ARCHIVES[ending](paths, part)
 
 
-def _wrong_file(path: str, root: str) -> str:
+def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
     """Error text for a file from which images can't be read."""
     name, ending = printable(path), Path(path).suffix.lower()
     if ending == ".npy" and (shape := _shape_of_many(path)):
         return f"{name} is an array {shape}, not (h, w), (h, w, c) or (c, h, w): {_SPLIT}, and give their folder"
     if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
-        return f"{name} is a single image: give the folder that it is in, --data.root {folder}"
-    return f"{name} (data.root {root}) is none of {_FORMS}; unpack archives and compressed files first"
+        return f"{name} is a single image: give the folder that it is in, --{key} {folder}"
+    return f"{name} ({key} {root}) is none of {_FORMS}; unpack archives and compressed files first"
 
 
 def _shape_of_many(path: str) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +16,11 @@ from torch import Tensor
 from dino_ds.data.base import Source
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
-from dino_ds.evals.features import BATCH, Reading, extract_features
+from dino_ds.evals.features import BATCH, ImageMemory, Reading, extract_features
+from dino_ds.method.teacher import Teacher
 from dino_ds.weights.load import Backbone
 
 NamedSources = Callable[[], tuple[Source | None, Source | None]]
@@ -77,6 +80,8 @@ class EvalContext:
         self.backbone, self.settings, self.device = backbone, settings, device
         self._named, self.give_up, self.progress = sources, give_up, progress
         self.notes: list[str] = []
+        self.memory: ImageMemory | None = None
+        """Images that several contexts of a run read once."""
 
     @property
     def size(self) -> int:
@@ -121,7 +126,7 @@ class EvalContext:
     @cached_property
     def train_indices(self) -> list[int]:
         """The training images in use: labelled, at most `settings.images`, evenly spread."""
-        return _labelled_indices(self.train_source, self.settings.images)
+        return images_in_use(self.train_source, self.settings.images)
 
     @cached_property
     def test_indices(self) -> list[int]:
@@ -140,10 +145,7 @@ class EvalContext:
     @cached_property
     def any_indices(self) -> list[int]:
         """The images of `any_source` in use, evenly spread; only labelled ones where it has labels."""
-        source, limit = self.any_source, self.test_limit
-        if _is_labelled(source):
-            return _labelled_indices(source, limit)
-        return evenly_spaced_indices(len(source), limit or len(source))
+        return images_in_use(self.any_source, self.test_limit)
 
     @property
     def test_limit(self) -> int | None:
@@ -222,6 +224,7 @@ class EvalContext:
             what if self.progress else None,
             self.give_up,
             self.crop.channels,
+            self.memory,
         )
         features, labels, unreadable = extract_features(describe, source, indices, self.device, how)
         return features.float(), labels, unreadable
@@ -245,17 +248,32 @@ class EvalContext:
         return train, test
 
 
+@contextmanager
+def live_teacher(teacher: Teacher, image_size: int, normalisation: Normalisation) -> Iterator[Backbone]:
+    """The newest teacher, not a copy: in FP32 whatever the precision of training, and without a compiler.
+
+    `image_size` is the native side in pixels.
+    """
+    model = Backbone(teacher.backbone, image_size, "the teacher", {})
+    model.normalisation = normalisation
+    with teacher.evaluating():
+        yield model
+
+
+def images_in_use(source: Source, limit: int | None) -> list[int]:
+    """Indices of at most `limit` images, evenly spread; only labelled ones where the source has labels."""
+    if not _is_labelled(source):
+        return evenly_spaced_indices(len(source), limit or len(source))
+    labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
+    return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
+
+
 def _is_labelled(source: Source) -> bool:
     return source.labels is not None and bool(source.classes)
 
 
 def _labels_of(source: Source, indices: list[int]) -> set[int]:
     return set(np.asarray(source.labels)[indices].tolist())
-
-
-def _labelled_indices(source: Source, limit: int | None) -> list[int]:
-    labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
-    return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
 
 
 def _no_classes(images: str) -> DataError:

@@ -30,13 +30,47 @@ class GaveUp(Exception):
     """`give_up` returned true on some rank; raised on all of them."""
 
 
+class ImageMemory:
+    """Batches of transformed images that are read once and kept, up to `most` bytes on this rank.
+
+    A run evaluates the same images again and again; those of a small run need their loader processes only once.
+    """
+
+    def __init__(self, most: int = 256 << 20) -> None:
+        self._room, self._kept = most, dict[Any, list[Any]]()
+
+    def batches(
+        self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
+    ) -> Generator[Any, None, None]:
+        """Batches called `key`: those in memory, else those of `read`, which are kept if all of them have room.
+
+        Args:
+            copied: a batch -> its copy and the bytes of that.
+        """
+        if key in self._kept:
+            yield from (copied(batch)[0] for batch in self._kept[key])
+            return
+        kept, taken = list[Any](), 0
+        with closing(read()) as batches:
+            for batch in batches:
+                copy, size = copied(batch)
+                taken += size
+                kept.append(copy)
+                if taken > self._room:
+                    kept.clear()
+                yield batch
+        if taken <= self._room:
+            self._kept[key] = kept
+            self._room -= taken
+
+
 @dataclass(frozen=True)
 class Reading:
     """Way of reading images for an evaluation: prepared by `transform`, loaded by `workers` processes (or None for a
     number that fits the cores), files as `channels` channels, values deeper than 8 bits scaled by `value_range`.
 
     With `batch` 1 images may be of any sizes. `progress` names a bar on rank 0, or is None for no bar; `give_up` is
-    asked after each batch.
+    asked after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
     """
 
     transform: Callable[[Any], Tensor]
@@ -46,6 +80,7 @@ class Reading:
     progress: str | None = None
     give_up: Callable[[], bool] = lambda: False
     channels: int = 3
+    memory: ImageMemory | None = None
 
 
 @torch.no_grad()
@@ -65,7 +100,7 @@ def extract_features(
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabelledImages(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
-    with closing(load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)) as batches:
+    with closing(_batches(images, source, mine, reading)) as batches:
         for crops, targets, unreadable in batches:
             bad += unreadable
             if len(crops):
@@ -91,6 +126,20 @@ def extract_features(
     of_all = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
     order = of_all[1][:, 0].argsort()
     return of_all[0][order], of_all[1][order, 1], unreadable
+
+
+def _batches(
+    images: LabelledImages, source: Source, mine: Sequence[int], reading: Reading
+) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
+    """Batches of `collate`, from memory where they were read before."""
+
+    def read() -> Generator[Any, None, None]:
+        return load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
+
+    if reading.memory is None:
+        return read()
+    key = id(source), tuple(mine), type(reading.transform)
+    return reading.memory.batches(key, read, lambda rows: ((rows[0].clone(), rows[1].clone(), rows[2]), rows[0].nbytes))
 
 
 def load_batches(

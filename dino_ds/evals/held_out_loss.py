@@ -6,23 +6,26 @@ within it, and the means over images are the same to the bit on any number of ra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
+from dino_ds.data.image_set import digest_of
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.prefetcher import to_device
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
-from dino_ds.evals.features import keep_generators
+from dino_ds.evals.features import ImageMemory, keep_generators
 from dino_ds.method.step import Inputs
 from dino_ds.run.run import Moment
 
@@ -45,7 +48,9 @@ class HeldOutLoss:
         parts = max(1, count // min(_BATCH, max(2, recipe.data.global_batch)))
         chosen = evenly_spaced_indices(len(source), count)
         self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]
-        self._noted = False
+        self._noted, self._memory = False, ImageMemory()
+        self.basis = digest_of(source, chosen)
+        """A digest of the images: values on others are not comparable."""
 
     def measure(self, moment: Moment) -> dict[str, float] | None:
         """The metrics, {} where images can't be read any more, or None where a stop was requested; on all ranks.
@@ -57,7 +62,7 @@ class HeldOutLoss:
         ranks, mine = distributed.world_size(), distributed.rank()
         rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
         own = [parts[mine % len(parts)] for parts in rounds]  # one that another rank has: every rank joins each pass
-        with keep_generators(moment.device), closing(self._batches(own, moment)) as batches:
+        with keep_generators(moment.device), closing(self._kept(own, moment)) as batches:
             for number, (part, batch) in enumerate(zip(own, batches, strict=True)):
                 error = batch if isinstance(batch, DataError) else None
                 answers = distributed.gather_objects((moment.stop_requested(), error))
@@ -99,6 +104,9 @@ class HeldOutLoss:
         means |= {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         return {f"val_{name}": value for name, value in means.items()}
 
+    def _kept(self, own: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+        return self._memory.batches("held out", lambda: self._batches(own, moment), _copied)
+
     def _batches(self, own: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
         """A LoaderBatch for each list of images; or a DataError in its place."""
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
@@ -121,6 +129,13 @@ def describe_losses(losses: dict[str, float], step: int) -> list[str]:
         return []
     rest = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if name != "val_loss")
     return [f"val_loss at step {step}: {losses['val_loss']:.4f}{f' ({rest})' if rest else ''}"]
+
+
+def _copied(batch: Any) -> tuple[Any, int]:
+    """A copy of what `_batches` gives, and its bytes: an error is too large to be kept."""
+    if not isinstance(batch, LoaderBatch):
+        return batch, sys.maxsize
+    return batch.moved(torch.Tensor.clone), sum(crops.nbytes for crops in batch.crops.values())
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from dino_ds.basics.digits import short
-from dino_ds.config.evaluation import EVALUATION_OF
+from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.held_out import held_out_images
+from dino_ds.data.image_set import digest_of
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import changes_that_help, with_recipe_keys
-from dino_ds.evals.best import Best
-from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.features import GaveUp, keep_generators, raw_pixels
+from dino_ds.evals.advice import changes_that_help, note_on_shared, with_recipe_keys
+from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
+from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
 from dino_ds.evals.results import RESULTS, write_results
-from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
-from dino_ds.method.teacher import Teacher
+from dino_ds.evals.tracking import Best, Knn
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.run.teacher_files import best_step
 from dino_ds.weights.load import Backbone
 
+MEASURED_ANEW = "measured_anew"
+"""The metric that says that evaluations before it were on other images or settings."""
+_LEAST_EVALUATIONS = 10
 Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
@@ -38,8 +41,7 @@ Results = dict[str, dict[str, Any]]
 class EvalRunner(AtStep):
     """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
 
-    `best` tracks the best teacher and `held_out` measures a loss, each None where the recipe does not ask for it. It
-    keeps the k-NN accuracies (percent) of raw pixels, of the untrained network and of the newest teacher, and its step.
+    `best` tracks the best teacher and `held_out` measures a loss, each None where the recipe does not ask for it.
     All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
     """
 
@@ -55,21 +57,21 @@ class EvalRunner(AtStep):
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
         self._normalisation = normalisation
         self._sources = sources
-        self.chance = 0.0
-        self._compared: list[float] = []
-        self._advice = ["train longer (--length)", "on more images"]
+        self._counts: list[float] = []
+        """Numbers of k-NN, by which checkpoints of earlier versions are compared."""
         self._notes: list[str] = []
         self._noted: set[str] = set()
-        self.raw: float | None = None
-        self.untrained: float | None = None
-        self.latest: float | None = None
-        self._latest_step: int | None = None
+        self.knn = Knn()
         self.best: Best | None = None
         self.held_out: HeldOutLoss | None = None
         self._improved = False
-        self._began_as = "untrained network"
+        self._anew = False
+        """Whether values of a checkpoint are not comparable: they are measured before training goes on."""
+        self._memory = ImageMemory()
         for name in names:
             self._check(name)
+        self.basis = self._find_basis()
+        """A digest of the images and settings: values on others are not comparable."""
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
@@ -78,7 +80,7 @@ class EvalRunner(AtStep):
         Every rank must call it. Raises as the constructor does.
         """
         settings, data = recipe.eval, recipe.data
-        every = settings.every.in_steps(data.global_batch, epoch_steps)
+        every = _evaluated_every(recipe, epoch_steps)
         named = not data.own_files or settings.root is not None
         names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
         if every == 0:
@@ -104,12 +106,14 @@ class EvalRunner(AtStep):
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         if best is not None:
             counts = len(test or ()), len(held_out or ())
-            best.measured_on = (settings.k, settings.bank_images, settings.test_images, *counts)
+            best.counts = (settings.k, settings.bank_images, settings.test_images, *counts)
         runner.best = best
         if recipe.model.init_from is not None or recipe.stage_start is not None:
-            runner._began_as = "start"
+            runner.knn.began_as = "start"
         runner.held_out = None if held_out is None else HeldOutLoss(recipe, held_out)
-        runner._advice += changes_that_help(recipe)
+        if best is not None:
+            best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
+        runner.knn.advice += changes_that_help(recipe)
         runner._notes += note_on_shared(names, train, test, "eval.root")
         if settings.root is not None and not data.own_files:
             runner._notes.append(
@@ -124,9 +128,22 @@ class EvalRunner(AtStep):
         except (ConfigError, DataError) as error:
             raise with_recipe_keys(name, error) from None
         if name == "knn":
-            self.chance = 100.0 / len(context.train_source.classes or ())
+            self.knn.chance = 100.0 / len(context.train_source.classes or ())
             images = len(context.train_indices), len(context.test_indices)
-            self._compared = [*self._settings.ks, self._settings.temperature, *images]
+            self._counts = [*self._settings.ks, self._settings.temperature, *images]
+
+    def _find_basis(self) -> str:
+        how, found = self._settings, ""
+        if distributed.rank() == 0:
+            limits = how.images, how.test_images or how.images
+            of_images = [
+                digest_of(source, images_in_use(source, limit))
+                for source, limit in zip(self._sources, limits, strict=True)
+                if source is not None
+            ]
+            of_all = [how.ks, how.temperature, how.value_range, self._size, self._normalisation, *of_images]
+            found = hashlib.blake2b(repr(of_all).encode(), digest_size=16).hexdigest()
+        return distributed.gather_objects(found)[0]
 
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
@@ -140,7 +157,10 @@ class EvalRunner(AtStep):
             results, losses = (None, losses) if found is None else (results, found)
         if results is None:
             return False
-        stalled = self._track(moment, results, losses)
+        stalled = self._track(moment, results, losses) | (
+            {MEASURED_ANEW: 1} if self._anew and not moment.at_start else {}
+        )
+        self._anew = False
         if results or losses:
             moment.log.write({"step": moment.step, **self.metrics(results), **losses, **stalled})
         moment.log.info(*self.lines(results), *describe_losses(losses, moment.step))
@@ -159,14 +179,14 @@ class EvalRunner(AtStep):
             self.best.begin()
         name = self.best.metric
         found = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
-        value = self.latest if name == "knn" and name in results else found.get(name)
+        value = self.knn.latest if name == "knn" and name in results else found.get(name)
         due = moment.at_start or moment.step % self._every == 0
         self._improved = self.best.see(moment.step, value, due, moment.at_start)
         return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
 
     def missed(self, step: int, at_start: bool) -> bool:
-        if self.best is None:
-            return False
+        if self._anew or self.best is None:
+            return self._anew
         return at_start or (self.best.seen not in (None, step) and step % self._every == 0)
 
     def improved(self) -> bool:
@@ -191,12 +211,14 @@ class EvalRunner(AtStep):
 
     def _evaluate(self, model: Backbone, moment: Moment) -> Results:
         def context_of(model: Any) -> EvalContext:
-            return EvalContext(
+            context = EvalContext(
                 model, self._settings, moment.device, lambda: self._sources, moment.stop_requested, progress=False
             )
+            context.memory = self._memory
+            return context
 
         pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalisation=self._normalisation)
-        context, results, raw = context_of(model), Results(), self.raw
+        context, results, raw = context_of(model), Results(), self.knn.raw
         for name in self._names:
             if any(distributed.gather_objects(moment.stop_requested())):
                 raise GaveUp
@@ -214,10 +236,9 @@ class EvalRunner(AtStep):
             results[name] = describe_result(name, context, found, time.monotonic() - began, about)
         self._notes += context.notes
         if "knn" in results:
-            (self.latest,) = results["knn"]["results"].values()
-            self._latest_step = moment.step
-            self.raw = raw
-            self.untrained = self.latest if moment.step == 0 else self.untrained
+            assert raw is not None
+            (latest,) = results["knn"]["results"].values()
+            self.knn.see(moment.step, latest, raw)
         return results
 
     def metrics(self, results: Results) -> dict[str, float]:
@@ -225,8 +246,7 @@ class EvalRunner(AtStep):
         found: dict[str, float] = {}
         for name, result in results.items():
             if name == "knn":
-                assert self.latest is not None and self.raw is not None
-                found |= {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+                found |= self.knn.metrics()
             else:
                 found |= {f"eval/{metric}": value for metric, value in result["results"].items()}
         return found
@@ -238,63 +258,33 @@ class EvalRunner(AtStep):
         self._notes.clear()
         for name, result in results.items():
             values = ", ".join(f"{metric} {short(value, 4)}" for metric, value in result["results"].items())
-            label, text = ("k-NN", self.knn_summary()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
+            label, text = ("k-NN", self.knn.line()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
             lines.append(f"{label:<8} at step {result['step']}: {text}")
         return lines
 
-    def knn_summary(self) -> str:
-        """k-NN next to its baselines: raw pixels, chance, and the network before training."""
-        untrained = f", {self._began_as} {self.untrained:.1f} %" if self.untrained is not None else ""
-        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
-
-    def warning(self, cut: bool = False) -> str | None:
-        """A warning, with advice, where the newest features are worse than raw pixels, else None.
-
-        `cut`: whether --max_steps ended the run before its length.
-        """
-        if self.latest is None or self.raw is None or self.latest >= self.raw:
-            return None
-        learned = ""
-        if self.untrained is not None:
-            helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
-            learned = f"; the {self._began_as}'s was {self.untrained:.1f} %, so training {helped} yet"
-        advice = ["train to the end (--max_steps cut this run short)", *self._advice[1:]] if cut else self._advice
-        return (
-            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
-            f"{', or '.join(advice)}"
-        )
-
     def short(self) -> str:
-        return f"k-NN {self.latest:.1f} %" if self.latest is not None else ""
+        return self.knn.short()
 
     def summary(self, cut: bool = False) -> list[str]:
-        """The newest k-NN, and the warning if there is one, as lines of the log; `cut` as for `warning`."""
-        if self.latest is None:
-            return []
-        warning = self.warning(cut)
-        at = "" if self._latest_step is None else f"at step {self._latest_step}: "  # unknown from an older version
-        return [f"k-NN     {at}{self.knn_summary()}", *([f"warning  {warning}"] if warning else [])]
+        return self.knn.summary(cut)
 
     def state_dict(self) -> dict[str, Any]:
-        measured = {"raw": self.raw, "untrained": self.untrained, "latest": self.latest, "step": self._latest_step}
         best = {} if self.best is None else {"best": self.best.state_dict()}
-        return {**measured, "of": self._compared, **best}
+        return {**self.knn.state_dict(), "basis": self.basis, **best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Baselines of other images or other numbers of neighbours are forgotten: they are not comparable."""
-        if "of" not in state or state["of"] == self._compared:
-            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
-            self._latest_step = state.get("step")
-        self._notes += self.best.load_state_dict(state.get("best")) if self.best is not None else []
+        """Values of other images or settings are forgotten, and measured before training goes on."""
+        now = ("basis", self.basis) if "basis" in state else ("of", self._counts)
+        lines = self.knn.load_state_dict(state, state.get(now[0], now[1]) == now[1])
+        lines += self.best.load_state_dict(state.get("best")) if self.best is not None else []
+        self._anew, self._notes = bool(lines), [*self._notes, *lines]
 
 
-@contextmanager
-def live_teacher(teacher: Teacher, image_size: int, normalisation: Normalisation) -> Iterator[Backbone]:
-    """The newest teacher, not a copy: in FP32 whatever the precision of training, and without a compiler.
-
-    `image_size` is the native side in pixels.
-    """
-    model = Backbone(teacher.backbone, image_size, "the teacher", {})
-    model.normalisation = normalisation
-    with teacher.evaluating():
-        yield model
+def _evaluated_every(recipe: Recipe, epoch_steps: int) -> int:
+    """Steps between evaluations: a run that is short for a length in epochs or images is evaluated ten times."""
+    batch, every = recipe.data.global_batch, recipe.eval.every
+    steps = every.in_steps(batch, epoch_steps)
+    if every.unit == "steps":
+        return steps
+    length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
+    return min(steps, max(1, length // _LEAST_EVALUATIONS))

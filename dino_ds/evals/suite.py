@@ -23,11 +23,17 @@ from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
 from dino_ds.evals.copydays import copydays
 from dino_ds.evals.davis import davis
-from dino_ds.evals.knn import class_retrieval, knn_accuracies
+from dino_ds.evals.knn import (
+    TwoCrops,
+    alignment,
+    class_retrieval,
+    feature_statistics,
+    knn_accuracies,
+    label_purity,
+)
 from dino_ds.evals.landmarks import oxford, paris
 from dino_ds.evals.linear import fit_linear, fit_ridge
 from dino_ds.evals.linear_sgd import linear_sgd
-from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3

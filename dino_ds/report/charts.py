@@ -177,15 +177,20 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
     """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 
-    The first value is that of the untrained network, or of the weights that the run began with (start).
+    The first value is that of the untrained network, or of the weights that the run began with (start). Values before
+    a resume with other test images or settings do not count.
     """
     curve = metrics[KNN]
+    anew = metrics["measured_anew"]
+    if len(anew):
+        since = curve.x >= anew.x[-1]
+        curve = Curve(curve.x[since], curve.y[since])
     if not len(curve.finite):
         return None
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
     newest = int(curve.x[np.isfinite(curve.y)][-1])
     found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
-    if metrics.began_with_weights or curve.x[0] == 0:
+    if not len(anew) and (metrics.began_with_weights or curve.x[0] == 0):
         found["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
     found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
     return {key: value for key, value in found.items() if math.isfinite(value)}

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dino_ds.basics.durable import replace_file, why_not_writable
-from dino_ds.basics.text_file import read_object
+from dino_ds.basics.text_file import read_step
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
@@ -268,6 +268,6 @@ def _not_written(path: Path, reason: object) -> ConfigError:
 def _step_of(about: Path) -> int:
     """The step of the teacher that is shown, or 0 if nothing tells it."""
     try:
-        return int(read_object(about)["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_step(about)
+    except (OSError, ValueError):
         return 0

@@ -17,8 +17,8 @@ from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.context import live_teacher
 from dino_ds.evals.features import keep_generators
-from dino_ds.evals.runner import live_teacher
 from dino_ds.report.draw import draw_patches, figure_png, figure_tensor
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.weights.load import Backbone

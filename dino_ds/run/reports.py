@@ -127,13 +127,11 @@ class Reports:
             own = "" if entropy.loss == "loss" else f", {entropy.loss} {record[entropy.loss]:.3f}"
             short += f"{own} = entropy {record[entropy.scalar]:.3f} + KL {record[entropy.kl]:.3f}"
         speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
-        knn = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
-        self._log.progress(record["step"], f"{short}, {speed}{knn}")
+        evaluated = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
+        self._log.progress(record["step"], f"{short}, {speed}{evaluated}")
         if not self._log.shows_bar:
             left = (run.options.last_step - record["step"]) * run.options.global_batch / rate
-            self._log.info(
-                f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left{knn}"
-            )
+            self._log.info(f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left")
 
 
 def _read_host() -> dict[str, float]:

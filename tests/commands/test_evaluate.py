@@ -21,9 +21,9 @@ from dino_ds.commands.evaluate import run
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import suite
+from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.shared_images import note_on_shared
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
 from dino_ds.options.model import EvalOptions
 from dino_ds.weights.export import FORMATS

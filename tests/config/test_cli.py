@@ -21,7 +21,7 @@ from dino_ds import __version__
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import load_recipe, recipe_options
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
@@ -656,3 +656,22 @@ def test_an_unknown_user_s_home_is_a_place_that_is_not_there(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", "~nobody_of_that_name/run"])
     assert ended.value.code == 2 and "~nobody_of_that_name/run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["data.root", "eval.root", "eval.val_root"])
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [("imagse", "Did you mean .*images"), ("empty", "the folder is empty"), ("a.csv", r"a\.csv .*is none of a folder")],
+)
+def test_a_wrong_place_of_images_is_said_before_any_is_listed(tmp_path, monkeypatch, key, place, says):
+    """Of each key that names images, in one line."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/1.png").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.csv").write_text("")
+    places = {"data.root": "images", key: place}
+    words = ["train", "--config", "small", "--run_dir", "run", *(f"--{name}={where}" for name, where in places.items())]
+    with pytest.raises(DataError, match=says) as error:
+        cli.prepare(words)
+    assert "\n" not in str(error.value) and (key == "data.root" or key in str(error.value))

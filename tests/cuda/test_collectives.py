@@ -33,7 +33,7 @@ from dino_ds.engine.engine import Progress
 from dino_ds.engine.lars import Lars, Layer, Shard
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.process import leave
-from dino_ds.evals import knn, linear, linear_sgd, statistics
+from dino_ds.evals import knn, linear, linear_sgd
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions, _PartitionedUpdater
 from dino_ds.method.networks import build_meta
@@ -318,7 +318,7 @@ INT64, FP32, FP64 = torch.int64, torch.float32, torch.float64
 EVALUATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[tuple[str, torch.dtype]]]] = {
     "knn": (lambda x, y: knn.knn_accuracies(x, y, x, y, (1, 5), 0.07), [("allreduce", INT64)]),
     "retrieval": (knn.class_retrieval, [("allreduce", FP64)]),
-    "purity": (lambda x, y: statistics.label_purity(x, y, 3), [("allreduce", INT64)]),
+    "purity": (lambda x, y: knn.label_purity(x, y, 3), [("allreduce", INT64)]),
     "ridge": (lambda x, y: linear.fit_ridge(x, y, 4), [("allreduce", FP32)]),
     "linear": (_linear, [("broadcast", FP32), ("allreduce", FP32)]),
     "sgd": (_sgd, [("allreduce", FP32), ("allgather", FP32), ("allgather", INT64)]),
@@ -348,10 +348,9 @@ def test_no_other_file_sends_tensors():
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert {name for name, text in texts.items() if calls.search(text)} == {
         "engine/distributed.py", "engine/clipping.py", "engine/lars.py", "method/ema.py", "models/batch_norm.py",
-        "planning/doctor_speed.py",
     }  # fmt: skip
     assert {name for name, text in texts.items() if helpers.search(text)} == {
         "engine/deepspeed_engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/centering.py",
-        "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/statistics.py", "evals/linear.py",
+        "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/linear.py",
         "evals/linear_sgd.py", "evals/features.py",
     }  # fmt: skip

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,13 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals import features as features_module
 from dino_ds.evals import runner as runner_module
 from dino_ds.evals.context import Settings
-from dino_ds.evals.runner import EvalRunner
+from dino_ds.evals.features import ImageMemory
+from dino_ds.evals.runner import EvalRunner, _evaluated_every
 from dino_ds.evals.suite import EVALUATIONS
+from dino_ds.evals.tracking import Best, Knn
 from dino_ds.report import during_run as pictures_module
 from dino_ds.report.during_run import PeriodicPictures
 from dino_ds.run.run import Moment
@@ -30,6 +34,7 @@ from tests.run.harness import image_folder
 
 CPU = torch.device("cpu")
 K = 5
+_KINDS = [f"{side} {how}" for side in ("train", "test") for how in ("contents", "names", "classes")]
 
 
 class _Live:
@@ -86,7 +91,7 @@ def test_whoever_gives_up_keeps_nothing(sources):
     for patience in (0, 1, 2, 3, 4, len(questions) // 2, len(questions) - 1):
         asked, runner = itertools.count(), _runner(sources)
         assert _evaluate(runner, 0, lambda asked=asked, patience=patience: next(asked) == patience) is None
-        assert runner.latest is None and runner.raw is None
+        assert runner.knn == Knn(chance=runner.knn.chance)
 
 
 def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
@@ -105,46 +110,118 @@ def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
         _evaluate(runner, 0)
 
 
-def test_baselines_of_other_neighbours_are_forgotten(sources):
-    """They would be compared with what they are not; the raw pixels are measured again."""
+def _others(sources, tmp_path, what):
+    """`sources` with other images of the same number in the place of the training or the test images."""
+    which = what.split()[0] == "test"
+    root = shutil.copytree(sources[which].name(0).rpartition("/class")[0], tmp_path / what.replace(" ", "_"))
+    files = sorted(root.rglob("*.png"))
+    if what.endswith("contents"):
+        for file in files:  # the checksum at the end, which no decoder looks at
+            file.write_bytes(file.read_bytes()[:-1] + b"x")
+    elif what.endswith("names"):
+        for file in files:
+            file.rename(file.with_name(f"x{file.name}"))
+    elif what.endswith("classes"):
+        for file, other in zip(files, [*files[-3:], *files[:-3]], strict=True):
+            file.rename(other.parent / f"{file.stem}.tmp")
+        for file in root.rglob("*.tmp"):
+            file.rename(file.with_suffix(".png"))
+    found = list(sources)
+    found[which] = build_source("folder", str(root), "train", False)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("what", ["k", "temperature", "bank", "limit", "moved", *_KINDS])
+def test_values_are_kept_for_the_same_images_and_settings_alone(sources, tmp_path, what):
+    """With others they would be compared with what they are not: they are measured again, which is said."""
+    first = _runner(sources)
+    first.best = Best("knn", basis=first.basis)
+    _evaluate(first, 0)
+    first.best.see(0, first.knn.latest, True, True)
+    state = json.loads(json.dumps(first.state_dict()))
+    changes = {"k": {"k": 3}, "temperature": {"temperature": 1.0}, "bank": {"limit": 12}, "limit": {"test_images": 6}}
+    others = _others(sources, tmp_path, "test moved" if what == "moved" else what) if what not in changes else sources
+    now = _runner(others, **changes.get(what, {}))
+    now.best = Best("knn", basis=now.basis)
+    now.load_state_dict(state)
+    if what == "moved":
+        assert now.state_dict() == first.state_dict() and not now.missed(0, False)
+        return
+    assert (now.knn.raw, now.knn.latest, now.knn.untrained, now.best.value, now.best.start) == (None,) * 5
+    assert now.missed(2, False) and len(now._notes) == 2
+    lines = now.lines(_evaluate(now, 2))
+    assert (
+        f"k-NN {first.knn.latest:.1f} % at step 0" in lines[0]
+        and "of other images or settings" in lines[0]
+        and "sought anew" in lines[1]
+    )
+    assert now.knn.raw is not None and "untrained" not in now.knn.line()
+
+
+def test_values_of_earlier_versions_are_compared_by_counts(sources):
     first, same, other = _runner(sources), _runner(sources), _runner(sources, k=3)
     _evaluate(first, 0)
-    state = json.loads(json.dumps(first.state_dict()))
-    same.load_state_dict(state)
+    state = {**first.knn.state_dict(), "of": [K, 0.07, 24, 9], "best": {"metric": "knn", "value": 70.0, "step": 4}}
+    state["best"] |= {"measured_on": [K, 24, 100, 9, 0]} | dict.fromkeys(("start", "start_step", "newest", "reference"))
+    state["best"] |= {"stalled": 1, "seen": 6}
+    for runner in (same, other):
+        runner.best = Best("knn", counts=(runner._settings.ks[0], 24, 100, 9, 0))
+        runner.load_state_dict(state)
+    assert same.knn == first.knn and (same.best.value, same.best.stalled) == (70, 1) and not same._notes
+    assert same.summary()[0] == f"k-NN     at step 0: {first.knn.line()}"
+    assert other.knn.latest is None and other.best.value is None and len(other._notes) == 2
+    del state["step"], state["of"], state["best"]
     other.load_state_dict(state)
-    assert (same.raw, same.untrained, same.latest) == (first.raw, first.untrained, first.latest)
-    assert same.summary()[0] == first.summary()[0] == f"k-NN     at step 0: {first.knn_summary()}"
-    same.load_state_dict({key: value for key, value in state.items() if key != "step"})  # of an older version
-    assert same.summary()[0] == f"k-NN     {first.knn_summary()}"
-    _evaluate(other, 2)
-    assert other.untrained is None and other.raw is not None
-    for changes in ({"limit": 12}, {"test_images": 6}, {"temperature": 1.0}):
-        changed = _runner(sources, **changes)
-        changed.load_state_dict(state)
-        assert changed.latest is None, changes
-    same.raw = -1.0  # measured once
-    _evaluate(same, 2)
-    assert same.raw == -1
-    assert "untrained" not in other.knn_summary() and "untrained" in same.knn_summary()
+    assert other.summary()[0] == f"k-NN     {first.knn.line()}"
+
+
+def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypatch):
+    """Those of a small run stay in memory, so that no loader process starts for a second evaluation."""
+    runner, reads = _runner(sources), []
+    load = features_module.load_batches
+    monkeypatch.setattr(features_module, "load_batches", lambda *a, **k: (reads.append(1), load(*a, **k))[1])
+    _evaluate(runner, 0)
+    kept, runner.knn.raw = runner.knn.latest, -1.0
+    _evaluate(runner, 2)
+    assert (runner.knn.latest, runner.knn.raw, len(reads)) == (kept, -1, 2)
+    runner._memory = ImageMemory(100)
+    _evaluate(runner, 4)
+    _evaluate(runner, 6)
+    assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     """With what to try; none where nothing was evaluated."""
-    runner = _runner(sources)
-    assert runner.warning() is None
-    runner.raw, runner.latest = 24.0, 24.0
-    assert runner.warning() is None
-    runner.latest = 20.4
-    assert runner.warning() == (
+    knn = Knn()
+    assert knn.warning() is None and knn.short() == ""
+    knn.see(3, 24.0, 24.0)
+    assert knn.warning() is None and knn.short() == "k-NN 24.0 % at step 3"
+    knn.see(4, 20.4, 24.0)
+    assert knn.warning() == (
         "the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %); train longer (--length), or on more images"
     )
-    runner.untrained = 15.7
-    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in runner.warning()
-    runner.untrained = 20.4
-    assert "so training has not helped yet; train longer (--length), or" in runner.warning()
-    assert (
-        "has not helped yet; train to the end (--max_steps cut this run short), or on" in runner.summary(cut=True)[-1]
-    )
+    knn.untrained = 15.7
+    assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in knn.warning()
+    knn.untrained = 20.4
+    assert "so training has not helped yet; train longer (--length), or" in knn.warning()
+    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in knn.summary(cut=True)[-1]
+
+
+@pytest.mark.parametrize(
+    ("length", "every", "wanted"),
+    [
+        ("550 steps", "50000 images", 55),
+        ("550 steps", "5 epochs", 50),
+        ("550 steps", "100 steps", 100),
+        ("550 steps", "0 epochs", 0),
+        ("5 steps", "5 epochs", 1),
+        ("100 epochs", "5 epochs", 50),
+        ("60 epochs", "30 epochs", 60),
+    ],
+)
+def test_a_short_run_is_evaluated_ten_times(length, every, wanted):
+    """Unless steps are named."""
+    assert _evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
 
 
 @pytest.mark.parametrize("root", [None, "nowhere"])
@@ -168,8 +245,8 @@ def test_test_images_that_are_not_read_are_named(root):
 def test_nothing_is_advised_that_the_recipe_has_or_that_is_not_for_it(changes, advised):
     small = {"data.source": "photos", "crops.global_size": "64", "crops.local_size": "32"}
     runner = EvalRunner.build(load_recipe(None, small | changes), build_source("photos", None, "train", False), 10)
-    runner.raw, runner.latest = 24.0, 20.4
-    given = runner.warning().partition("on more images")[2].split(", or with ")[1:]
+    runner.knn.see(1, 20.4, 24.0)
+    given = runner.knn.warning().partition("on more images")[2].split(", or with ")[1:]
     assert len(given) == len(advised) and all(map(str.startswith, given, advised))
 
 
@@ -177,7 +254,7 @@ def test_chance_is_that_of_all_classes_that_are_answers(sources):
     """As `dino-ds eval` has it: who guesses does not know that the test images lack one."""
     test = copy.copy(sources[1])
     test.labels = [-1 if label == 2 else int(label) for label in test.labels]
-    assert (_runner(sources).chance, _runner((sources[0], test)).chance) == (pytest.approx(100 / 3),) * 2
+    assert (_runner(sources).knn.chance, _runner((sources[0], test)).knn.chance) == (pytest.approx(100 / 3),) * 2
 
 
 def test_the_recipe_says_how(sources, tmp_path):

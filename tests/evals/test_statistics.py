@@ -10,10 +10,17 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import dino_ds.evals.statistics as module
+import dino_ds.evals.knn as module
 from dino_ds.data.normalisation import IMAGENET
-from dino_ds.evals.knn import average_precision, class_retrieval, rank_database
-from dino_ds.evals.statistics import TwoCrops, alignment, feature_statistics, label_purity
+from dino_ds.evals.knn import (
+    TwoCrops,
+    alignment,
+    average_precision,
+    class_retrieval,
+    feature_statistics,
+    label_purity,
+    rank_database,
+)
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical

@@ -22,8 +22,8 @@ from dino_ds.data.held_out import split_off
 from dino_ds.data.sources import build_source
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
-from dino_ds.evals.best import Best
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.evals.tracking import Best
 from dino_ds.report.charts import summarise_knn
 from dino_ds.report.curves import read_metrics as read_curves
 from dino_ds.report.folder import read_run, with_titles
@@ -143,8 +143,24 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
     how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
     assert train(root, run, values, changes=STOPS, **how) is None
     assert losses_of(run) == losses_of(stopped)
-    assert train(root, run, values, changes=STOPS | {"eval.bank_images": "6"}, max_steps=11, **how) is None
-    assert losses_of(run)[-1][0] == 11 and "the best teacher is sought anew" in log_of(run)
+
+
+def test_values_on_other_images_are_forgotten_and_measured_anew(straight, root, tmp_path):
+    """As many images of the same names: at once, before training goes on; the best teacher is one of the new ones."""
+    run, other = tmp_path / "run", image_folder(tmp_path / "other", 20, 2, seed=5)
+    shutil.copytree(straight, run)
+    values = VALUES | {12: 55.0}
+    assert (
+        train(root, run, values, changes=EVERY_TWO | {"length": "12 steps", "eval.root": str(other)}, resume=True)
+        is None
+    )
+    said = log_of(run)[len(log_of(straight)) :]
+    assert "k-NN 20.0 % at step 12, raw pixels 25.0 % and what training began with are of other images" in said
+    assert "the best teacher so far, 70 at step 4, was the best on other images or settings: it is sought anew" in said
+    assert "best     step 12: knn 55; newest 55 (--weights best)" in said and "start" not in said.split("best     ")[1]
+    assert best_of(run)["step"] == 12 and best_of(run)["best"] == {"metric": "knn", "value": 55.0, "start": None}
+    found = summarise_knn(read_curves(run / "metrics.jsonl"))
+    assert found == {"teacher": 55, "step": 12, "best": 55, "best_step": 12, "raw_pixels": 25, "chance": 50}
 
 
 WHOLE = {
@@ -277,6 +293,11 @@ def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
     ):
         with pytest.raises((ConfigError, CheckpointError), match=says):
             dino_ds.load(model, weights=weights)
+    for step in ("1e400", "-1", "3.0", "true", "null", '"3"', "[3]", f"1{'0' * 12}"):
+        (run / "best_teacher.json").write_text(f'{{"step": {step}}}')
+        with pytest.raises(CheckpointError, match="it does not say the step; take --weights newest or step_N"):
+            chosen_model(run, "best")
+    shutil.copy(straight / "best_teacher.json", run)
     (run / "best_teacher.safetensors").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="is damaged"):
         dino_ds.load(run, weights="best")

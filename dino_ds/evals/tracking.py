@@ -1,9 +1,9 @@
-"""Which teacher of a run is the best by one metric, and how many evaluations have found none that is better."""
+"""Values of evaluations that a run compares: the best teacher by one metric, and k-NN beside its baselines."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds.basics.digits import short
@@ -31,8 +31,10 @@ class Best:
     stalled: int = 0
     seen: int | None = None
     """Step of the newest evaluation, or None before the first one."""
-    measured_on: tuple[int, ...] = ()
-    """Numbers of images and neighbours: values of others are not comparable."""
+    basis: str = ""
+    """A digest of the images and settings of the evaluation: values on others are not comparable."""
+    counts: tuple[int, ...] = ()
+    """Numbers of images and neighbors, by which checkpoints of earlier versions are compared."""
 
     @staticmethod
     def from_recipe(section: EvalSection, names: tuple[str, ...]) -> Best | None:
@@ -53,7 +55,7 @@ class Best:
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        fresh = Best(self.metric, self.patience, self.min_delta, measured_on=self.measured_on)
+        fresh = Best(self.metric, self.patience, self.min_delta, basis=self.basis, counts=self.counts)
         vars(self).update(vars(fresh))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
@@ -124,15 +126,92 @@ class Best:
         return "unknown" if value is None else short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("patience", "min_delta")}
+        return {name: value for name, value in vars(self).items() if name not in ("patience", "min_delta", "counts")}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Take back what `state_dict` gave; a note where its values are not comparable, and forgotten. A version that
         had none gave None."""
         if state is None:
             return []
-        if (state["metric"], tuple(state["measured_on"])) != (self.metric, self.measured_on):
-            return [f"the best teacher is sought anew: it was the best by {state['metric']}, or on other images"]
-        known = {name: state[name] for name in self.state_dict() if name != "measured_on"}
-        vars(self).update(known)
+        comparable = state["basis"] == self.basis if "basis" in state else tuple(state["measured_on"]) == self.counts
+        if state["metric"] != self.metric or not comparable:
+            other = f"by {state['metric']}" if state["metric"] != self.metric else "on other images or settings"
+            known = "" if state["value"] is None else f", {self._shown(state['value'])} at step {state['step']}"
+            return [f"the best teacher so far{known}, was the best {other}: it is sought anew"]
+        vars(self).update({name: state[name] for name in self.state_dict() if name != "basis"})
+        return []
+
+
+@dataclass
+class Knn:
+    """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
+
+    chance: of who guesses; began_as: words for the network before training; advice: what helps a teacher that is worse
+    than raw pixels.
+    """
+
+    chance: float = 0.0
+    began_as: str = "untrained network"
+    advice: list[str] = field(default_factory=lambda: ["train longer (--length)", "on more images"])
+    raw: float | None = None
+    untrained: float | None = None
+    latest: float | None = None
+    step: int | None = None
+    """Step of `latest`; unknown of a run of an earlier version."""
+
+    def see(self, step: int, latest: float, raw: float) -> None:
+        """Take the values of an evaluation."""
+        self.step, self.latest, self.raw = step, latest, raw
+        self.untrained = latest if step == 0 else self.untrained
+
+    def metrics(self) -> dict[str, float]:
+        assert self.latest is not None and self.raw is not None
+        return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
+
+    def short(self) -> str:
+        return "" if self.latest is None else f"k-NN {self.latest:.1f} % at step {self.step}"
+
+    def line(self) -> str:
+        """The newest value next to its baselines: raw pixels, chance, and the network before training."""
+        untrained = f", {self.began_as} {self.untrained:.1f} %" if self.untrained is not None else ""
+        return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def warning(self, cut: bool = False) -> str | None:
+        """A warning, with advice, where the newest features are worse than raw pixels, else None.
+
+        `cut`: whether --max_steps ended the run before its length.
+        """
+        if self.latest is None or self.raw is None or self.latest >= self.raw:
+            return None
+        learned = ""
+        if self.untrained is not None:
+            helped = "has helped, but not enough" if self.latest > self.untrained else "has not helped"
+            learned = f"; the {self.began_as}'s was {self.untrained:.1f} %, so training {helped} yet"
+        advice = ["train to the end (--max_steps cut this run short)", *self.advice[1:]] if cut else self.advice
+        return (
+            f"the teacher's k-NN is below that of raw pixels ({self.latest:.1f} % and {self.raw:.1f} %){learned}; "
+            f"{', or '.join(advice)}"
+        )
+
+    def summary(self, cut: bool = False) -> list[str]:
+        """The newest k-NN, and the warning if there is one, as lines of the log; `cut` as for `warning`."""
+        if self.latest is None:
+            return []
+        warning = self.warning(cut)
+        at = "" if self.step is None else f"at step {self.step}: "
+        return [f"k-NN     {at}{self.line()}", *([f"warning  {warning}"] if warning else [])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("raw", "untrained", "latest", "step")}
+
+    def load_state_dict(self, state: dict[str, Any], comparable: bool) -> list[str]:
+        """Take back what `state_dict` gave; a note where it is not `comparable`, and forgotten."""
+        if comparable:
+            self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
+            self.step = state.get("step")
+        elif state["latest"] is not None:
+            return [
+                f"k-NN {state['latest']:.1f} % at step {state.get('step')}, raw pixels {state['raw']:.1f} % and what "
+                "training began with are of other images or settings: they are forgotten, and measured anew"
+            ]
         return []
