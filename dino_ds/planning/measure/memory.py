@@ -82,13 +82,11 @@ def run_in_children(
     ranks: int,
     threads: int | None = None,
     limit_mib: float | None = None,
-    bare: bool = False,
     **kwargs: Any,
 ) -> list[ChildResult]:
     """Call `function` on `ranks` new processes of one process group; the results are in rank order.
 
-    Killed, as the kernel would do, when their resident sets together pass `limit_mib`. A bare process does not load
-    what training needs, which takes most of a short call: `function` joins the process group itself.
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
@@ -98,7 +96,7 @@ def run_in_children(
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "WORLD_SIZE": str(ranks)}
         environment["LOCAL_SIZE"] = str(ranks)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "call.json").write_text(json.dumps({"function": function, "kwargs": kwargs, "bare": bare}))
+        Path(folder, "call.json").write_text(json.dumps({"function": function, "kwargs": kwargs}))
         children = []
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
@@ -145,13 +143,11 @@ def _child(folder: str, rank: int) -> None:
     call = json.loads(Path(folder, "call.json").read_text())
     import torch
 
+    import dino_ds.planning.measure.trial as _libraries  # noqa: F401
     from dino_ds.engine.device import resident_mib
+    from dino_ds.engine.process import init_distributed
 
-    if not call["bare"]:
-        import dino_ds.planning.measure.trial as _libraries  # noqa: F401
-        from dino_ds.engine.process import init_distributed
-
-        init_distributed()
+    init_distributed()
     module, _, name = call["function"].partition(":")
     function = getattr(importlib.import_module(module), name)
     cuda = torch.cuda.is_available()

@@ -19,9 +19,8 @@ from dino_ds.config.crops import all_crops
 from dino_ds.engine.device import memory_gib, resident_mib
 from dino_ds.engine.process import init_distributed
 from dino_ds.planning.measure.memory import ChildFailed, _wait_for_all, run_in_child
-from dino_ds.planning.measure.trial import build_trial, free_memory, resolve
+from dino_ds.planning.measure.trial import build_trial, free_memory, resolve, synthetic_inputs
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
-from tests.ranks import run_on_ranks
 from tests.reference import copied
 
 
@@ -128,15 +127,13 @@ def test_named_ranges_cover_the_step_in_order():
     assert seen[-5:] == ["backward", "next batch", *PARTS[-3:]]
 
 
-def _shapes_and_crops(stage):
-    trial = _trial(stage)
-    trial.run()
-    return trial.inputs.crops["global"][0]
-
-
-def test_ranks_have_other_images():
-    first, second = run_on_ranks(_shapes_and_crops, 2)
-    assert first.shape == second.shape and not torch.equal(first, second)
+def test_ranks_have_other_images(monkeypatch):
+    crops = []
+    for rank in (0, 1):
+        monkeypatch.setattr("dino_ds.engine.distributed.rank", lambda rank=rank: rank)
+        inputs = synthetic_inputs(tiny_recipe(), 4, torch.device("cpu"))
+        crops.append(inputs.crops["global"][0])
+    assert crops[0].shape == crops[1].shape and not torch.equal(*crops)
 
 
 def take_memory(mib):
@@ -165,7 +162,6 @@ def test_a_child_tells_its_own_peak_memory():
     ids=["fails", "is killed"],
 )
 def test_when_a_child_ends_the_others_do_and_its_reason_is_told(code, says, returncode, tmp_path):
-    """What children give when all is well: test_the_page_of_this_machine, of `doctor`."""
     codes, begin = ("import time; time.sleep(60)", code), time.monotonic()
     children = []
     for rank, one in enumerate(codes):
