@@ -21,8 +21,8 @@ _OPEN_FILES = 32
 """Files a process keeps open at most, with what their footers say."""
 _MOST_BYTES = 1 << 30
 """The most that a column of a row group may hold: each loader process reads an image with its whole group."""
-_NUMBERS = 1 << 16
-"""Rows of plain numbers that are read at a time."""
+_LOOKED_AT, _NUMBERS = 64, 1 << 16
+"""Rows that are read at a time to see whether they have bytes, and rows of plain numbers."""
 
 
 class ParquetImages(EncodedImages):
@@ -36,7 +36,7 @@ class ParquetImages(EncodedImages):
     def __init__(self, files: list[str]) -> None:
         parquet = import_parquet()
         self._files = [os.path.abspath(file) for file in files]
-        first, groups, labels, known_bytes = 0, [], list[Any](), False
+        first, groups, labels, has_bytes = 0, [], list[Any](), False
         self.notes: list[str] = []
         for number, file in enumerate(self._files):
             try:
@@ -53,7 +53,7 @@ class ParquetImages(EncodedImages):
                             f"row group {group} of {printable(file)} holds more than {_MOST_BYTES >> 20} MiB of images,"
                             " and each is read with its whole group: write groups of 100 rows (row_group_size=100)"
                         )
-                    known_bytes = known_bytes or not _is_empty(opened, group, self._column)
+                    has_bytes = has_bytes or _has_bytes(opened, group, self._column)
                     if label is not None:
                         labels += itertools.chain.from_iterable(
                             part.to_pylist() for part in _read_parts(opened, group, label)
@@ -65,10 +65,10 @@ class ParquetImages(EncodedImages):
                 raise DataError(f"{printable(file)} cannot be read as Parquet: {reason}") from None
         if not first:
             raise DataError(f"no rows in {printable(self._files[0])}; fix data.root")
-        if not known_bytes:
+        if not has_bytes:
             raise DataError(
-                f"{printable(self._files[0])} has paths and no bytes in its column {self._column}: write the paths "
-                "into a .txt list, one a line, and give that as data.root"
+                f"{printable(self._files[0])} has no bytes in its column {self._column}: write the paths that it "
+                "has into a .txt list, one a line, and give that as data.root"
             )
         self._rows, self._groups = first, np.array(groups, np.int64)
         self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
@@ -142,25 +142,18 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
     """Bytes that texts of a column take in a row group before they are compressed, by the footer."""
-    chunks = _chunks(opened, group, column)
-    return sum(one.total_uncompressed_size for one in chunks if one.physical_type == "BYTE_ARRAY")
-
-
-def _is_empty(opened: Any, group: int, column: str) -> bool:
-    """Whether no row of a group has the bytes of an image, and some a path, by the footer."""
-    empty = {
-        one.path_in_schema.removeprefix(f"{column}."): one.statistics.null_count == one.num_values
-        for one in _chunks(opened, group, column)
-        if one.statistics is not None and one.statistics.has_null_count
-    }
-    return empty.get("bytes", False) and not empty.get("path", True)
-
-
-def _chunks(opened: Any, group: int, column: str) -> list[Any]:
-    """What the footer says of a column, or of the parts of a struct."""
     about = opened.metadata.row_group(group)
     chunks = [about.column(place) for place in range(about.num_columns)]
-    return [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
+    own = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
+    return sum(one.total_uncompressed_size for one in own if one.physical_type == "BYTE_ARRAY")
+
+
+def _has_bytes(opened: Any, group: int, column: str) -> bool:
+    """Whether any row of a group has the bytes of an image: others have its path alone."""
+    rows = min(_LOOKED_AT, max(1, _MOST_BYTES // max(1, _bytes_of(opened, group, column))))
+    parts = (batch.column(0) for batch in opened.iter_batches(rows, [group], [column], use_threads=False))
+    values = (part.field("bytes") if hasattr(part, "field") else part for part in parts)
+    return any(part.null_count < len(part) for part in values)
 
 
 @lru_cache(maxsize=_OPEN_FILES)
