@@ -163,14 +163,6 @@ def test_pages_are_bands_only_where_so_many_are_wanted(how):
         assert EncodedImage(volume.contents[0], "file", None, channels=wanted).channels == 18
 
 
-def test_pages_of_several_shapes_are_said():
-    stream = io.BytesIO()
-    with tifffile.TiffWriter(stream) as file:
-        for page in (BANDS[..., 0], BANDS[:-1, :, 0]):
-            file.write(page, metadata=None)
-    assert refused(stream.getvalue(), 2) == "pages of 2 shapes or types in one file: write one image a file"
-
-
 class Canary:
     def __reduce__(self):
         return exec, ("raise SystemExit('unpickled')",)

@@ -87,14 +87,6 @@ def test_an_array_of_many_images_is_not_called_one(tmp_path, shape):
         read(tmp_path / "one.npy")
 
 
-def test_hdf5_beside_images_is_left_out_with_a_word(tmp_path):
-    (tmp_path / "set.H5").write_bytes(b"\x89HDF\r\n\x1a\n")
-    save(tmp_path / "one.png")
-    assert read(tmp_path).notes == [
-        "1 files that can't be read are left out, such as set.H5: name HDF5 files themselves as data.root"
-    ]
-
-
 def test_missing_folder_names_the_nearest(tmp_path):
     (tmp_path / "images").mkdir()
     with pytest.raises(

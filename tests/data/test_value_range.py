@@ -16,12 +16,12 @@ from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.cutting import EvalCrop, RandomCrop, resize_crop
+from dino_ds.data.cutting import EvalCrop, RandomCrop
 from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
 from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
-from dino_ds.data.multicrop import AUGMENTATIONS, Augmentation, MultiCrop
+from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
@@ -41,14 +41,6 @@ def decoded(data: bytes, value_range: ValueRange | None, name: str = "file") -> 
 
 
 # files
-
-
-@pytest.mark.parametrize("order", "<>")
-@pytest.mark.parametrize("deflate", [False, True])
-@pytest.mark.parametrize("values", [GREY, RGB, SIGNED, WIDE, FLOAT], ids=lambda a: f"{a.dtype}{a.ndim}")
-def test_tiffs_keep_every_value(values, order, deflate):
-    found = EncodedImage(tiff(values, order, deflate), "file", None).values()
-    np.testing.assert_array_equal(found, values)
 
 
 @pytest.mark.parametrize("values", [GREY, RGB])
@@ -122,33 +114,6 @@ def test_values_are_scaled_exactly_or_named():
 # crops
 
 
-def slow_resize(values: np.ndarray, size: int) -> np.ndarray:
-    """Bicubic (a = -0.5), its support widened where the image shrinks: the definition, in double precision."""
-
-    def weights(length: int) -> np.ndarray:
-        scale = length / size
-        stretch = max(scale, 1.0)
-        x = np.abs((np.arange(length) + 0.5 - (np.arange(size)[:, None] + 0.5) * scale) / stretch)
-        w = np.where(x < 1, 1.5 * x**3 - 2.5 * x**2 + 1, np.where(x < 2, -0.5 * x**3 + 2.5 * x**2 - 4 * x + 2, 0))
-        return w / w.sum(1, keepdims=True)
-
-    return weights(values.shape[0]) @ values.astype(np.float64) @ weights(values.shape[1]).T
-
-
-@pytest.mark.parametrize("box,size", [((0, 0, 300, 200), 96), ((13, 7, 113, 90), 32), ((100, 50, 140, 95), 64)])
-def test_deep_crops_are_resized_by_the_definition_and_as_pillow_does(box, size):
-    image = np.asarray(photo(300, 200)).astype(np.float32) / 255
-    left, top, right, bottom = box
-    crop = resize_crop(image, box, size).numpy()
-    assert crop.dtype == np.float32 and crop.shape == (size, size, 3) and crop.min() >= 0 and crop.max() <= 1
-    for channel in range(3):
-        plane = image[:, :, channel]
-        definition = slow_resize(plane[top:bottom, left:right], size).clip(0, 1)
-        np.testing.assert_allclose(crop[:, :, channel], definition, atol=1e-5)
-        pillow = Image.fromarray(plane).crop(box).resize((size, size), Image.Resampling.BICUBIC)
-        np.testing.assert_allclose(crop[:, :, channel], np.clip(pillow, 0, 1), atol=1e-5)
-
-
 def test_limits_that_fp32_rounds_are_within_the_range():
     for black, white in ((-0.3, 0.1), (-1.0, 1.2), (0.7, 0.9)):
         found = to_unit(np.array([[black, white]], np.float32), (black, white), "file")
@@ -196,16 +161,6 @@ def crops_of(source, value_range, augment="device", crops=None, epochs=4) -> lis
     return [view for epoch in range(epochs) for view in all_crops(augmented_crops(dataset.__getitems__([(epoch, 0)])))]
 
 
-def test_12_bits_reach_the_network(monkeypatch):
-    """Shifted to 8 bits they were 16 levels."""
-    monkeypatch.setitem(AUGMENTATIONS, "none", Augmentation((0, 0, 0), (0, 0, 0), flip=0, jitter=0, gray=0))
-    crops = MultiCrop(dino_groups(64, (1.0, 1.0), 32, (0.5, 1.0), 0), "none")
-    levels = np.arange(4096, dtype=np.uint16).reshape(64, 64)
-    for augment in ("device", "worker"):
-        [crop, _] = crops_of(Files(png16(levels)), (0, 4095), augment, crops, epochs=1)
-        assert len(crop[0, 0].unique()) >= 4000
-
-
 @pytest.mark.parametrize("scale", [1, 257])
 def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
     """To rounding of FP32 where both go as FP32; a run of 8 bits alone rounds to levels when it resizes."""
@@ -227,15 +182,6 @@ def test_both_modes_augment_deep_images_alike_and_remove_the_mean_and_deviation_
     for a, b, c in zip(ours, by_worker, usual, strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(own.normalisation.undone(a), IMAGENET.undone(c), rtol=0, atol=1e-5)
-
-
-def test_a_file_beyond_the_range_is_named():
-    source = Files(png16(GREY % 4096), png16(np.full_like(GREY, 5000)))
-    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 1), "dino")
-    dataset = MultiCropDataset(source, crops, LoaderOptions(augment="device", value_range=(0, 4095)))
-    found = dataset.__getitems__([(0, 1)])
-    assert found.bad[0] == "files/1.png (uint16 values, 5000 to 5000: beyond data.value_range 0,4095)"
-    assert found.names == ["files/0.png"] and found.crops["global"].dtype == torch.float32
 
 
 # the choice of a range
