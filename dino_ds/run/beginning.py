@@ -22,8 +22,8 @@ from dino_ds.options.run import TrainOptions
 from dino_ds.run.other_images import OtherImages
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
-from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import teacher_weights
+from dino_ds.weights.sidecar import recipe_of
 from dino_ds.weights.tensors import Weights
 
 _CONTINUE = "continue"

@@ -18,8 +18,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import merged
 from dino_ds.run.environment import versions
-from dino_ds.weights.about import about_teacher
-from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
+from dino_ds.weights.sidecar import about_teacher, read_sidecar, write_with_sidecar
 
 
 @dataclass(frozen=True)

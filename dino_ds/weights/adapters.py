@@ -20,10 +20,10 @@ from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.model import ModelSection
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import A, B, adapters_in, merged
-from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import NetworkName, checkpoint_of, is_checkpoint, unmerged_parts
 from dino_ds.weights.frozen import digest
 from dino_ds.weights.read import read_file
+from dino_ds.weights.sidecar import recipe_of
 from dino_ds.weights.tensors import check_numbers, few
 
 ALPHA, BASE = "lora_alpha", "base_sha256"

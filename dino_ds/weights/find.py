@@ -25,13 +25,11 @@ from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
-from dino_ds.weights.about import about_checkpoint, recipe_of
-from dino_ds.weights.dinov3 import has_rope, split_local_norm
+from dino_ds.weights.layouts import split_local_norm, split_network
 from dino_ds.weights.normalisation import timm_statistics
 from dino_ds.weights.read import network_weights, read_weights
-from dino_ds.weights.reference import split_network
-from dino_ds.weights.sidecar import read_facts
-from dino_ds.weights.tensors import Weights, checked
+from dino_ds.weights.sidecar import about_checkpoint, read_facts, recipe_of
+from dino_ds.weights.tensors import Weights, checked, has_rope
 
 NetworkName = Literal["teacher", "student"]
 _SECONDS = 5.0

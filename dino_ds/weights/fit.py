@@ -14,8 +14,8 @@ from dino_ds.errors import CheckpointError
 from dino_ds.models.positions import resize_positions
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.weights.dinov3 import BASE, EPS, has_rope
-from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights, few
+from dino_ds.weights.layouts import BASE, EPS
+from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights, few, has_rope
 
 RESIZINGS = ("dino", "antialias")
 """Ways to resize learned positions for images of another size."""

@@ -16,8 +16,8 @@ from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
+from dino_ds.weights.layouts import HEAD, head_to_ours
 from dino_ds.weights.normalisation import timm_side, timm_statistics
-from dino_ds.weights.reference import HEAD, head_to_ours
 from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")

@@ -19,10 +19,10 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.weights.about import recipe_of
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, network_parts
 from dino_ds.weights.fit import describe
 from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.sidecar import recipe_of
 from dino_ds.weights.tensors import check_numbers
 
 _CENTERS = ("center", "ibot_center")

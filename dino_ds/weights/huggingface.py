@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.weights.dinov3 import check_keys
+from dino_ds.weights.layouts import check_keys
 from dino_ds.weights.tensors import Weights, unused
 
 

@@ -18,18 +18,15 @@ from torch import Tensor
 from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
-from dino_ds.weights.dinov3 import from_dinov3, has_rope, is_dinov3, split_local_norm
 from dino_ds.weights.foreign import other_network
 from dino_ds.weights.huggingface import from_huggingface, is_huggingface
+from dino_ds.weights.layouts import from_dinov3, is_dinov3, split_local_norm, split_network
 from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_side, timm_statistics
-from dino_ds.weights.reference import split_network
 from dino_ds.weights.sidecar import read_json, read_sidecar
-from dino_ds.weights.tensors import Weights, check_numbers, checked, few
+from dino_ds.weights.tensors import Weights, check_numbers, checked, few, has_rope
 
 _STARTS = (b"PK\x03\x04", b"\x80")
 """A zip archive, or a bare pickle as torch wrote them before 1.6."""
-_HEADS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
-"""Width and attention heads of facebookresearch/dino's networks, by the last word of its --arch."""
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
@@ -171,9 +168,9 @@ def read_file(path: Path, network: str = "teacher") -> Content:
     while path.is_file():
         verified = path.stat()
         facts = read_sidecar(path)
-        tensors, about = (_read_safetensors(path), {}) if path.suffix == ".safetensors" else _read_torch(path, network)
+        tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
         if path.is_file() and os.path.samestat(path.stat(), verified):
-            return tensors, about | facts
+            return tensors, facts
         # else a run that is at work has replaced it between the two readings
     raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
 
@@ -186,7 +183,7 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 class _Settings:
-    """Stands in for the objects that training scripts save next to their tensors: attributes, and no code."""
+    """Stands in for the objects that training scripts save next to their tensors, which are not read."""
 
     def __init__(self, *values: object) -> None:
         pass
@@ -198,8 +195,8 @@ _STAND_INS = (
 )
 
 
-def _read_torch(path: Path, network: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of `network` (teacher or student) in a file, and what its `args` say of their architecture.
+def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
+    """The tensors of `network` (teacher or student) in a file.
 
     Raises CheckpointError for what is not a torch file, and for one that holds more than data.
     """
@@ -210,15 +207,14 @@ def _read_torch(path: Path, network: str) -> tuple[dict[str, Tensor], dict[str, 
         raise CheckpointError(f"{path} can't be read: {error.strerror}") from None
     if not is_torch:
         raise CheckpointError(f"{path} is not a file of weights: neither .safetensors nor torch's (.pth, .pt)")
-    content = whole = _load_torch(path)
+    content = _load_torch(path)
     for key in (network, "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
         raise CheckpointError(f"{path} holds no weights of a {network}: it is {keys}")
-    tensors = {str(name): tensor for name, tensor in content.items()}
-    return tensors, _architecture_in(whole.get("args"), tensors)
+    return {str(name): tensor for name, tensor in content.items()}
 
 
 def _load_torch(path: Path) -> Any:
@@ -240,15 +236,6 @@ def _load_torch(path: Path) -> Any:
 def _plain(error: Exception) -> str:
     """The text of an error without the colors of a terminal and torch's long preface."""
     return one_line(re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", str(error)).rpartition("WeightsUnpickler error: ")[2])
-
-
-def _architecture_in(args: object, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The attention heads of the --arch of DINO's training, if the tensors are as wide as that network's."""
-    values = args if isinstance(args, dict) else vars(args) if isinstance(args, _Settings) else {}
-    name = values.get("arch")
-    width, heads = _HEADS.get(re.split("[_-]", name)[-1] if isinstance(name, str) else "", (0, 0))
-    widths = {t.shape[-1] for name, t in tensors.items() if name.endswith("cls_token") and t.ndim}
-    return {"num_attention_heads": heads} if widths == {width} else {}
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from dino_ds.basics.durable import discard, is_gone, replace_file, replacing
 from dino_ds.basics.names import sidecar_of
 from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import FileRecord, checksum
-from dino_ds.checkpoint.manifest import content_sum
+from dino_ds.checkpoint.manifest import Manifest, content_sum
 from dino_ds.checkpoint.opening import checksum_once
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, one_line
+from dino_ds.models.specs.base import BackboneSpec
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
 """Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is
@@ -132,3 +137,56 @@ def _shown(record: object) -> str:
         return _shown(FileRecord(**record))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return one_line(record, 40)
+
+
+def about_teacher(
+    recipe: Recipe, distilled: Mapping[str, Any] | None, step: int, versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """Content of teacher.json: how the teacher was made, `distilled` from what, and how timm builds its model."""
+    arch, known, normalisation = recipe.model.spec(), recipe.data.known_range, Normalisation.of(recipe)
+    return {
+        **({"value_range": list(known)} if known else {}),
+        "mean": list(normalisation.mean),
+        "std": list(normalisation.std),
+        **_timm(recipe, arch),
+        "pos_embed_interpolation": recipe.model.pos_embed_interpolation,
+        **({"distilled_from": dict(distilled)} if distilled else {}),
+        "step": step,
+        "images": step * recipe.data.global_batch,
+        "architecture": dict(vars(arch)),
+        "versions": dict(versions),
+    }
+
+
+def about_checkpoint(saved: Manifest, network: str = "teacher") -> dict[str, Any]:
+    """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
+    about = about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
+    if network == "student" and "load" in about:
+        about["load"] = about["load"].replace("teacher.safetensors", "student.safetensors")
+    return about if network == "teacher" else about | {"network": network}
+
+
+def recipe_of(saved: Manifest) -> Recipe:
+    """The recipe that a checkpoint was saved with. Raises CheckpointError where it is of another version."""
+    try:
+        return Recipe.model_validate(saved.recipe)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"its recipe is of another version of dino_ds ({where}: {first['msg']})") from None
+
+
+def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
+    backbone, size = recipe.model.backbone, recipe.crops.global_size
+    own = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
+    known = arch.timm_model(backbone, size)
+    if known is None:
+        return {"image_size": size, **own}
+    name, arguments = known[0], known[1] | {"num_classes": 0}
+    written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return own | {
+        "load": f"model = timm.create_model({name!r}, {written}); "
+        "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
+        "timm_name": name,
+        "timm_arguments": arguments,
+    }

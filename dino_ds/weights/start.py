@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +13,22 @@ from dino_ds.config.model import ModelSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.errors import CheckpointError, ConfigError, naming
+from dino_ds.models.build import tensor_shapes
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in
 from dino_ds.models.weights import Placer
-from dino_ds.weights.channels import adapt_channels, channels_of
-from dino_ds.weights.compare import differences, flags_for, not_built
-from dino_ds.weights.dinov3 import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors
+from dino_ds.weights.from_source import differences, flags_for, not_built
+from dino_ds.weights.layouts import LOCAL_NORM, split_local_norm, with_biases
 from dino_ds.weights.normalisation import normalisation_of, range_of
 from dino_ds.weights.tensors import Weights
 
 _MASK_TOKEN = "backbone.mask_token"
+_PATCHES = "patch_embed.proj.weight"
 
 
 def find_start(
@@ -210,3 +212,75 @@ class InitialWeights:
         """A line that says what was taken and what not."""
         what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([what, *self._said, *self._notes])
+
+
+def channels_of(weights: Weights) -> int:
+    """The number of channels of the images that `weights` are for."""
+    return weights.backbone[_PATCHES].shape[1] if weights.spec is None else weights.spec.in_chans
+
+
+def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
+    """`weights` of a backbone for images of `channels` channels, and a text on how they were made.
+
+    A gray image, which is equal in all channels, keeps its features, but where another network than a ViT of ours
+    standardizes its weights. Raises CheckpointError where something else than a convolution depends on the number of
+    channels.
+    """
+    before, spec = channels_of(weights), weights.spec
+    if before < 1:
+        raise CheckpointError(f"its {_PATCHES} is for images without channels")
+    names = [_PATCHES] if spec is None else first_convolutions(spec, channels, weights.image_size)
+    own = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None}
+    own = {name: tensor for name, tensor in own.items() if tensor.ndim == 4 and tensor.shape[1] == before}
+    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in own.items()}
+    adapted = replace(weights, backbone=backbone, spec=None if spec is None else _with_channels(spec, channels))
+    return adapted, _said(names, before, channels, spec is None)
+
+
+def _said(names: list[str], before: int, channels: int, is_vit: bool) -> str:
+    how = f"they repeat the {before} in order, each divided by the number of its copies"
+    if channels < before:
+        how = f"each is the sum of the {before}, divided by {channels}" if channels > 1 else f"the sum of the {before}"
+    how = f"its channels are adapted from {before} to {channels} ({', '.join(names)}): {how}"
+    if not names:
+        how = f"it was made for {before} channels, and none of its tensors depends on their number"
+    return f"{how}; gray images keep their features{'' if is_vit else ' unless it standardizes its weights'}"
+
+
+def adapt_convolution(weight: Tensor, channels: int) -> Tensor:
+    """A convolution's weight (outputs, c, h, w) for images of `channels` in the place of c, as FP32.
+
+    More channels repeat the c in order, each divided by the number of its copies; fewer are all the sum of the c,
+    divided by their number. The sum over the channels, by which a gray image is multiplied, stays. For one channel and
+    multiples of c this is timm's `adapt_input_conv`; for others that divides all by channels / c and changes the sum.
+    """
+    weight, before = weight.float(), weight.shape[1]
+    if channels < before:
+        return weight.sum(1, keepdim=True).repeat(1, channels, 1, 1) / channels
+    copied = torch.arange(channels) % before
+    return weight[:, copied] / copied.bincount()[copied].view(1, -1, 1, 1)
+
+
+def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> list[str]:
+    """Names of the weights whose shape depends on the number of channels of the images: of convolutions of these.
+
+    timm's `first_conv` names them for its own models; this finds them for a user's class too.
+    """
+    try:
+        before, after = (tensor_shapes(one, image_size) for one in (spec, _with_channels(spec, channels)))
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in names:
+        old, new = before.get(name, ()), after.get(name, ())
+        is_convolution = len(old) == 4 and old[1] == spec.in_chans and new == (old[0], channels, *old[2:])
+        if not is_convolution:
+            raise CheckpointError(
+                f"it is for images of {spec.in_chans} channels, this run's have {channels} (model.in_chans), and its "
+                f"{name} {list(old)} can't be adapted to {list(new)}: start without it, or from weights for as many"
+            )
+    return names
+
+
+def _with_channels(spec: Any, channels: int) -> Any:
+    return replace(spec, in_chans=channels)

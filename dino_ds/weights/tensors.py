@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.weights.dinov3 import has_rope
 
 USUAL_SIZE, MOST_SIZE = 224, 16384
 """Sides of native images in pixels: the one that is taken if no file states it, and the largest that a file may."""
@@ -51,6 +50,11 @@ class Weights:
         """`check_numbers` for heads, mask token and local norm."""
         mask = {} if self.mask_token is None else {"mask_token": self.mask_token}
         check_numbers(path, *self.heads.values(), self.local_norm, mask)
+
+
+def has_rope(backbone: Mapping[str, Tensor]) -> bool:
+    """Whether tensors under our names are those of a ViT with rotary positions."""
+    return "pos_embed" not in backbone and "blocks.0.attn.qkv.bias" not in backbone and "norm.weight" in backbone
 
 
 def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:

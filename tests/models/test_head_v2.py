@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dino_ds.models.head import DinoHead
-from dino_ds.weights.reference import head_to_ours
+from dino_ds.weights.layouts import head_to_ours
 from tests.reference import product
 from tests.reference_v2 import golden_v2, golden_v2_meta
 

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 import dino_ds
-from dino_ds.weights.channels import adapt_convolution
 from dino_ds.weights.export import FORMATS
+from dino_ds.weights.start import adapt_convolution
 from tests.ranks import run_on_ranks
 from tests.run import test_stages as stages
 from tests.run.harness import image_folder, log_of, train_alone, train_tiny

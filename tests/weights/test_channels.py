@@ -23,9 +23,9 @@ from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
-from dino_ds.weights.channels import adapt_convolution, first_convolutions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
+from dino_ds.weights.start import adapt_convolution, first_convolutions
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
@@ -176,7 +176,7 @@ def test_where_gray_images_may_have_other_features_it_is_said(tmp_path):
     start = Start(spec, spec.name, "safetensors")
     _, place = start.write(tmp_path)
     said = build_network(_recipe(start, place, 6), PerformanceOptions()).started_from
-    assert "; gray images may have other features than before" in said
+    assert "; gray images keep their features unless it standardizes its weights" in said
 
 
 def test_what_is_no_convolution_of_the_images_is_refused(tmp_path):

@@ -225,7 +225,7 @@ def test_the_log_names_another_range_of_values(tmp_path):
 
 
 def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
-    """It is that of `args` of DINO's training, and of the run itself when it is resumed without the file."""
+    """It is that of the run itself when it is resumed without the file."""
     content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
     torch.save(content, source := tmp_path / "a.pth")
     seen: list[Recipe] = []
@@ -234,7 +234,7 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}"]
     words += ["--ds_config=ds_configs/zero0_fp32.json"]
-    words += [f"--model.init_from={source}", "--model.backbone=from_source"]
+    words += [f"--model.init_from={source}", "--model.backbone=from_source", "--model.heads=3"]
     cli.main(words)
     assert seen[0].model.spec() == ModelSection(patch_size=8, width=192, depth=3, heads=3).spec()
     (tmp_path / "run").mkdir()

@@ -1,0 +1,202 @@
+"""Names of facebookresearch's dino, dinov2 and dinov3, read under ours, which are timm's.
+
+Sources for dinov3: the names in timm's own converter (timm/models/eva.py), and facts of the released files: biases of
+keys lie in them, masked to zero, and the periods of the rotation are rounded to bfloat16.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dino_ds.errors import CheckpointError
+from dino_ds.weights.tensors import Weights, few, has_rope, unused
+
+_PATCHES = "patch_embed.proj.weight"
+_DROPPED = re.compile(r"(mask_token|masked_embed|decoder_(pos_embed|(embed|blocks|norm|pred)\..*)|(head|fc)\..*)")
+"""Tensors next to a backbone that are of no use for features: mask tokens, classifiers, the decoder of an MAE."""
+_HEADS = {"head": "head", "dino_head": "head", "ibot_head": "ibot_head"}
+"""Our names of dino's and dinov2's projection heads."""
+HEAD = re.compile(r"(head)\.((?:mlp|last_layer|prototypes)\..+)")
+"""A tensor of facebookresearch/dino's projection head, next to a "backbone."; a ResNet has its own in "head.fc"."""
+_PROTOTYPES = {
+    "prototypes.weight": "prototypes.lengths",
+    "last_layer.weight_v": "last_layer.weight_g",
+    "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
+}
+"""Names of a head's prototypes, whose directions count, and of their lengths."""
+_PLAIN = "last_layer.weight"
+"""Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
+
+
+def split_network(tensors: dict[str, Tensor], network: str) -> Weights:
+    """Backbone and heads of `network` (teacher or student) among the tensors of a file, whatever wraps them.
+
+    Prefixes of DDP and torch.compile are dropped. The backbone is what lies next to the patch embedding; its heads are
+    `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError for no ViT, or several
+    and none called so.
+    """
+    tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
+    prefix = _prefix(tensors, network)
+    owner = prefix.removesuffix("backbone.")
+    mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")
+    if mask is not None and cls is not None and mask.numel() == cls.numel():
+        del tensors[f"{prefix}mask_token"]
+    else:
+        mask = None
+    backbone: dict[str, Tensor] = {}
+    heads: dict[str, dict[str, Tensor]] = {}
+    others = []
+    for name, tensor in tensors.items():
+        beside = re.fullmatch(rf"{re.escape(owner)}({'|'.join(_HEADS)})\.((?:mlp|last_layer|prototypes)\..+)", name)
+        inside = name.removeprefix(prefix)
+        if beside:
+            heads.setdefault(_HEADS[beside[1]], {})[beside[2]] = tensor
+        elif name.startswith(prefix) and not _DROPPED.fullmatch(inside):
+            backbone[inside] = tensor
+        else:
+            others.append(name)
+    heads = {name: head_to_ours(head) for name, head in heads.items()}
+    kind = "dinov2" if any(".ls1." in name for name in backbone) else "dino or timm"
+    mask = None if mask is None else mask.reshape(1, -1)
+    return Weights(kind, _backbone(backbone), heads, notes=unused(others), mask_token=mask)
+
+
+def _prefix(tensors: dict[str, Tensor], network: str) -> str:
+    found = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
+    if not found:
+        names = sorted(tensors)
+        raise CheckpointError(
+            f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}; "
+            "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
+        )
+    chosen = [prefix for prefix in found if network in prefix] if len(found) > 1 else found
+    if len(chosen) != 1:
+        raise CheckpointError(f"it holds several networks, and not one {network}: {few(found)}; save one of them alone")
+    return chosen[0]
+
+
+def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in theirs.items():
+        # dinov2's blocks may lie in chunks: blocks.CHUNK.BLOCK.
+        name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
+        name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+        out["reg_token" if name == "register_tokens" else name] = tensor
+    if "reg_token" in out and not out["reg_token"].numel():
+        del out["reg_token"]
+    return out
+
+
+def head_to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A head from our or the reference's names, whose head of one layer is not a sequence.
+
+    Without "prototypes.lengths" the prototypes' lengths are all 1: those that are all 1 are left out.
+    """
+    out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in theirs.items() if name[:4] == "mlp."}
+    for name, of_lengths in _PROTOTYPES.items():
+        if name in theirs:
+            return out | {"prototypes.weight": theirs[name]} | _lengths(theirs.get(of_lengths))
+    if _PLAIN in theirs:
+        rows = theirs[_PLAIN]
+        return out | {"prototypes.weight": rows} | _lengths(rows.float().norm(dim=-1, keepdim=True))
+    return out
+
+
+def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
+    return {} if lengths is None or torch.all(lengths == 1) else {"prototypes.lengths": lengths}
+
+
+BASE = 100.0
+"""Base of the periods of all released networks, which files state by the periods alone."""
+EPS = 1e-5
+"""Epsilon of the norms of all released networks."""
+LOCAL_NORM = "local_cls_norm."
+_PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
+_ROUNDED = 1e-2
+"""Largest relative error: rounded to bfloat16 a number is off by up to 1/256, twice that if rounded twice."""
+_NAMES = {
+    "storage_tokens": "reg_token",
+    ".ls1.gamma": ".gamma_1",
+    ".ls2.gamma": ".gamma_2",
+    ".mlp.w1.": ".mlp.fc1_g.",
+    ".mlp.w2.": ".mlp.fc1_x.",
+    ".mlp.w3.": ".mlp.fc2.",
+}
+
+
+def is_dinov3(names: Mapping[str, Tensor]) -> bool:
+    """Whether a backbone has facebookresearch/dinov3's names."""
+    return "storage_tokens" in names or _PERIODS in names
+
+
+def from_dinov3(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Their tensors under our names, unknown names unchanged; further facts, as in a config.json; notes.
+
+    Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
+    """
+    out: dict[str, Tensor] = {}
+    facts, notes = _of_periods(theirs)
+    for name, tensor in theirs.items():
+        if name == _PERIODS or name.endswith(_MASK):
+            continue
+        if name.endswith(_BIAS):
+            mask = theirs.get(name.replace(_BIAS, _MASK))
+            q, k, v = (tensor if mask is None else tensor * mask).chunk(3)
+            check_keys(name, k)
+            attention = name.removesuffix(".qkv.bias")
+            out |= {f"{attention}.q_bias": q.contiguous(), f"{attention}.v_bias": v.contiguous()}
+            continue
+        for old, new in _NAMES.items():
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out, facts, notes
+
+
+def check_keys(name: str, bias: Tensor) -> None:
+    """Raises CheckpointError for a bias of keys that is not zero."""
+    if torch.count_nonzero(bias):
+        raise CheckpointError(f"its keys have a bias ({name}), and those of dino_ds's ViT with rotary positions none")
+
+
+def _of_periods(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+    """The attention heads that the number of periods tells, and notes on their values."""
+    if _PERIODS not in theirs or "cls_token" not in theirs:
+        return {}, []
+    periods, width = theirs[_PERIODS].float().flatten(), theirs["cls_token"].shape[-1]
+    heads, rest = divmod(width, 4 * max(1, len(periods)))
+    if rest or not heads:
+        raise CheckpointError(f"{_PERIODS} has {len(periods)} values, which no head of a width of {width} has")
+    wanted = BASE ** (torch.arange(len(periods)) / len(periods))
+    off = ((periods - wanted).abs() / wanted).max()
+    if not off <= _ROUNDED:
+        ends = f"{periods[0]:.4g} to {periods[-1]:.4g}, not {wanted[0]:.4g} to {wanted[-1]:.4g}"
+        raise CheckpointError(f"{_PERIODS} are {ends}: dino_ds reads files of base {BASE:g} only")
+    rounded = f"its periods of rotary positions are rounded, by up to {100 * off:.1g} %: ours are in FP32"
+    return {"num_attention_heads": heads}, [rounded] if off > 1e-6 else []
+
+
+def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """The same network with or without biases of queries and values, where those are zero, as in released files; and
+    notes on it."""
+    names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
+    if not has_rope(backbone) or bool(names) == wanted:
+        return dict(backbone), []
+    if wanted:
+        rows = {name: len(t) // 3 for name, t in backbone.items() if name.endswith(".attn.qkv.weight")}
+        own = {name.replace("qkv.weight", f"{x}_bias"): torch.zeros(n) for x in "qv" for name, n in rows.items()}
+        return {**backbone, **own}, ["it has no biases of queries and values: ours start at zero"]
+    if any(torch.count_nonzero(backbone[name]) for name in names):
+        return dict(backbone), []
+    kept = {name: tensor for name, tensor in backbone.items() if name not in names}
+    return kept, ["its biases of queries and values, all zero, are left out"]
+
+
+def split_local_norm(backbone: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A backbone without the norm of local crops' CLS tokens, which is of use in training only; and that norm."""
+    local = {name: tensor for name, tensor in backbone.items() if name.startswith(LOCAL_NORM)}
+    return {name: tensor for name, tensor in backbone.items() if name not in local}, local
