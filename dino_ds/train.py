@@ -58,21 +58,18 @@ from dino_ds.planning.start import (
     resumed_start,
 )
 from dino_ds.report.during_run import PeriodicPictures
-from dino_ds.run.announcement import announce
+from dino_ds.run.announcement import announce, closing_lines
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
-from dino_ds.run.ending import closing_lines
-from dino_ds.run.folder_files import write_description
-from dino_ds.run.from_recipe import draw_crops, loop_options, nan_inputs
+from dino_ds.run.from_recipe import check_lengths, draw_crops, loop_options, nan_inputs
 from dino_ds.run.guards import FolderLock, guarded
-from dino_ds.run.length_checks import check_lengths
 from dino_ds.run.loggers import open_loggers
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog
 from dino_ds.run.other_images import OtherImages, describe_images, same_images
 from dino_ds.run.other_settings import describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
-from dino_ds.run.run_folder import RunFolder
+from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
 

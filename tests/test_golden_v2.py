@@ -13,8 +13,8 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
+from dino_ds.method.networks import optimizer_options
 from dino_ds.method.step import Inputs, TrainingStep
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks

@@ -17,13 +17,13 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.engine import Engine, Progress
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method import gram_teacher as gram
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.centering import SinkhornKnopp
 from dino_ds.method.dino import DinoTerm
 from dino_ds.method.ibot import IbotTerm
+from dino_ds.method.networks import optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, IBOT_HEAD

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
 
-CLOSURE_OF_THE_LOOP = (57, 7_950)
+CLOSURE_OF_THE_LOOP = (57, 8_000)
 """Files and lines that importing run/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}

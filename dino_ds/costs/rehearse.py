@@ -31,9 +31,8 @@ from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
-from dino_ds.method.networks import build_head, build_meta
+from dino_ds.method.networks import build_head, build_meta, optimizer_options
 from dino_ds.method.specs.distill import FROZEN, source_of
 from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep

@@ -134,3 +134,20 @@ def refresh_weights(optimizer: Any) -> None:
         optimizer.checkpoint_event_epilogue()  # persistent ones are gathered anew
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
+
+
+@torch.no_grad()
+def write_weights(frozen: FrozenWeights) -> None:
+    """Set the weights to their FP32 values, which all ranks have; a collective under ZeRO 3."""
+    optimizer: Any = frozen.optimizer
+    if not hasattr(optimizer, "fp16_groups"):
+        for _, parameter in frozen.parameters:
+            parameter.copy_(parameter.fp32_value)
+        return
+    import deepspeed
+
+    optimizer.checkpoint_event_prologue()
+    for _, parameter in frozen.parameters:
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(parameter.fp32_value)
+    optimizer.checkpoint_event_epilogue()

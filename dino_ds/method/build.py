@@ -24,11 +24,10 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import device, set_convolutions, use_deterministic_kernels
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.method.backbone_checks import check_backbone, check_levers
 from dino_ds.method.build_frozen import begin_centers, find_teacher
-from dino_ds.method.networks import build_meta
+from dino_ds.method.networks import build_meta, optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of

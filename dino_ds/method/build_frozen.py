@@ -6,31 +6,33 @@ masks or stochastic depth, whose EMA is the product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from dino_ds.basics.digits import range_text
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.config.crops import teacher_sizes
+from dino_ds.config.crops import Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
+from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.method.features import FeatureTerm
-from dino_ds.method.frozen import FrozenTeacher
+from dino_ds.method.frozen import FrozenTeacher, options_of, place_frozen
 from dino_ds.method.networks import build_head
-from dino_ds.method.objective import Objective
+from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TeacherParts, TermParts
-from dino_ds.method.place_frozen import options_of, place_frozen
 from dino_ds.method.specs.dino import HEAD, IBOT_HEAD
 from dino_ds.method.specs.distill import FROZEN, FeatureSpec, FrozenSpec, regresses_features
 from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.method.teacher import Teachers
-from dino_ds.models.base import cls_of, patches_of
+from dino_ds.models.base import cls_of, patches_of, resized_patches
 from dino_ds.models.build import build_backbone
-from dino_ds.models.network import Network
+from dino_ds.models.network import Network, Query
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
@@ -172,3 +174,31 @@ def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
         f"step {saved.step} was distilled from another teacher: this start has {what}; give the one that the run "
         "began with, or start a new run (--run_dir)"
     )
+
+
+class FeatureTerm(Term):
+    """1 - cosine, mean over crops and patches. FP32.
+
+    name: of the output of `head`, one layer from the student's `feature` ("cls/GROUP" or "patches/GROUP") to `width`
+    numbers, which are the teacher's. Patches of another grid than the student's are resized to it.
+    """
+
+    def __init__(self, name: str, feature: str, head: str, width: int) -> None:
+        self.needs = Needs((name,), {FROZEN: (feature,)}, {name: Query(head, feature, width)})
+        self._name, self._feature = name, feature
+
+    def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
+        return [_tensor(teachers[FROZEN][self._feature]) for teachers in window]
+
+    def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
+        found = _tensor(student[self._name])
+        with torch.autocast(found.device.type, enabled=False):
+            wanted = targets.float()
+            if wanted.ndim == 3:
+                wanted = resized_patches(wanted, found.shape[1])
+            return Measured((1 - F.cosine_similarity(found.float(), wanted, dim=-1)).mean(), {})
+
+
+def _tensor(output: object) -> Tensor:
+    assert isinstance(output, Tensor)
+    return output

@@ -14,11 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.config.crops import EMA
+from dino_ds.config.crops import EMA, teacher_sizes
+from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.distributed import gather_in_place
-from dino_ds.engine.frozen import write_weights
-from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters
+from dino_ds.engine.masters import FlatMasters, FrozenWeights, Masters, PartitionedMasters, WholeMasters, write_weights
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.method.networks import build_meta
+from dino_ds.method.parts import TeacherParts
+from dino_ds.method.specs.base import TeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.batch_norm import batch_norms, unsynced_statistics
@@ -259,3 +262,24 @@ def _names(masters: Masters) -> list[str]:
     if isinstance(masters, WholeMasters | FrozenWeights):
         return [name for name, _ in masters.parameters]
     return [entry[0] for entry in masters.layout]
+
+
+def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
+    """The teacher, equal to the student; every rank must call it."""
+    recipe, config, engine = parts.recipe, parts.config, parts.engine
+    objective = parts.objective
+    network = build_meta(recipe, config.performance, objective.queries, objective.teacher_features(spec.name))
+    network = network.to_empty(device=device())
+    with torch.no_grad():
+        for tensor in (*network.parameters(), *network.buffers()):
+            tensor.zero_()  # the student's values take their place
+    weights = sum(p.numel() for p in network.parameters())
+    sees_crops = bool(teacher_sizes(recipe.groups, spec.name))
+    options = TeacherOptions(
+        DTYPES[config.precision],
+        keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and sees_crops,
+        compiled=config.performance.compile,
+        batch_norm=recipe.teacher.batch_norm,
+        name=spec.name,
+    )
+    return EmaTeacher(network, engine.masters(), options, engine.buffers)

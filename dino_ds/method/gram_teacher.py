@@ -18,10 +18,9 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
-from dino_ds.method.frozen import FixedTeacher
+from dino_ds.method.frozen import FixedTeacher, options_of, place_frozen
 from dino_ds.method.networks import build_meta
 from dino_ds.method.parts import TeacherParts
-from dino_ds.method.place_frozen import options_of, place_frozen
 from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast

@@ -1,4 +1,4 @@
-"""The network of a recipe on the meta device, which student and teachers are made from."""
+"""Networks of a recipe on the meta device, from which student and teachers are made; its optimizer as plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import nn
 
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import HeadSection
+from dino_ds.config.sections import HeadSection, OptimizerSection
+from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.models.build import build_backbone
@@ -74,3 +75,17 @@ def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> D
     found = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
     found = found.free_prototypes() if head.free_prototypes else found
     return found.add_batch_norm(sync_batch_norm) if head.batch_norm else found
+
+
+def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
+    """The options that a recipe's section `optimizer` gives the engine; the others come with the schedules."""
+    return OptimizerOptions(
+        section.layer_decay,
+        section.patch_embed_lr,
+        section.clip_by,
+        section.kind,
+        (section.beta1, section.beta2),
+        section.eps,
+        section.momentum,
+        section.trust,
+    )

@@ -19,10 +19,9 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.frozen import FixedTeacher
+from dino_ds.method.frozen import FixedTeacher, options_of, place_frozen
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TeacherParts, TermParts
-from dino_ds.method.place_frozen import options_of, place_frozen
 from dino_ds.method.specs.preserve import PRESERVE, START, PreserveSpec, StartSpec
 from dino_ds.models.base import cls_of, patches_of
 from dino_ds.models.build import build_backbone

@@ -25,7 +25,7 @@ from dino_ds.planning.rules import (
     small_momentum,
     tiny_patch,
 )
-from dino_ds.run.length_checks import MOST_PASSES
+from dino_ds.run.from_recipe import MOST_PASSES
 
 RULE = "rule of thumb"
 _NETWORKS = {"small_vits16": "ViT-S/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}

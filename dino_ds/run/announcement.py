@@ -1,4 +1,4 @@
-"""The first lines of a run's log: its images, length, engine and memory, and what is not as usual."""
+"""The first and last lines of a run's log: images, length, engine, memory, what is not as usual; what was found."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
+from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import Memory
 from dino_ds.costs.step_costs import count_parameters, student_facts
@@ -151,3 +152,19 @@ def _changed_values(recipe: Recipe) -> list[str]:
             section, _, key = name.rpartition(".")
             changed.setdefault(section or "recipe", []).append(f"{key} {value}")
     return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]
+
+
+def closing_lines(run: Run, model: ModelSection) -> list[str]:
+    """The lines of a run that has come to its last step."""
+    path, steps = run.path, run.step.schedules.steps
+    knows = model.spec().timm_model(model.backbone) is not None
+    how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
+    of, cut = f" of {steps}" if run.step.applied_steps < steps else "", run.options.last_step < steps  # --max_steps
+    evaluations = run.evaluations
+    return [
+        f"done     step {run.step.applied_steps}{of}; the run is in {path}",
+        *(["ended    " + evaluations.finished()] if evaluations and evaluations.finished() else []),
+        f"teacher  {path / 'teacher.safetensors'}; {how}",
+        f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
+        *([*evaluations.summary(cut), *evaluations.ending(path)] if evaluations else []),
+    ]

@@ -18,10 +18,9 @@ from dino_ds.costs.memory import GIB, Memory, bucket_bytes, estimate_memory, gra
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs, student_facts
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.errors import NotEstimated
 from dino_ds.method.build import build_objective
-from dino_ds.method.networks import build_meta
+from dino_ds.method.networks import build_meta, optimizer_options
 from dino_ds.models.specs.trained import TrainedPart
 from dino_ds.models.trained import keep_trained
 from dino_ds.planning.measure.trial import build_trial, resolve

@@ -14,10 +14,10 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.lars import Lars
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules, build_teachers
 from dino_ds.method.ema import EmaTeacher
+from dino_ds.method.networks import optimizer_options
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.specs.base import BackboneOptions

@@ -8,7 +8,7 @@ import pytest
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
-from dino_ds.run.length_checks import check_lengths
+from dino_ds.run.from_recipe import check_lengths
 from tests.run.harness import TINY, image_folder, log_of, losses_of, train_alone
 
 GRAM = {"gram.weight": "1", "gram.start": "12 steps"}

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dino_ds.config.loading import load_recipe
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.run import folder_files
+from dino_ds.run import run_folder
 from dino_ds.weights.load import load
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, read_metrics, train_tiny, whole_tensors
@@ -106,6 +106,6 @@ def test_a_file_of_another_machine_is_waited_for(tmp_path, monkeypatch):
     """NFS remembers for a while that a file was not there."""
     late = tmp_path / "late"
     threading.Timer(0.5, late.touch).start()
-    assert folder_files._becomes_visible(late)
-    monkeypatch.setattr(folder_files, "_SECONDS_TO_SEE", 0.3)
-    assert not folder_files._becomes_visible(tmp_path / "never")
+    assert run_folder._becomes_visible(late)
+    monkeypatch.setattr(run_folder, "_SECONDS_TO_SEE", 0.3)
+    assert not run_folder._becomes_visible(tmp_path / "never")

@@ -19,7 +19,7 @@ class EmaSpec(TeacherSpec):
     momentum: float = 0.996
     momentum_end: float = 1.0
 
-    builder: ClassVar[str] = "dino_ds.method.build_ema:build_teacher"
+    builder: ClassVar[str] = "dino_ds.method.ema:build_teacher"
 
     def __post_init__(self) -> None:
         """Raises ValueError for momenta with which the average would leave what it averages."""

@@ -22,12 +22,12 @@ from dino_ds.engine.device import device
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import apply_settings, build_optimizer
-from dino_ds.engine.recipe_optimizer import optimizer_options
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules
 from dino_ds.method.dino import DinoTerm
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
 from dino_ds.method.ibot import IbotTerm
+from dino_ds.method.networks import optimizer_options
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, LOCAL_WEIGHT
