@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -38,7 +38,6 @@ from dino_ds.errors import one_line
 MAX_PIXELS = 50_000_000
 """The largest image where the recipe doesn't say: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
-_T = TypeVar("_T")
 _LITTLE = 64 * 2**20
 _REASON = 300
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
@@ -145,45 +144,49 @@ class EncodedImage:
         channels: int | None = 3,
     ) -> None:
         self._data, self._name, self._range = data, name, value_range
+        self._wanted, self._limit = channels, max_pixels
         if not data:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            self._without_bad_metadata(lambda data: self._open(data, channels, max_pixels))
+            try:
+                self._open()
+            except (UnreadableImage, MemoryError):
+                raise
+            except Exception:
+                if next(self._reopened(), None) is None:
+                    raise
 
-    def _open(self, data: bytes, wanted: int | None, max_pixels: int | None) -> None:
-        image, self._opened = open_file(data, wanted), data
-        self._image = image
-        self.mode, self.format, self.is_raster = image.mode, image.format or "", isinstance(image, Raster)
+    def _open(self) -> None:
+        image = self._image = open_file(self._data, self._wanted)
+        self.mode, self.format = image.mode, image.format or ""
         orientation: Any
         if isinstance(image, Raster):
             self.deep, stored, orientation = image.deep, image.channels, image.orientation
-            _check_size(image.width, image.height, self._name, max_pixels, stored)
+            _check_size(image.width, image.height, self._name, self._limit, stored)
         else:
-            _check_size(image.width, image.height, self._name, max_pixels)
-            self.deep, stored = is_deep(image, data), 1 if is_grey(image) else 3
+            _check_size(image.width, image.height, self._name, self._limit)
+            self.deep, stored = is_deep(image, self._data), 1 if is_grey(image) else 3
             orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
-            if wanted is not None and wanted == WITH_ALPHA.get(image.mode):
-                stored = wanted
+            if self._wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
+                stored = with_alpha
         self._orient(image, orientation)
-        self._is_grey, self._reopen = stored == wanted == 1, lambda data: self._open(data, wanted, max_pixels)
-        self.channels = 3 if stored == 1 and wanted != 1 else stored
+        self._is_grey = stored == self._wanted == 1
+        self.channels = 3 if stored == 1 and self._wanted != 1 else stored
 
-    def _without_bad_metadata(self, read: Callable[[bytes], _T]) -> _T:
-        """What `read` makes of the file; where it fails, of the file without metadata. Raises the first error."""
-        try:
-            return read(self._data)
-        except (UnreadableImage, MemoryError):
-            raise
-        except Exception:
-            whole = self._data
-            for less in without_metadata(whole):
-                if less != self._data:
-                    self._data = less
-                    with suppress(Exception):
-                        return read(less)
-            self._data = whole
-            raise
+    def _reopened(self) -> Iterator[bool]:
+        """True after each time that the file could be opened without some more of its metadata."""
+        for less in without_metadata(self._data):
+            if less != self._data:
+                self._data = less
+                with suppress(Exception):
+                    self._open()
+                    yield True
+
+    @property
+    def is_raster(self) -> bool:
+        """Whether Pillow can't read the file, or not whole."""
+        return isinstance(self._image, Raster)
 
     def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
         """Sets the upright size, and what turns the decoder's pixels upright: once, also where Pillow does it."""
@@ -207,22 +210,32 @@ class EncodedImage:
         Raises UnreadableImage.
         """
         with self._naming_errors():
-            values = self._without_bad_metadata(lambda data: self._stored(data, shrink))
+            values = self._stored_or_bare(shrink)
             if self.deep:
                 check_nodata(self._image, values)
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
-    def _stored(self, data: bytes, shrink: int) -> np.ndarray:
+    def _stored_or_bare(self, shrink: int) -> np.ndarray:
+        """The values of the file; where that fails, of the file without metadata. Raises the first error."""
+        try:
+            return self._stored(shrink)
+        except (UnreadableImage, MemoryError):
+            raise
+        except Exception:
+            for _ in self._reopened():
+                with suppress(Exception):
+                    return self._stored(shrink)
+            raise
+
+    def _stored(self, shrink: int) -> np.ndarray:
         """The values as the file's decoder gives them."""
-        if data is not self._opened:
-            self._reopen(data)
         image = self._image
         if isinstance(image, Raster):
             return image.read()
         if self.deep:
-            return deep_values(image, data, self.channels)
+            return deep_values(image, self._data, self.channels)
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            array = _decode_jpeg(data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
+            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
             if array is not None:
                 return array
         if self.channels == WITH_ALPHA.get(image.mode):

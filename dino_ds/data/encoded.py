@@ -56,6 +56,7 @@ class ListedImages(EncodedImages):
 
     labels: Labels | None
     classes: list[str] | None
+    _names: Sequence[str]
     _opened: tuple[str, ...] = ("_names", "labels", "classes")
     """Attributes that `_open` makes of the listing."""
 
@@ -86,7 +87,15 @@ class ListedFiles(ListedImages):
     _folder: str
 
     def read(self, index: int) -> bytes:
-        return read_file(self._path(index), self.name(index))
+        """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
+        try:
+            with opened(self._path(index), MAX_BYTES) as file:
+                data = file.read()
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path, too
+            raise UnreadableImage(self.name(index), getattr(error, "strerror", None) or str(error)) from None
+        if not data:
+            raise UnreadableImage(self.name(index), "empty file")
+        return data
 
     def name(self, index: int) -> str:
         return printable(self._path(index))
@@ -102,36 +111,13 @@ class ListedFiles(ListedImages):
         return os.path.join(self._folder, self._names[index])
 
 
-class NamedFiles(EncodedImages):
+class NamedFiles(ListedFiles):
     """Image files by their paths, without labels; what they name is first looked at when it is read."""
 
+    labels, classes, _folder, _opened = None, None, "", ()
+
     def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = list(paths)
+        self._names = list(paths)
 
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def read(self, index: int) -> bytes:
-        return read_file(self._paths[index], self.name(index))
-
-    def name(self, index: int) -> str:
-        return printable(self._paths[index])
-
-    def member(self, index: int) -> str:
-        return self._paths[index]
-
-    def file_time(self, index: int) -> int:
-        """Time of the file's last change in nanoseconds. Raises OSError."""
-        return os.stat(self._paths[index]).st_mtime_ns
-
-
-def read_file(path: str, name: str) -> bytes:
-    """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
-    try:
-        with opened(path, MAX_BYTES) as file:
-            data = file.read()
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, too
-        raise UnreadableImage(name, getattr(error, "strerror", None) or str(error)) from None
-    if not data:
-        raise UnreadableImage(name, "empty file")
-    return data
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)

@@ -67,8 +67,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:
         # What lies under full transparency is arbitrary, so it must not become visible.
         layer = image.convert("RGBA")
+        alpha = layer.getchannel("A")
+        if alpha.getextrema()[0] == 255:
+            return layer.convert("RGB")
         if mode in WITH_ALPHA:
-            _check_alpha(np.asarray(layer.getchannel("A")), 255)
+            _check_alpha(np.asarray(alpha), 255)
         white = Image.new("RGBA", layer.size, "white")
         return Image.alpha_composite(white, layer).convert("RGB")
     return image.convert("RGB")

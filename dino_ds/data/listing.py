@@ -39,6 +39,8 @@ _KEPT_SECONDS = 7 * 24 * 3600
 
 def is_hidden(path: bytes) -> bool:
     """Whether a file is left out of every set of images: its name, or a folder's in its path, begins with a dot."""
+    if not (path.startswith((b".", b"lost+found")) or b"/." in path or b"/lost+found" in path):
+        return False
     parts = path.split(b"/")
     return any((part.startswith(b".") and part not in (b".", b"..")) or part == b"lost+found" for part in parts)
 

@@ -94,17 +94,16 @@ class Members:
 
     def _note_member(self, file: BinaryIO, member: tarfile.TarInfo) -> None:
         name = os.fsencode(member.name).replace(b"\0", b"?")
-        lower, path = name.lower(), _normal(name)
+        lower = name.lower()
         if is_hidden(name) or member.isdir():
             return
         is_image = lower.endswith(_ENDINGS)
         if member.issym() or member.islnk():
-            folder = posixpath.dirname(path) if member.issym() else b""
-            target = _normal(posixpath.join(folder, os.fsencode(member.linkname)))
-            self._links.setdefault(path, target)
+            folder = posixpath.dirname(name) if member.issym() else b""
+            self._links.setdefault(_normal(name), _normal(posixpath.join(folder, os.fsencode(member.linkname))))
         elif member.isreg():
             place = (member.offset_data, member.size) if member.sparse is None else (member.offset, -member.size)
-            self._places.setdefault(path, place)
+            self._places.setdefault(name, place)
             self._texts += [_stem(name)] if lower.endswith(b".txt") else []
             if lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
                 text = os.pread(file.fileno(), member.size, member.offset_data).strip()
@@ -123,9 +122,12 @@ class Members:
 
     def _resolve_links(self) -> None:
         """Gives each image its place, that of its target for a link; `_special` gets those that lead nowhere."""
-        folders = {folder for path in self._places for folder in _folders(path)} if self._links else set()
+        folders, names = set[bytes](), self._places
+        if self._links:
+            self._places = {_normal(name): place for name, place in reversed(names.items())}
+            folders = {folder for path in self._places for folder in _folders(path)}
         for name in self._names:
-            place = self._find(_normal(name))
+            place = names.get(name) or self._find(_normal(name))
             if place is None:
                 self._special.append(name)
             else:
@@ -161,6 +163,8 @@ class Members:
 
     def labels(self) -> list[bytes | None]:
         """The text of each image's class: that of its own name, else that of its key, else None."""
+        if not self._classes:
+            return [None] * len(self.images)
         stems, of_key = {_stem(name) for name in self.images}, dict[bytes, bytes | None]()
         for stem, text in self._classes.items():
             if stem not in stems:  # KEY.label.cls; where there are several, none is the key's
@@ -201,7 +205,7 @@ def _ending(name: bytes) -> bytes:
 
 def _stem(name: bytes) -> bytes:
     """The path up to the last dot of the file's name."""
-    return posixpath.splitext(name)[0]
+    return name.rpartition(b".")[0]
 
 
 def _look_at_end(file: BinaryIO, offset: int) -> str | None:

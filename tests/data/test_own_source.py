@@ -27,7 +27,7 @@ def test_the_example_of_the_docs_runs(write_module):
     source = build_source(recipe.data.source, recipe.data.root, "train", recipe.data.download)
     assert len(source) == 8 and source.labels is None and source.classes is None
     assert source.load(999).size == (64, 64)  # the page's command has 1000
-    [batch] = batches(1, source=source, workers=1)
+    [batch] = batches(1, source=source)
     assert sorted(batch.indices.tolist()) == list(range(8))
     assert batch.bad and all("3" in text for text in batch.bad)
 
