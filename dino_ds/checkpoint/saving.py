@@ -26,6 +26,7 @@ from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.engine import distributed
 from dino_ds.engine.distributed import RankFlags
 from dino_ds.errors import NO_SPACE, OutOfMemory, StorageError, UserError
+from dino_ds.health.files import Event
 
 FAILED_SAVES_IN_A_ROW = 3
 _NUMBERS = 255  # a save's flag is its number, 1 to 255: times 65,000 ranks it is exact in FP32
@@ -99,7 +100,8 @@ class Saving:
             begun, behind = time.perf_counter(), self._pending.step
             lines += self._wait_and_commit(must=False)
             waited = time.perf_counter() - begun
-            lines.append(f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}")
+            line = f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}"
+            lines.append(Event(line, "save waited", step=manifest["step"], seconds=waited))
         if self._pending is None and self._last != manifest:
             lines += self._start(files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
@@ -223,7 +225,8 @@ class Saving:
         limit = FAILED_SAVES_IN_A_ROW
         if self._failures >= limit:
             raise type(reason)(f"{reason}; {limit} saves in a row have failed")
-        return [f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"]
+        line = f"warning  {reason}; training continues ({self._failures} failed in a row, {limit} stop the run)"
+        return [Event(line, "save failed", step=step)]
 
 
 class _BackgroundTasks:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dino_ds.basics.durable import append_whole
 from dino_ds.errors import NO_SPACE
@@ -17,6 +18,35 @@ from dino_ds.errors import NO_SPACE
 T = TypeVar("T")
 LIMIT_SECONDS = 5.0
 """A dead disk is a common reason for a hang: reading files may not hold up a process for longer."""
+
+
+_COLUMN = 9
+"""Letters of a line of the log that its first word is padded to."""
+
+
+class Event(str):
+    """A line of a run's log that also says, for programs, what it tells: an object of events.jsonl.
+
+    Args:
+        line: the line for people.
+        kind: what happened; the line's first word where that stands in a column of its own, as in "warning  ...".
+        facts: the line's numbers and names.
+    """
+
+    kind: str
+    facts: dict[str, Any]
+
+    def __new__(cls, line: str, kind: str = "", **facts: Any) -> Event:
+        event = super().__new__(cls, line)
+        word = line[:_COLUMN].rstrip()
+        event.kind = kind or (word if len(word) < min(len(line), _COLUMN) and " " not in word else "text")
+        event.facts = facts
+        return event
+
+    @property
+    def record(self) -> str:
+        """The object of events.jsonl, with the present time."""
+        return json.dumps({"time": now(), "kind": self.kind, "line": self, **self.facts})
 
 
 def create_exclusively(path: Path, text: str) -> bool:

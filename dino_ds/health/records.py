@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dino_ds.basics.durable import discard, replacing
-from dino_ds.health.files import Disk, append_line, create_exclusively, stamped
+from dino_ds.health.files import Disk, Event, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0
 """A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
@@ -143,9 +143,15 @@ class Heartbeats:
         except OSError:
             return False
         if first:
-            line = f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}"
+            event = Event(
+                f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}",
+                failure.kind if failure.kind in ("stopped", "hang") else "error",
+                rank=failure.rank,
+                step=failure.step,
+            )
             if (self._run_dir / "log.txt").exists():  # the run has a log
-                append_line(self._run_dir / "log.txt", stamped(line))
+                append_line(self._run_dir / "log.txt", stamped(event))
+                append_line(self._run_dir / "events.jsonl", event.record)
         return first
 
     def first_failure(self) -> Failure | None:

@@ -1,59 +1,44 @@
-"""The curves of a run and their looks: one description for the report's page and for the picture `curves.png`."""
+"""The charts of a run as descriptions: their lines, titles, units. `plot.py` draws them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dino_ds.report.curves import Curve, Metrics
-from dino_ds.report.terms import TermKeys, find_terms, title_of_scalar, title_of_term
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
-"""The same as --c1 to --c8 of report/templates/page.css."""
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
-EVALUATED = "eval/"
-"""Prefix of the keys that evaluations during training write, except those of k-NN."""
+EVALUATED, SHARE = "eval/", "share/"
+"""Prefixes of what evaluations during training write, except those of k-NN, and of the parts of a mixture."""
 
 
 @dataclass(frozen=True)
 class Line:
     """One curve of a chart.
 
-    kind: "line"; "dots" has a dot at each of up to 80 points; "area" is filled down to `base` or to the axis; "faint";
-    "hidden" shows its values only where the reader points. color: 1 to 8.
+    kind: "line"; "dots"; "area", filled down to `base` or to 0; "faint"; "hidden", of which only the newest value is
+    shown. color: 1 to 8.
     """
 
     name: str
     curve: Curve
-    color: int
+    color: int = 1
     kind: str = "line"
     base: Curve | None = None
 
 
 @dataclass(frozen=True)
-class Level:
-    """A horizontal line to compare with."""
-
-    name: str
-    value: float
-
-
-@dataclass(frozen=True)
 class Chart:
-    """Curves over one x axis. zero: the y axis begins at 0."""
+    """Curves over one x axis. levels: horizontal lines by name. zero: 0 is on the y axis."""
 
     title: str
     unit: str
     lines: Sequence[Line]
-    levels: Sequence[Level] = ()
+    levels: Mapping[str, float]
     x_unit: str = "steps"
     zero: bool = False
     small: bool = False
@@ -71,17 +56,17 @@ class Series:
     factor: float = 1.0
 
     def curve(self, metrics: Metrics) -> Curve:
-        found = metrics[self.key]
-        return Curve(found.x, found.y * self.factor)
+        curve = metrics[self.key]
+        return Curve(curve.x, curve.y * self.factor)
 
     def chart(self, metrics: Metrics) -> Chart:
         color, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
         line = Line(self.title, self.curve(metrics), color, kind)
-        return Chart(self.title, self.unit, [line], zero=self.zero, small=True)
+        return Chart(self.title, self.unit, [line], {}, zero=self.zero, small=True)
 
 
 LARGE = (
-    Series("loss", "Loss", "nats"),
+    Series("loss", "Loss"),
     Series(KNN, "k-NN top-1 of the teacher", "%"),
     Series("images_per_second", "Throughput", "images/s", zero=True),
     Series("data_wait_fraction", "Waiting for data", "% of the time", zero=True, factor=100),
@@ -107,11 +92,19 @@ SMALL = (
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )
-_SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
-_NOT_SHOWN = {"step", "images", "epoch", "memory_predicted_gib", "checkpoint_gib", "throughput_of_best", "collapsed"}
+SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
+_NOT_SHOWN = {
+    "step",
+    "images",
+    "epoch",
+    "memory_predicted_gib",
+    "checkpoint_gib",
+    "throughput_of_best",
+    "collapsed",
+    "measured_anew",
+}
 _NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
-SHARE = "share/"
 
 
 def find_series(runs: Sequence[Metrics]) -> list[Series]:
@@ -135,42 +128,44 @@ def find_others(metrics: Metrics) -> list[str]:
     return [key for key in metrics.curves if key not in known]
 
 
-def loss_charts(metrics: Metrics, prototypes: Mapping[str, int] | None = None) -> list[Chart]:
-    """Charts of the weighted sum of several terms, and of each term with targets; `prototypes` are by a term's name."""
-    several = any(key.endswith("_loss") for key in metrics.curves)
-    charts = [Chart("Loss, all terms", "", [Line("loss", metrics["loss"], 1)])] if several else []
-    known = prototypes or {}
-    for term in find_terms(metrics):
-        if term.entropy:
-            alone = next(iter(known.values())) if len(known) == 1 and not term.name else None
-            charts.append(_loss_chart(term, metrics, known.get(term.name, alone)))
-    return charts or [_loss_chart(TermKeys("", "loss", "teacher_entropy", "kl"), metrics, None)]
+def loss_charts(metrics: Metrics, prototypes: Mapping[str, int]) -> list[Chart]:
+    """Charts of the loss, or the weighted sum of several terms, and of each term with targets.
+
+    prototypes: of the terms that have targets over them, by the term's name.
+    """
+    terms = [term for term in find_terms(metrics) if term.entropy]
+    alone = next(iter(prototypes.values())) if len(prototypes) == 1 else 0
+    charts = [_entropy_chart(term, metrics, prototypes.get(term.name, 0 if term.name else alone)) for term in terms]
+    if any(key.endswith(_LOSS) for key in metrics.curves):
+        return [Chart("Loss, all terms", "", [Line("loss", metrics["loss"])], {}), *charts]
+    return charts or [Chart("Loss", "", [Line("Loss", metrics["loss"])], {})]
 
 
-def _loss_chart(term: TermKeys, metrics: Metrics, prototypes: int | None) -> Chart:
+def _entropy_chart(term: TermKeys, metrics: Metrics, prototypes: int) -> Chart:
     """The KL divergence is drawn on top of the entropy; together they are the loss."""
     entropy = metrics[term.entropy]
     lines = [
         Line("teacher entropy", entropy, 1, "area"),
         Line("+ KL", metrics[term.kl], 4, "hidden"),
-        Line(f"= {term.loss}", metrics[term.loss], 4, "area", base=entropy),
+        Line(f"= {term.loss}", metrics[term.loss], 4, "area", entropy),
     ]
-    levels = [Level("ln K: uniform", math.log(prototypes))] if prototypes else []
+    levels = {"ln K: uniform": math.log(prototypes)} if prototypes else {}
     return Chart(title_of_term(term.name, metrics.titles), "nats", lines, levels, zero=True)
 
 
 def knn_chart(metrics: Metrics) -> Chart:
-    found = summarise_knn(metrics) or {}
-    levels = [Level(name, found[key]) for key, name in KNN_BASELINES.items() if key in found]
-    return Chart("k-NN top-1", "%", [Line("teacher", metrics[KNN], 3, "dots")], levels)
+    knn = summarise_knn(metrics) or {}
+    levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
+    at = f" at step {knn['step']:,}" if knn else ""
+    return Chart("k-NN top-1 of the teacher", "%", [Line(f"teacher{at}", metrics[KNN], 3, "dots")], levels)
 
 
 def rolling_chart(series: Series, metrics: Metrics) -> Chart:
     """A chart of each logging window, faint, with the mean of the last five over it."""
     rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
     lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
-    lines += [Line("mean of five", rolling, 1)] if len(rolling) else []
-    return Chart(series.title, series.unit, lines, zero=series.zero)
+    lines += [Line("mean of five", rolling)] if len(rolling) else []
+    return Chart(series.title, series.unit, lines, {}, zero=series.zero)
 
 
 def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
@@ -189,56 +184,65 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
         return None
     best = int(np.where(np.isfinite(curve.y), curve.y, -np.inf).argmax())
     newest = int(curve.x[np.isfinite(curve.y)][-1])
-    found = {"teacher": curve.last, "step": newest, "best": float(curve.y[best]), "best_step": int(curve.x[best])}
+    knn = {"teacher": float(curve.finite[-1]), "step": newest, "best": float(curve.y[best])}
+    knn["best_step"] = int(curve.x[best])
     if not len(anew) and (metrics.began_with_weights or curve.x[0] == 0):
-        found["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
-    found |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
-    return {key: value for key, value in found.items() if math.isfinite(value)}
+        knn["start" if metrics.began_with_weights else "untrained"] = float(curve.y[0])
+    knn |= {"raw_pixels": metrics[RAW_PIXELS].last, "chance": metrics[CHANCE].last}
+    return {key: value for key, value in knn.items() if math.isfinite(value)}
 
 
-def draw_curves(metrics: Metrics) -> Figure:
-    """Loss, k-NN accuracy where it was evaluated, schedules and throughput, as a matplotlib Figure.
+_ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
+_SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
+"""Ends of the keys that are in nats, and what they are."""
 
-    A value that is missing or NaN leaves a gap.
+
+@dataclass(frozen=True)
+class TermKeys:
+    """Keys of one term's curves: its `loss` is the sum of `entropy` and `kl` if it has targets, else these are "".
+
+    `name` is "" for the only term of an objective, whose metrics don't tell it.
     """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
-    losses = loss_charts(metrics)
-    large = [*losses[len(losses) > 2 :], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
-    small = [series.chart(metrics) for series in SMALL if series.key in _SCHEDULES] + [LARGE[2].chart(metrics)]
-    for part, charts in zip(parts, (large, small), strict=True):
-        for axes, chart in zip(part.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
-            _plot(axes, chart)
-    return figure
+    name: str
+    loss: str
+    entropy: str = ""
+    kl: str = ""
 
 
-def _plot(axes: Any, chart: Chart) -> None:
-    values = [0.0]
-    for line in chart.lines:
-        curve, color = line.curve.thinned(), COLORS[line.color - 1]
-        values += [*curve.finite]
-        if line.kind == "area":
-            floor = np.zeros(len(curve)) if line.base is None else line.base.at(curve.x)
-            axes.fill_between(curve.x, floor, curve.y, color=color, alpha=0.28)
-        points = ([], []) if line.kind == "hidden" else (curve.x, curve.y)
-        dotted = line.kind == "dots" or len(curve.finite) == 1  # a line through one point can't be seen
-        axes.plot(*points, "o-" if dotted else "-", color=color, markersize=4, label=line.name)
-    for level in chart.levels:
-        values.append(level.value)
-        axes.axhline(level.value, ls="--", color=COLORS[-1], lw=1)
-        place = (chart.lines[0].curve.x[-1], level.value)
-        axes.annotate(f"{level.name} {level.value:.1f}", place, fontsize=7, ha="right", va="bottom", color=COLORS[-1])
-    if chart.zero or chart.levels:
-        axes.set_ylim(0, 1.15 * max(values) or 1.0)
-    last = f": {chart.lines[0].curve.last:.1f} at the end" if chart.lines[0].kind == "dots" else ""
-    axes.set_title(f"{chart.title}{f', {chart.unit}' if chart.unit else ''}{last}", fontsize=8 if chart.small else 9)
-    if len(chart.lines) > 1:
-        axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False, handlelength=1.2, columnspacing=1.0)
-    axes.set_xlabel("step", fontsize=7)
-    axes.tick_params(labelsize=7)
-    if chart.small:
-        axes.locator_params(axis="x", nbins=4)
-    axes.ticklabel_format(axis="y", useOffset=False)
-    axes.spines[["top", "right"]].set_visible(False)
+def find_terms(metrics: Metrics) -> list[TermKeys]:
+    """The terms of a run in the order of its metrics, where a term's scalars stand before its NAME_loss."""
+    terms, scalars = list[TermKeys](), list[str]()
+    for key in metrics.curves:
+        if key.endswith(_LOSS):
+            name = key.removesuffix(_LOSS)
+            terms += _with_targets(name, key, scalars) or [TermKeys(name, key)]
+            scalars.clear()
+        else:
+            scalars.append(key)
+    return terms + _with_targets(None, "loss", scalars)
+
+
+def _with_targets(name: str | None, loss: str, scalars: list[str]) -> list[TermKeys]:
+    """The targets among a term's scalars; without a `name` each is named by its prefix."""
+    terms = []
+    for entropy in (key for key in scalars if key.endswith(_ENTROPY)):
+        prefix = entropy.removesuffix(_ENTROPY)
+        compared = [key for key in scalars if key.endswith(_CROSS_ENTROPY)]
+        own = [key for key in compared if key == f"{prefix}{_CROSS_ENTROPY}"] or compared or [loss]
+        terms.append(TermKeys(prefix.rstrip("_") if name is None else name, own[0], entropy, f"{prefix}{_KL}"))
+    return terms
+
+
+def title_of_term(name: str, titles: Mapping[str, str]) -> str:
+    """The loss of a term in a few words: its own of `titles`, where the run's recipe tells it."""
+    return titles.get(name, f"Loss of {name}") if name else "Loss"
+
+
+def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
+    """Title and unit of a curve that a term writes."""
+    for end, words in _SCALARS.items():
+        if key == end or key.endswith(f"_{end}"):
+            name = key.removesuffix(end).rstrip("_")
+            return f"{title_of_term(name, titles)}: {words}" if name else words[0].upper() + words[1:], "nats"
+    return (title_of_term(key.removesuffix(_LOSS), titles) if key.endswith(_LOSS) else key), ""

@@ -71,7 +71,7 @@ def _write(page: Path, runs: list[RunFiles]) -> None:
     folders = [str(one.path.resolve()) for one in runs]
     body += render("foot.html", version=__version__, today=today, folders=folders)
     try:
-        replace_file(page, build_document(title, body, "page"))
+        replace_file(page, build_document(title, body))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
 

@@ -7,26 +7,23 @@ from typing import Any
 
 from dino_ds.report.charts import (
     CHANCE,
-    COLORS,
     EVALUATED,
     KNN,
     LARGE,
     RAW_PIXELS,
     Chart,
-    Level,
     Line,
-    Series,
     find_others,
     find_series,
+    title_of_scalar,
 )
 from dino_ds.report.curves import Curve
 from dino_ds.report.folder import RunFiles
-from dino_ds.report.html import Tag, render
+from dino_ds.report.html import Tag, draw_chart, render
 from dino_ds.report.origin import show_plain
+from dino_ds.report.plot import COLORS
 from dino_ds.report.single_run import state_badge
 from dino_ds.report.summary import summarise
-from dino_ds.report.svg import draw_chart
-from dino_ds.report.terms import title_of_scalar
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _EVALUATED_ON = (
@@ -67,7 +64,6 @@ def draw_comparison(runs: Sequence[RunFiles]) -> str:
         small_charts=small,
         evaluations=_evaluations(runs, mark=not other),
         marked=not other,
-        speed=_speed(facts, names),
         differences=[(Tag(key, tag="code"), *values) for key, values in differences if len(set(values)) > 1],
     )
 
@@ -83,19 +79,23 @@ def _shown(settings: dict[str, Any], key: str) -> str:
 def _figures(facts: Sequence[Facts], scalars: dict[str, str], mark: bool) -> list[list[Cell]]:
     """A row a figure, a column a run. mark: the best accuracy; losses of other recipes mean other things."""
     wait = "data_wait_fraction"
+    knn = [one["knn"] or {} for one in facts]
+    of_knn: dict[str, list[Cell]] = {
+        "k-NN top-1": _marked([one.get("teacher") for one in knn], percent, mark),
+        "k-NN at step": [number(one.get("step")) for one in knn],
+        "best k-NN top-1": _marked([one.get("best") for one in knn], percent, mark),
+        "best at step": [number(one.get("best_step")) for one in knn],
+        "start / raw pixels / chance": [_baselines(one) for one in knn],
+    }
     rows: dict[str, Callable[..., Cell]] = {
-        "state": lambda one: state_badge(one),
+        "state": state_badge,
         "trained": lambda one: one["trained"],
         "steps": lambda one: number(one["step"]),
         "images": lambda one: number(one["images"]),
         "time in steps": lambda one: duration(one["training_seconds"]),
-        "loss, nats": lambda one: nats(one["loss"]),
+        "loss": lambda one: nats(one["loss"]),
         "= teacher entropy + KL": lambda one: f"{nats(one['teacher_entropy'])} + {nats(one['kl'])}",
         **{title: lambda one, key=key: nats(one.get(key)) for title, key in scalars.items()},
-        "k-NN top-1": lambda one: percent((one["knn"] or {}).get("teacher")),
-        "k-NN at step": lambda one: number((one["knn"] or {}).get("step")),
-        "best k-NN top-1": lambda one: percent((one["knn"] or {}).get("best")),
-        "start / raw pixels / chance": lambda one: _baselines(one["knn"] or {}),
         "images per second": lambda one: number(one["images_per_second"], 3),
         "waiting for data": lambda one: percent(None if one[wait] is None else 100 * one[wait]),
         "peak memory": lambda one: gib(one["memory_gib"]),
@@ -105,18 +105,15 @@ def _figures(facts: Sequence[Facts], scalars: dict[str, str], mark: bool) -> lis
         "incidents": lambda one: ", ".join(f"{kind} {number(n)}" for kind, n in one["incidents"].items()) or "none",
         "folder": lambda one: one["run"],
     }
-    table: list[list[Cell]] = [[name, *map(show, facts)] for name, show in rows.items()]
-    for name, key in (("k-NN top-1", "teacher"), ("best k-NN top-1", "best")):
-        row = table[list(rows).index(name)]
-        row[1:] = _marked([(one["knn"] or {}).get(key) for one in facts], percent, mark)
-    return table
+    table = [[name, *cells] for name, cells in of_knn.items()]
+    return table + [[name, *map(show, facts)] for name, show in rows.items()]
 
 
 def _scalars(runs: Sequence[RunFiles]) -> dict[str, str]:
     """Titles and keys of what the runs' loss terms write, but for the sums of a run of one term."""
     titles = {name: title for run in runs for name, title in run.metrics.titles.items()}
-    found = [key for run in runs for key in find_others(run.metrics) if not key.startswith(EVALUATED)]
-    return {title_of_scalar(key, titles)[0]: key for key in found if key not in ("teacher_entropy", "kl")}
+    keys = [key for run in runs for key in find_others(run.metrics) if not key.startswith(EVALUATED)]
+    return {title_of_scalar(key, titles)[0]: key for key in keys if key not in ("teacher_entropy", "kl")}
 
 
 def _baselines(knn: dict[str, float]) -> str:
@@ -139,16 +136,16 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], 
     drawn: dict[bool, list[str]] = {True: [], False: []}
     for series in (*LARGE, *find_series([run.metrics for run in runs])):
         curves, large = [series.curve(run.metrics) for run in runs], series in LARGE
-        constant = all(curve.constant or not len(curve.finite) for curve in curves) and len(_lasts(curves)) < 2
-        if constant and not large:
+        if not large and all(one.constant or not len(one.finite) for one in curves) and len(_lasts(curves)) < 2:
             continue
         if by_images:
             curves = [Curve(curve.x * batch, curve.y) for curve, batch in zip(curves, scales, strict=True)]
+        kind = "dots" if series.key == KNN or series.key.startswith(EVALUATED) else "line"
         chart = Chart(
             series.title,
             series.unit,
-            _lines(series, curves, names),
-            _shared_levels(runs) if series.key == KNN else [],
+            [Line(names[i], curve, color_of(i), kind) for i, curve in enumerate(curves)],
+            _shared_levels(runs) if series.key == KNN else {},
             "images" if by_images else "steps",
             series.zero,
             small=not large,
@@ -158,19 +155,14 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], 
     return drawn[True], drawn[False]
 
 
-def _lines(series: Series, curves: Sequence[Curve], names: Sequence[str]) -> list[Line]:
-    kind = "dots" if series.key == KNN or series.key.startswith(EVALUATED) else "line"
-    return [Line(names[i], curve, color_of(i), kind) for i, curve in enumerate(curves)]
-
-
 def _lasts(curves: Sequence[Curve]) -> set[float]:
     return {float(curve.finite[-1]) for curve in curves if len(curve.finite)}
 
 
-def _shared_levels(runs: Sequence[RunFiles]) -> list[Level]:
+def _shared_levels(runs: Sequence[RunFiles]) -> dict[str, float]:
     """Baselines that are the same for all."""
-    found = {name: _lasts([run.metrics[key] for run in runs]) for key, name in _BASELINES.items()}
-    return [Level(name, values.pop()) for name, values in found.items() if len(values) == 1]
+    values = {name: _lasts([run.metrics[key] for run in runs]) for key, name in _BASELINES.items()}
+    return {name: same.pop() for name, same in values.items() if len(same) == 1}
 
 
 _BASELINES = {RAW_PIXELS: "raw pixels", CHANCE: "chance"}
@@ -178,16 +170,16 @@ _BASELINES = {RAW_PIXELS: "raw pixels", CHANCE: "chance"}
 
 def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
     """mark: the best of a row."""
-    found: dict[tuple[str, str], list[float | None]] = {}
+    results: dict[tuple[str, str], list[float | None]] = {}
     for i, run in enumerate(runs):
         for evaluation in run.evaluations:
             for metric, value in evaluation.results.items():
-                found.setdefault((evaluation.name, metric), [None] * len(runs))[i] = value
-    if not found:
+                results.setdefault((evaluation.name, metric), [None] * len(runs))[i] = value
+    if not results:
         return []
     rows: list[list[Cell]] = [
         [name, metric, *_marked(values, number, mark and not metric.endswith(_NO_BEST))]
-        for (name, metric), values in found.items()
+        for (name, metric), values in results.items()
     ]
     return [*rows, ["", "step of the teacher", *map(_step, runs)]]
 
@@ -195,16 +187,3 @@ def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
 def _step(run: RunFiles) -> str:
     steps = {e.about["step"] for e in run.evaluations if isinstance(e.about.get("step"), float)}
     return ", ".join(map(number, sorted(steps))) or "–"
-
-
-def _speed(facts: Sequence[Facts], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Bars of throughput and of memory."""
-    parts = []
-    for title, key, show in (
-        ("Images per second, mean of all steps", "images_per_second", lambda value: number(value, 3)),
-        ("Peak memory of a process", "memory_gib", gib),
-    ):
-        values = [(i, one[key]) for i, one in enumerate(facts) if one[key]]
-        rows = [(names[i], show(value), [(color_of(i), value)]) for i, value in values]
-        parts += [{"title": title, "rows": rows, "most": max(value for _, value in values)}] if values else []
-    return parts

@@ -1,24 +1,21 @@
-"""metrics.jsonl as columns of numbers, a million lines in seconds; curves thinned to what a screen can show."""
+"""metrics.jsonl as columns of numbers, a million lines in seconds."""
 
 from __future__ import annotations
 
 import json
-import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from dino_ds.basics.text_file import read_lines
 
 _MOST_SHAPES = 100
 """Sets of keys: a run writes one for training, one for evaluations, and a few more."""
-_BAR_BYTES = 50_000_000
-BUCKETS = 400
+_PARTS = 400
 
 
 @dataclass(frozen=True)
@@ -44,50 +41,21 @@ class Curve:
     def constant(self) -> bool:
         return len(self) > 0 and bool(np.isfinite(self.y).all()) and bool((self.y == self.y[0]).all())
 
-    def at(self, x: np.ndarray) -> np.ndarray:
-        """The values at ascending steps; NaN where there is none."""
-        y = np.full(len(x), np.nan)
-        y[np.isin(x, self.x)] = self.y[np.isin(self.x, x)]
-        return y
+    @property
+    def is_long(self) -> bool:
+        """Whether it has more points than can be told apart."""
+        return len(self) > 4 * _PARTS
 
-    def thinned(self, buckets: int = BUCKETS) -> Curve:
-        """At most 4 points for each of `buckets` equal parts of x: the first, the last, the lowest and the highest.
-
-        A picture of that many columns stays the same (M4: Jugel et al., VLDB 2014). A bucket with a
-        value that is not finite keeps one of them, so that the gap is seen.
-        """
-        if not self.is_long(buckets):
-            return self
-        starts = self._starts(buckets)
-        kept: set[int] = set()
-        for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
-            part = self.y[start:end]
-            finite = np.isfinite(part)
-            kept |= {int(start), int(end) - 1}
-            if finite.any():
-                kept |= {int(start + np.where(finite, part, np.inf).argmin())}
-                kept |= {int(start + np.where(finite, part, -np.inf).argmax())}
-            if not finite.all():
-                kept.add(int(start + finite.argmin()))
-        chosen = sorted(kept)
-        return Curve(self.x[chosen], self.y[chosen])
-
-    def means(self, buckets: int = BUCKETS) -> Curve:
-        """The mean of the finite values of each part, at the mean of their steps; NaN where there are none."""
-        starts, finite = self._starts(buckets), np.isfinite(self.y)
-        counts = np.add.reduceat(finite.astype(float), starts)
-        with np.errstate(invalid="ignore"):
-            y = np.add.reduceat(np.where(finite, self.y, 0.0), starts) / counts
-        return Curve(np.add.reduceat(self.x, starts) / np.diff([*starts, len(self)]), y)
-
-    def is_long(self, buckets: int = BUCKETS) -> bool:
-        """Whether `thinned` leaves points out."""
-        return len(self) > 4 * buckets
-
-    def _starts(self, buckets: int) -> np.ndarray:
-        """Indices at which the parts that hold points begin."""
-        edges = np.linspace(self.x[0], self.x[-1], buckets + 1)[1:-1]
-        return np.unique([0, *np.searchsorted(self.x, edges)])
+    def outline(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The mean step and the lowest, mean and highest finite value of each of 400 equal parts of x that has one."""
+        known = np.isfinite(self.y)
+        x, y = self.x[known], self.y[known]
+        edges = np.linspace(self.x[0], self.x[-1], _PARTS + 1)[1:-1]
+        starts = np.unique(np.searchsorted(x, [self.x[0], *edges]))
+        starts = starts[starts < len(x)]
+        counts = np.diff([*starts, len(x)])
+        means = np.add.reduceat(x, starts) / counts, np.add.reduceat(y, starts) / counts
+        return means[0], np.minimum.reduceat(y, starts), means[1], np.maximum.reduceat(y, starts)
 
 
 EMPTY = Curve(np.empty(0), np.empty(0))
@@ -116,7 +84,7 @@ def read_metrics(path: Path) -> Metrics:
     """
     shapes: dict[tuple[str, ...], array[float]] = {}
     lines = broken = 0
-    for line in _lines(path):
+    for line in read_lines(path):
         try:
             record = _numbers(json.loads(line))
             shape = tuple(record)
@@ -148,7 +116,7 @@ def _curves(shapes: dict[tuple[str, ...], array[float]]) -> dict[str, Curve]:
         for column, key in enumerate(shape):
             if key != "step":
                 parts.setdefault(key, []).append(np.stack([steps, table[:, column]]))
-    return {key: _merged(np.concatenate(found, axis=1)) for key, found in parts.items()}
+    return {key: _merged(np.concatenate(tables, axis=1)) for key, tables in parts.items()}
 
 
 def _sane(values: np.ndarray) -> np.ndarray:
@@ -163,12 +131,3 @@ def _merged(points: np.ndarray) -> Curve:
         return Curve(*points)
     steps, last = np.unique(points[0, ::-1], return_index=True)
     return Curve(steps, points[1, ::-1][last])
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    size = os.path.getsize(path)
-    hidden = None if size > _BAR_BYTES else True
-    with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, disable=hidden, leave=False) as bar:
-        for line in read_lines(path):
-            bar.update(len(line))
-            yield line

@@ -27,12 +27,21 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.knn import nearest
 from dino_ds.options.model import PictureKind, PicturesOptions
 from dino_ds.report import draw
-from dino_ds.report.charts import draw_curves
-from dino_ds.report.chosen_images import Picked, choose, read_cuts, spread
 from dino_ds.report.curves import Metrics, read_metrics
 from dino_ds.report.folder import with_titles
 from dino_ds.report.maps import TITLES, find_method, place
-from dino_ds.report.model_options import check_unused_options, find_images, in_parts, load_for_pictures, side_of
+from dino_ds.report.model_options import (
+    Picked,
+    check_unused_options,
+    choose,
+    find_images,
+    in_parts,
+    load_for_pictures,
+    read_cuts,
+    side_of,
+    spread,
+)
+from dino_ds.report.plot import draw_curves
 from dino_ds.weights.load import Backbone
 
 if TYPE_CHECKING:

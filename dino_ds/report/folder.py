@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,54 @@ from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
 from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
 from dino_ds.report.curves import Metrics, read_metrics
-from dino_ds.report.log import RunLog, read_log
 
 T = TypeVar("T")
+MOST_OF_A_KIND = 50
+LEVELS = {
+    **dict.fromkeys(("collapse", "not finite", "hang", "error", "save failed"), "bad"),
+    **dict.fromkeys(("warning", "slow", "overflow", "unreadable image", "save waited", "stopped"), "odd"),
+    **dict.fromkeys(("resumed", "note", "evals"), "plain"),
+}
+"""Kinds of events that are incidents, and how bad they are."""
+_ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
+"""Kinds of events after which a run has ended so, or goes on."""
 _LARGEST_NUMBER = 1e100
 _GIB = 2**30
 _BEST = "best_teacher.json"
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
 """Files that training writes after a hang, a bug and bad steps."""
+
+
+@dataclass(frozen=True)
+class Incident:
+    """`time` such as "2026-11-21T16:47:54Z"."""
+
+    kind: str
+    time: str
+    line: str
+
+
+@dataclass
+class Events:
+    """What events.jsonl tells.
+
+    newest: the last event of each kind. ended: finished, ended (by eval.stop_after), stopped, failed or "".
+    incidents: in their order, at most 50 of a kind; counts: of all.
+    """
+
+    newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ended: str = ""
+    incidents: list[Incident] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def text(self, kind: str) -> str:
+        """The line of the newest event of a kind without its first word, or ""."""
+        return self.newest[kind]["line"].partition(" ")[2].strip() if kind in self.newest else ""
+
+    def fact(self, kind: str, name: str, of: type[T]) -> T | None:
+        """A fact of the newest event of a kind, or None where it is missing or of another type."""
+        value = self.newest.get(kind, {}).get(name)
+        return value if isinstance(value, of) else None
 
 
 @dataclass(frozen=True)
@@ -38,14 +79,16 @@ class Evaluation:
 
 @dataclass
 class RunFiles:
-    """One run. best: metric, value, start and step of the best teacher, {} without one; state: finished, stopped
-    (before its length), failed, running or unfinished; traces: files that tell more of incidents; notes: what is
-    missing or broken."""
+    """One run.
+
+    best: metric, value, start and step of the best teacher, {} without one. state: finished, stopped (before its
+    length), failed, running or unfinished. traces: files that tell more of incidents. notes: what is missing or broken.
+    """
 
     path: Path
     name: str
     metrics: Metrics
-    log: RunLog
+    events: Events
     recipe: Recipe | None = None
     recipe_text: str = ""
     ds: dict[str, Any] = field(default_factory=dict)
@@ -64,15 +107,24 @@ class RunFiles:
         return int(max(curve.x[-1] for curve in self.metrics.curves.values()))
 
     @property
+    def planned_steps(self) -> int | None:
+        """Steps of the recipe's length; a start may have been told to end before (--max_steps)."""
+        if steps := self.events.fact("length", "steps", int):
+            return steps
+        if self.recipe is None or self.recipe.length.unit == "epochs":
+            return None
+        return self.recipe.length.in_steps(self.recipe.data.global_batch, 0)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Recipe, ds JSON and machine by dotted name, for comparisons."""
-        found = flat_values(self.recipe) if self.recipe else {}
-        found |= flatten(self.ds, "ds.")
-        found |= {key: self.environment[key] for key in ("ranks", "devices", "cuda") if key in self.environment}
+        settings = flat_values(self.recipe) if self.recipe else {}
+        settings |= flatten(self.ds, "ds.")
+        settings |= {key: self.environment[key] for key in ("ranks", "devices", "cuda") if key in self.environment}
         versions = self.environment.get("versions")
         if isinstance(versions, dict):
-            found |= {f"{name} version": text for name, text in versions.items()}
-        return found
+            settings |= {f"{name} version": text for name, text in versions.items()}
+        return settings
 
 
 def read_run(path: Path) -> RunFiles:
@@ -90,8 +142,8 @@ def read_run(path: Path) -> RunFiles:
         raise ConfigError(f"{why}: there is nothing to report before the first line of a run")
     if metrics.broken:
         notes.append(f"metrics.jsonl: {metrics.broken} broken lines were left out")
-    run = RunFiles(path, path.resolve().name, metrics, RunLog(), notes=notes)
-    run.log = _read(notes, path / "log.txt", _read_log, RunLog(), "how the run started and ended is not known")
+    events = _read(notes, path / "events.jsonl", read_events, Events(), "what happened when is not known")
+    run = RunFiles(path, path.resolve().name, metrics, events, notes=notes)
     run.ds = _read(notes, path / "ds_config.json", read_object, {}, "the ds config is not known")
     run.environment = _read(notes, path / "environment.json", read_object, {}, "machine and versions are not known")
     _read_recipe(run)
@@ -100,9 +152,9 @@ def read_run(path: Path) -> RunFiles:
     run.checkpoints = _checkpoints(path / "checkpoints")
     if (path / _BEST).is_file():
         about: dict[str, Any] = _read(notes, path / _BEST, read_object, {}, "the best teacher is not shown")
-        found = about.get("best")
-        if isinstance(found, dict):
-            run.best = {key: found.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
+        best = about.get("best")
+        if isinstance(best, dict):
+            run.best = {key: best.get(key) for key in ("metric", "value", "start")} | {"step": about.get("step")}
     run.traces = sorted(file.name for pattern in _TRACES for file in path.glob(pattern))
     run.state = _state(run)
     return run
@@ -116,15 +168,28 @@ def _read(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T,
         return read(path)
     except ConfigError as error:
         notes.append(f"{error}: {so}")
-        return otherwise
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         notes.append(f"{path.name} can't be read ({reason}): {so}")
-        return otherwise
+    return otherwise
 
 
-def _read_log(path: Path) -> RunLog:
-    return read_log(line.decode(errors="replace") for line in read_lines(path))
+def read_events(path: Path) -> Events:
+    """The events of a run; lines that are broken are left out. Raises OSError, ConfigError for another kind of file."""
+    events = Events()
+    for raw in read_lines(path):
+        try:
+            event = json.loads(raw)
+            kind, time, line = (str(event[key]) for key in ("kind", "time", "line"))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue  # most often the line that was being written when the process ended
+        events.newest[kind] = {**event, "line": line}
+        events.ended = _ENDS.get(kind, events.ended)
+        if kind in LEVELS:
+            events.counts[kind] = events.counts.get(kind, 0) + 1
+            if events.counts[kind] <= MOST_OF_A_KIND:
+                events.incidents.append(Incident(kind, time, line))
+    return events
 
 
 def with_titles(metrics: Metrics, recipe: Recipe) -> Metrics:
@@ -156,12 +221,12 @@ def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
     if not file.exists():
         return []
     content: dict[str, Any] = _read(notes, file, read_object, {}, "no evaluations are shown")
-    found = []
+    evaluations = []
     for name, entry in content.items():
         if isinstance(entry, dict) and isinstance(entry.get("results"), dict):
             about = {key: value for key, value in entry.items() if isinstance(value, str)} | _numbers(entry)
-            found.append(Evaluation(name, _numbers(entry["results"]), about))
-    return [evaluation for evaluation in found if evaluation.results]
+            evaluations.append(Evaluation(name, _numbers(entry["results"]), about))
+    return [evaluation for evaluation in evaluations if evaluation.results]
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, float]:
@@ -174,22 +239,23 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 def _checkpoints(folder: Path) -> dict[int, float]:
     """Step -> GiB of the checkpoints that are there; others of the run were removed by `keep_checkpoints`."""
-    found = {}
+    sizes = {}
     for path in sorted(folder.glob("step_*")):
         digits = path.name.removeprefix("step_")
         if digits.isascii() and digits.isdigit():
             with suppress(OSError):  # a run that is still training removes old ones
-                found[int(digits)] = sum(file.stat().st_size for file in path.iterdir()) / _GIB
-    return found
+                sizes[int(digits)] = sum(file.stat().st_size for file in path.iterdir()) / _GIB
+    return sizes
 
 
 def _state(run: RunFiles) -> str:
-    if run.log.ended == "finished" and run.step < (run.log.planned_steps or 0):
+    is_whole = run.step >= (run.planned_steps or 0)
+    if run.events.ended == "finished" and not is_whole:
         return "stopped"
-    if run.log.ended:
-        return "finished" if run.log.ended == "ended" else run.log.ended
+    if run.events.ended:
+        return "finished" if run.events.ended == "ended" else run.events.ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:
         return "running"
-    return "unfinished"
+    return "finished" if is_whole and run.planned_steps and not run.events.newest else "unfinished"

@@ -39,7 +39,7 @@ def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
     rows = [(key, show_plain(value)) for key, value in data.items() if key not in skipped]
     if origin := Origin.read(run.path):
         rows.insert(0, ("began with", f"{origin.run}, step {origin.step} ({origin.stage_start}), run {origin.run_id}"))
-    rows += [(key, run.log.facts[key]) for key in ("engine", "kernels") if key in run.log.facts]
+    rows += [(kind, run.events.text(kind)) for kind in ("engine", "kernels") if kind in run.events.newest]
     return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
 
 

@@ -14,6 +14,10 @@ from dino_ds.models.specs.trained import ALL
 from dino_ds.report.charts import EVALUATED, find_others, summarise_knn
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import RunFiles
+from dino_ds.report.text import percent
+
+_NOISE, _FALL = 1.0, 0.2
+"""Points of accuracy that are noise, and the part of the gain whose loss is worth a word."""
 
 
 def summarise(run: RunFiles) -> dict[str, Any]:
@@ -24,7 +28,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "state": run.state,
         "trained": describe_network(run),
         "step": run.step,
-        "planned_steps": run.log.planned_steps,
+        "planned_steps": run.planned_steps,
         "images": _count(metrics["images"]),
         "epoch": _count(metrics["epoch"]),
         "training_seconds": training_seconds(metrics),
@@ -39,9 +43,28 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "skipped_steps": _count(metrics["skipped_steps"]),
         "bad_images": _count(metrics["bad_images"]),
         "evaluations": {e.name: {**e.about, "results": e.results} for e in run.evaluations},
-        "incidents": run.log.counts,
+        "incidents": run.events.counts,
         "notes": run.notes,
     }
+
+
+def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
+    """Whether the run has learned something: good, odd or bad, and a sentence with what to do."""
+    if run.metrics["collapsed"].last == 1:
+        return "bad", "Collapsed: the features of all images are alike. The incidents say what to change."
+    if knn is None:
+        return "odd", "Whether it has learned is not known without labels: dino-ds eval RUN --root DIR --test_root DIR."
+    newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
+    best = f"{percent(knn['best'])} at step {knn['best_step']:,}"
+    start = knn.get("untrained", knn.get("start"))
+    known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
+    bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
+    if knn["best"] <= bar + _NOISE:
+        return "odd", f"Not yet learned: k-NN has reached {best}, beside {percent(bar)} {name}. Train longer."
+    if knn["teacher"] < knn["best"] - max(_NOISE, _FALL * (knn["best"] - bar)):
+        kept = "best_teacher.safetensors has it" if run.best else "--eval.keep_best knn_top1 would have kept it"
+        return "odd", f"Learned, and worse again: k-NN was {best}, and is {newest}; {kept}."
+    return "good", f"Learned: k-NN is {newest}, beside {percent(bar)} {name}."
 
 
 def describe_network(run: RunFiles) -> str:

@@ -12,10 +12,11 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import Memory
+from dino_ds.costs.memory import GIB, Memory
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
+from dino_ds.health.files import Event
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
@@ -37,15 +38,23 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
     compiled = ", compiled blocks" if config.performance.compile != "off" else ""
     stopping = f", stopping after step {options.last_step}" if options.last_step < steps else ""
     run.log.info(
-        f"images   {options.images} in {data.place}; global batch {data.global_batch} = micro-batch "
-        f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
-        f"{options.epoch_steps} steps an epoch",
-        f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
+        Event(
+            f"images   {options.images} in {data.place}; global batch {data.global_batch} = micro-batch "
+            f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
+            f"{options.epoch_steps} steps an epoch",
+            images=options.images,
+            place=data.place,
+        ),
+        Event(
+            f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
+            steps=steps,
+            last_step=options.last_step,
+        ),
         *_objective_lines(recipe),
         *_trained_line(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
-        f"memory   {'not estimated for this backbone' if memory is None else f'predicted peak {memory}'}",
+        _memory_line(memory),
         *_changed_values(recipe),
         *(f"note     {text}" for text in balanced),
         *(f"warning  {text}" for text in [*alone, *slow_teachers(recipe, steps)]),
@@ -59,6 +68,13 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def _memory_line(memory: Memory | None) -> Event:
+    if memory is None:
+        return Event("memory   not estimated for this backbone")
+    parts = {name: size / GIB for name, size in memory.parts.items() if size}
+    return Event(f"memory   predicted peak {memory}", gib=memory.gib, moment=memory.moment, parts=parts)
 
 
 def _trained_line(recipe: Recipe) -> list[str]:

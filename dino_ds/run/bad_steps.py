@@ -8,7 +8,7 @@ import torch
 
 from dino_ds.engine import distributed
 from dino_ds.errors import NumericError
-from dino_ds.health.files import append_line
+from dino_ds.health.files import Event, append_line
 from dino_ds.method.step import MicroStep
 from dino_ds.run.run import Run
 
@@ -43,9 +43,8 @@ class BadSteps:
                     f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
                     "lower optimizer.lr, or use a bf16 ds config"
                 )
-            self._log.info(
-                f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
-            )
+            line = f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
+            self._log.info(Event(line, "overflow"))
             return
         self._in_a_row += 1
         names = {rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}
@@ -56,7 +55,7 @@ class BadSteps:
             what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
         what = f"{what}, after step {step.applied_steps}"
         limit = run.options.max_bad_steps
-        self._log.info(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)")
+        self._log.info(Event(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)", "not finite"))
         if self._in_a_row >= limit:
             raise NumericError(
                 f"{what}, {limit} times in a row; checkpoints in {run.path} are from before. Look at the images "

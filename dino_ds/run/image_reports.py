@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
+from dino_ds.health.files import Event
 from dino_ds.run.run import Run
 from dino_ds.run.saver import Saver
 
@@ -52,7 +53,7 @@ class ImageReports:
             self._log.info(*(f"note     rank {rank}: {note}" for note in notes))
         for name in sorted({name for names, _ in found for name in names}):
             seen.add(name)
-            self._log.info(f"unreadable image skipped: {name}")
+            self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", name=name))
         drawn, fraction = run.images_drawn, run.options.max_bad_fraction
         limit = allowed_bad_images(fraction, drawn, run.options.images)
         if len(seen) > limit:

@@ -24,7 +24,7 @@ from dino_ds.basics.durable import append_whole, replace_file
 from dino_ds.basics.text_file import read_lines
 from dino_ds.engine import distributed
 from dino_ds.errors import one_line
-from dino_ds.health.files import stamped
+from dino_ds.health.files import Event, stamped
 
 
 class Meter:
@@ -107,7 +107,7 @@ class RunLog:
         tell: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._loggers, self._tell = dict(loggers), tell
-        self._file, self._text, self._board, self._bar = None, None, None, None
+        self._file, self._text, self._events, self._board, self._bar = None, None, None, None, None
         self._lost: set[str] = set()
         self._excepthook = threading.excepthook
         if distributed.rank() != 0:
@@ -118,6 +118,7 @@ class RunLog:
         _keep_lines_until(path, step if step else -1)  # step 0 is evaluated again
         self._file = path.open("ab", buffering=0)
         self._text = (run_dir / "log.txt").open("ab", buffering=0)
+        self._events = (run_dir / "events.jsonl").open("ab", buffering=0)
         self._excepthook = _silence_tensorboards_thread()
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
         self._bar = tqdm(
@@ -130,12 +131,14 @@ class RunLog:
         )
 
     def info(self, *lines: str) -> None:
-        """Write human-readable lines to the console and, with the time, to log.txt."""
+        """Write lines for people to the console and, with the time, to log.txt, and as an `Event` to events.jsonl."""
         for line in lines:
-            if self._text is not None:
+            if self._text is not None and self._events is not None:
                 with suppress(OSError):  # a terminal or a pipe that was closed
                     tqdm.write(line, file=sys.stderr)
-                self._append(self._text, stamped(line))
+                event = line if isinstance(line, Event) else Event(line)
+                self._append(self._text, stamped(event))
+                self._append(self._events, event.record)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
@@ -200,7 +203,7 @@ class RunLog:
         for logger in self._loggers.values():
             with suppress(Exception):
                 logger.close()
-        for thing in (self._bar, self._file, self._text, self._board):
+        for thing in (self._bar, self._file, self._text, self._events, self._board):
             if thing is not None:
                 with suppress(OSError):
                     thing.close()

@@ -13,6 +13,7 @@ from dino_ds.engine.device import memory_gib
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.health.collapse import CollapseAlarm, SpreadAlarm
+from dino_ds.health.files import Event
 from dino_ds.method.step import MicroStep
 from dino_ds.run.image_reports import ImageReports
 from dino_ds.run.metrics import Clock, Meter
@@ -74,7 +75,8 @@ class Reports:
         alarms = self._ask_alarms(record)
         self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._show_progress(record)
-        self._log.info(*([f"speed    after step {record['step']}: {warning}"] if warning else []), *alarms)
+        slow = [Event(f"speed    after step {record['step']}: {warning}", "slow")] if warning else []
+        self._log.info(*slow, *alarms)
 
     def _describe_step(self, means: dict[str, float], schedule: ScheduleValues) -> dict[str, Any]:
         """The metrics of training: progress, losses, schedules, gradient, skipped steps and bad images."""
@@ -131,7 +133,8 @@ class Reports:
         self._log.progress(record["step"], f"{short}, {speed}{evaluated}")
         if not self._log.shows_bar:
             left = (run.options.last_step - record["step"]) * run.options.global_batch / rate
-            self._log.info(f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left")
+            line = f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left"
+            self._log.info(Event(line, "step", step=record["step"]))
 
 
 def _read_host() -> dict[str, float]:

@@ -111,6 +111,7 @@ _FILES = (
     ENVIRONMENT,
     "metrics.jsonl",
     "log.txt",
+    "events.jsonl",
     "teacher.safetensors",
     "teacher.json",
     BEST_TEACHER,

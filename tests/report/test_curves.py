@@ -1,4 +1,4 @@
-"""metrics.jsonl -> curves: what is kept, what is skipped, and that a thinned curve looks the same."""
+"""metrics.jsonl -> curves: what is kept, what is skipped, and what is shown of a long curve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 
-from dino_ds.report.curves import Curve, read_metrics
+from dino_ds.report.curves import EMPTY, Curve, read_metrics
 
 
 def _read(tmp_path, text):
@@ -50,37 +50,27 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
 
 
-def test_thinning_keeps_each_part_s_ends_and_extremes():
-    """Against the definition, bucket by bucket; unequal distances of steps too."""
+def test_the_outline_of_a_long_curve_is_that_of_its_parts():
+    """Against the definition, part by part; unequal distances of steps too, and values that are not finite left out."""
     generator = np.random.default_rng(0)
     x = np.cumsum(generator.integers(1, 9, 20_000)).astype(float)
-    curve = Curve(x, generator.normal(size=len(x)))
-    thin = curve.thinned(100)
-    assert len(thin) <= 400
-    place = np.minimum(((x - x[0]) / (x[-1] - x[0]) * 100).astype(int), 99)
-    kept = set(thin.x.tolist())
-    for bucket in range(100):
-        inside = place == bucket
-        xs, ys = x[inside], curve.y[inside]
-        wanted = {xs[0], xs[-1], xs[ys.argmin()], xs[ys.argmax()]}
-        assert wanted <= kept
-    assert set(zip(thin.x, thin.y, strict=True)) <= set(zip(x, curve.y, strict=True))
+    y = generator.normal(size=len(x))
+    y[100:300] = np.nan
+    curve = Curve(x, y)
+    assert curve.is_long and not Curve(x[:1600], y[:1600]).is_long
+    place = np.minimum(((x - x[0]) / (x[-1] - x[0]) * 400).astype(int), 399)
+    parts = [part for part in (place == i for i in range(400)) if np.isfinite(y[part]).any()]
+    steps, low, mean, high = curve.outline()
+    assert len(steps) == len(parts) < 400
+    for i, part in enumerate(parts):
+        known = part & np.isfinite(y)
+        wanted = x[known].mean(), y[known].min(), y[known].mean(), y[known].max()
+        np.testing.assert_allclose((steps[i], low[i], mean[i], high[i]), wanted)
 
 
-def test_means_are_those_of_the_parts():
-    x, y = np.arange(10.0), np.array([1, 3, 2, np.nan, np.nan, np.nan, 5, 5, 6, 8])
-    means = Curve(x, y).means(5)  # edges at 1.8, 3.6, 5.4, 7.2
-    np.testing.assert_allclose(means.x, [0.5, 2.5, 4.5, 6.5, 8.5])
-    np.testing.assert_allclose(means.y, [2, 2, np.nan, 5, 7])
+def test_curves_without_points_and_of_few():
+    assert not EMPTY.constant and _curve(2, 2).constant and not _curve(2, np.nan).constant
 
 
-def test_thinning_keeps_gaps_and_short_curves():
-    y = np.ones(5000)
-    y[2520:2523] = np.nan  # inside a part
-    y[130] = np.inf
-    thin = Curve(np.arange(5000.0), y).thinned(50)
-    assert np.isnan(thin.y).sum() == 1
-    assert np.isinf(thin.y).sum() == 1
-    short = Curve(np.arange(5.0), np.arange(5.0))
-    assert short.thinned() is short
-    assert len(Curve(np.arange(5000.0), np.full(5000, np.nan)).thinned(50)) <= 200
+def _curve(*y):
+    return Curve(np.arange(float(len(y))), np.array(y, dtype=float))

@@ -9,11 +9,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from dino_ds.errors import ConfigError
-from dino_ds.report.charts import draw_curves
-from dino_ds.report.curves import read_metrics
+from dino_ds.report.charts import Chart, Line
+from dino_ds.report.curves import Curve, read_metrics
 from dino_ds.report.draw import (
     MASS,
     Sheet,
@@ -32,6 +33,8 @@ from dino_ds.report.draw import (
     picture_of,
 )
 from dino_ds.report.maps import PatchColors, find_method, foreground, mass_mask, place
+from dino_ds.report.plot import _plot, chart_svg, draw_curves
+from tests.report.runs import assert_inside
 
 
 @pytest.fixture
@@ -181,17 +184,17 @@ def test_a_model_on_a_batch(pictures):
 def test_likes_lie_together_on_the_map():
     """Every method keeps three far clusters apart: neighbors on the map are of one cluster. The same points again."""
     generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(60) % 3
-    features = 8 * torch.eye(8)[labels] + torch.randn(60, 8, generator=generator)
+    labels = torch.arange(30) % 3
+    features = 8 * torch.eye(8)[labels] + torch.randn(30, 8, generator=generator)
     for method in ("tsne", "pca"):
         points = torch.from_numpy(place(features, method))
-        distances = torch.cdist(points, points) + 1e9 * torch.eye(60)
+        distances = torch.cdist(points, points) + 1e9 * torch.eye(30)
         assert (labels[distances.argmin(dim=1)] == labels).float().mean() > 0.9, method
         assert bool((torch.from_numpy(place(features, method)) == points).all())
     assert place(features[:2], "tsne").shape == (2, 2)
     points = place(features, "pca")
     np.testing.assert_allclose(points.mean(axis=0), 0, atol=1e-5)
-    lengths = torch.rand(60, 1, generator=generator) + 0.5  # cosines decide
+    lengths = torch.rand(30, 1, generator=generator) + 0.5  # cosines decide
     np.testing.assert_allclose(np.abs(place(features * lengths, "pca")), np.abs(points), atol=1e-4)
 
 
@@ -223,32 +226,47 @@ def _curves(folder, *records):
 
 @pytest.mark.slow
 def test_curves_with_and_without_evaluations(tmp_path):
+    """NaN, text in metrics.jsonl, and keys that a run of another version lacks leave gaps."""
     record = {"loss": 3.0, "teacher_entropy": 2.0, "kl": 1.0, "lr": 0.1, "weight_decay": 0.0, "images_per_second": 9.0}
-    records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2, 3)]
-    assert [axes.get_title() for axes in _curves(tmp_path, *records).axes][:2] == [
-        "Loss, nats",
-        "Learning rate",
-    ]
+    records = [{"step": i, "teacher_temp": 0.04, "teacher_momentum": 0.99, **record} for i in (1, 2)]
+    records.append({"step": 3, "loss": "nan", "kl": "nan", "lr": "inf"})
     knn = {"step": 3, "knn_top1": 50.0, "knn_raw_pixels": 30.0, "knn_chance": 10.0}
     early = {"step": 0, "knn_top1": 40.0, "knn_raw_pixels": 31.0, "knn_chance": 9.0}
-    panel = _curves(tmp_path, early, *records, knn).axes[1]
-    assert "50.0 at the end" in panel.get_title()
-    assert [text.get_text() for text in panel.texts] == ["untrained 40.0", "raw pixels 30.0", "chance 10.0"]
-    below = _curves(tmp_path, *records, knn | {"knn_raw_pixels": 80.0}).axes[1]
-    assert [text.get_text() for text in below.texts] == ["raw pixels 80.0", "chance 10.0"]
-    assert below.get_ylim()[1] > 80
-    figure_pixels(_curves(tmp_path), dpi=50)
-    alone, several = (_curves(tmp_path, *records[:count]).axes[1].lines[0].get_marker() for count in (1, 3))
-    assert (alone, several) == ("o", "None")  # a line through one point can't be seen
-
-
-@pytest.mark.slow
-def test_a_curve_has_gaps_where_a_record_has_no_number(tmp_path):
-    """NaN is text in metrics.jsonl, and runs of other versions lack a key."""
-    odd = {"step": 1, "loss": "nan", "kl": "nan", "lr": "inf"}
-    figure = _curves(tmp_path, odd, {"step": 2, "loss": 3.0}, {"step": 3, "knn_top1": "nan"})
+    figure = _curves(tmp_path, early, *records, knn)
     figure_pixels(figure, dpi=50)
-    assert figure.axes[0].get_ylim() == (0, pytest.approx(1.15 * 3))
+    loss, panel, rate, *_ = figure.axes
+    assert loss.get_title() == "Loss, nats" and loss.get_ylim()[1] > 3 and rate.get_title() == "Learning rate"
+    assert panel.get_title() == "k-NN top-1 of the teacher, %: 50, teacher at step 3"
+    assert [text.get_text() for text in panel.texts] == ["chance 10", "raw pixels 30", "untrained 40"]
+    alone = _curves(tmp_path, records[0]).axes
+    assert alone[1].get_title() == "Learning rate"
+    assert alone[1].lines[0].get_marker() == "o"  # a line through one point can't be seen
+
+
+@pytest.mark.parametrize(
+    ("values", "zero", "base", "log"),
+    [
+        ((1, 100), False, None, True), ((1, 99), False, None, False), ((1, 100), True, None, False),
+        ((0, 100), False, None, False), ((-3, -1), False, None, False), ((-3, -1), True, None, False),
+        ((-2, 1), True, (-3, 0.5), False), ((5, 5), False, None, False), (tuple(range(-3000, 3000)), True, None, False),
+    ],
+)  # fmt: skip
+def test_all_values_lie_inside_of_the_chart_s_axes(values, zero, base, log):
+    """Also negative ones, an area's base, and levels above and below; logarithmic from a factor of 100."""
+    x = np.arange(float(len(values)))
+    base = base and Curve(x, np.array(base, float))
+    lines = [Line("a", Curve(x, np.array(values, float)), 1, "area" if zero else "line", base)]
+    lines += [Line("base", base)] if base else []
+    for levels in ({}, {"above": 120.0, "beside": 119.0}):
+        chart = Chart("a", "unit", lines, levels, zero=zero)
+        axes = Figure().add_subplot()
+        _plot(axes, chart)
+        assert axes.get_yscale() == ("log" if log else "linear")
+        low, high = axes.get_ylim()
+        assert low <= min(values) and max((*values, *levels.values())) <= high and (not zero or low <= 0 <= high)
+        assert len({text.get_position()[1] for text in axes.texts}) == len(levels)  # names don't overlap
+        assert_inside(chart_svg(chart))
+    assert chart_svg(Chart("a", "", [Line("a", Curve(x[:1], np.array([np.nan])))], {})) == ""
 
 
 def test_the_mask_is_the_smallest_that_holds_the_mass():

@@ -19,8 +19,8 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import PicturesOptions
 from dino_ds.report import draw
 from dino_ds.report import draw_pictures as pictures
-from dino_ds.report.chosen_images import choose
 from dino_ds.report.draw_pictures import KINDS, PictureFiles, run, side_of
+from dino_ds.report.model_options import choose
 from dino_ds.weights.export import FORMATS
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone

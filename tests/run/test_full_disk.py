@@ -100,7 +100,7 @@ def test_metrics_and_log_have_whole_lines_only(disk, capsys):
     )
     printed = capsys.readouterr().err
     # Once a file; TensorBoard's writer is a thread, which may come to the disk when there is room again.
-    assert "Traceback" not in printed and printed.count("training continues") in (2, 3)
+    assert "Traceback" not in printed and printed.count("training continues") in (3, 4)
 
 
 def test_lock_and_heartbeats_without_room(disk):

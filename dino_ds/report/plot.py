@@ -1,0 +1,152 @@
+"""Draws charts with matplotlib: as SVG for the report's page, and together as the picture `curves.png`."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dino_ds.report.charts import KNN, LARGE, SCHEDULES, SMALL, Chart, Line, knn_chart, loss_charts
+from dino_ds.report.curves import Metrics
+from dino_ds.report.text import number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
+"""The same as --c1 to --c8 of templates/page.css, by whose values the page replaces them."""
+_INK, _GRID = "#5c6776", "#dfe4ea"
+_ON_PAGE = {**{color: f"var(--c{i})" for i, color in enumerate(COLORS, 1)}, _INK: "var(--soft)", _GRID: "var(--line)"}
+_MOST_DOTS = 80
+_LABEL = 13
+"""Height of a level's name, in points."""
+
+
+def chart_svg(chart: Chart) -> str:
+    """An SVG element in the colors of the page, or "" if no line has a finite value."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    if not any(len(line.curve.finite) for line in chart.lines):
+        return ""
+    width, height = (340, 190) if chart.small else (520, 270)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "path.simplify": True}):
+        figure = Figure(figsize=(width / 72, height / 72), frameon=False)
+        axes = figure.add_axes((52 / width, 22 / height, (width - 62) / width, (height - 42) / height))
+        axes.patch.set_visible(False)
+        axes.set_title("", y=1.0)  # else each drawing looks four times for a place above the ticks
+        _plot(axes, chart)
+        axes.text(2 / width - 52 / (width - 62), 1.03, chart.unit, transform=axes.transAxes, color=_INK, style="italic")
+        file = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(file, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = file.getvalue()
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg[svg.index("<g ") :], count=1, flags=re.DOTALL)
+    svg = re.sub(r' id="(?![mp][0-9a-f]{8})[^"]*"|font-(size|family): [^;"]*;? ?|<!--.*?-->', "", svg, flags=re.DOTALL)
+    svg = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", svg))
+    for color, variable in _ON_PAGE.items():
+        svg = svg.replace(color, variable)
+    return f'<svg viewBox="0 0 {width} {height}" xmlns:xlink="http://www.w3.org/1999/xlink" role="img">{svg}'
+
+
+def draw_curves(metrics: Metrics) -> Figure:
+    """Loss, k-NN accuracy where it was evaluated, schedules and throughput, as a matplotlib Figure.
+
+    A value that is missing or NaN leaves a gap.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 5.4))
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
+    losses = loss_charts(metrics, {})
+    large = [*losses[len(losses) > 2 :], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
+    small = [series.chart(metrics) for series in SMALL if series.key in SCHEDULES] + [LARGE[2].chart(metrics)]
+    for part, charts in zip(parts, (large, small), strict=True):
+        margins = {"left": 0.05, "right": 0.98, "bottom": 0.17, "top": 0.88, "wspace": 0.3 if len(charts) > 2 else 0.15}
+        panels = part.subplots(1, len(charts), squeeze=False, gridspec_kw=margins)[0]
+        for axes, chart in zip(panels, charts, strict=True):
+            _plot(axes, chart)
+            newest = f": {number(chart.lines[0].curve.last)}, {chart.lines[0].name}" if chart.levels else ""
+            title = f"{chart.title}{f', {chart.unit}' if chart.unit else ''}"
+            axes.set_title(title + (newest if chart.lines[0].kind == "dots" else ""), fontsize=8 if chart.small else 9)
+            if len(chart.lines) > 1:
+                axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False, handlelength=1.2, columnspacing=1.0)
+            axes.set_xlabel("step", fontsize=7)
+            axes.tick_params(labelsize=7)
+    return figure
+
+
+def _plot(axes: Any, chart: Chart) -> None:
+    """Draw the lines and levels of a chart on matplotlib's axes, which hold all of their finite values.
+
+    y is logarithmic if all values are positive and the largest is 100 times the smallest. A curve with more points
+    than can be told apart is the range of its values with their mean drawn over it.
+    """
+    lines = [line for line in chart.lines if len(line.curve.finite)]
+    values = np.concatenate([line.curve.finite for line in lines] or [np.zeros(1)])
+    is_log = not chart.zero and values.min() > 0 and values.max() >= 100 * values.min()
+    values = np.concatenate([values, [*chart.levels.values()], [0.0] if chart.zero else []])
+    low, high = (np.log10(end) if is_log else end for end in (values.min(), values.max()))
+    pad = 0.06 * (high - low)
+    if pad < 1e-9 * abs(high):  # one value
+        pad = 0.1 * abs(high)
+    pad = pad or 1.0
+    low -= 0.0 if chart.zero and low == 0 else pad
+    high += 0.0 if chart.zero and high == 0 > low + pad else pad
+    axes.set_yscale("log" if is_log else "linear")
+    axes.set_ylim(*((10.0**low, 10.0**high) if is_log else (low, high)))
+    ends = [end for line in lines for end in line.curve.x[[0, -1]]] or [0.0]
+    axes.set_xlim(*((min(ends), max(ends)) if min(ends) < max(ends) else (ends[0] - 1, ends[0] + 1)))
+    for line in chart.lines:
+        _draw_line(axes, line)
+    _draw_levels(axes, chart)
+    _style(axes, chart.small, is_log)
+
+
+def _draw_line(axes: Any, line: Line) -> None:
+    curve, color, long = line.curve, COLORS[line.color - 1], line.curve.is_long and line.kind != "dots"
+    x, y = curve.x, curve.y
+    if long and len(curve.finite):
+        x, lowest, y, highest = curve.outline()
+        axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
+    if line.kind == "area" and len(curve.finite) > 1:
+        base = line.base
+        floor = np.interp(x, base.x, base.y) if base is not None and len(base) else np.zeros(len(x))
+        axes.fill_between(x, floor, y, where=np.isfinite(floor) & np.isfinite(y), color=color, alpha=0.28, linewidth=0)
+    dotted = (line.kind == "dots" and len(x) <= _MOST_DOTS) or len(curve.finite) == 1
+    look: dict[str, Any] = {"alpha": 0.45, "linewidth": 0.8} if line.kind == "faint" else {"linewidth": 1.6}
+    shown = slice(0, 0) if line.kind == "hidden" else slice(None)
+    axes.plot(
+        x[shown], y[shown], "o-" if dotted else "-", color=color, markersize=4, label=line.name, clip_on=False, **look
+    )
+
+
+def _draw_levels(axes: Any, chart: Chart) -> None:
+    """Dashed lines with their names and values; names that would overlap move apart."""
+    height = axes.get_window_extent().height * 72 / axes.figure.dpi
+    room = 0.0
+    for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
+        axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
+        place = float(axes.transLimits.transform((0, value))[1])
+        room = max(room, place + 1.5 / height)
+        shown = f"{name} {number(value, 3)}"
+        axes.text(0.99, room, shown, transform=axes.transAxes, fontsize=7, ha="right", va="bottom", color=_INK)
+        room += _LABEL / height
+
+
+def _style(axes: Any, small: bool, is_log: bool) -> None:
+    """Few round ticks with short numbers, a faint grid and no frame."""
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(4 if small else 6, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_major_locator(LogLocator(numticks=6) if is_log else MaxNLocator(4 if small else 5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.tick_params(colors=_INK, labelsize=9, length=3)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_INK)
