@@ -20,28 +20,21 @@ LIMIT_SECONDS = 5.0
 """A dead disk is a common reason for a hang: reading files may not hold up a process for longer."""
 
 
-_COLUMN = 9
-"""Letters of a line of the log that its first word is padded to."""
-
-
 class Event(str):
-    """A line of a run's log that also says, for programs, what it tells: an object of events.jsonl.
+    """A line of a run's log that also tells programs what happened: an object of events.jsonl.
 
-    Args:
-        line: the line for people.
-        kind: what happened; the line's first word where that stands in a column of its own, as in "warning  ...".
-        facts: the line's numbers and names.
+    kind: what happened; by default the line's first word, where that fills a column of nine letters as in "warning  ".
     """
-
-    kind: str
-    facts: dict[str, Any]
 
     def __new__(cls, line: str, kind: str = "", **facts: Any) -> Event:
         event = super().__new__(cls, line)
-        word = line[:_COLUMN].rstrip()
-        event.kind = kind or (word if len(word) < min(len(line), _COLUMN) and " " not in word else "text")
+        word = line[:9].rstrip()
+        event.kind = kind or (word if len(word) < min(len(line), 9) and " " not in word else "text")
         event.facts = facts
         return event
+
+    kind: str
+    facts: dict[str, Any]
 
     @property
     def record(self) -> str:

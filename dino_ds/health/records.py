@@ -143,12 +143,8 @@ class Heartbeats:
         except OSError:
             return False
         if first:
-            event = Event(
-                f"{'stopped' if failure.kind == 'stopped' else 'error':<9}{failure.message}",
-                failure.kind if failure.kind in ("stopped", "hang") else "error",
-                rank=failure.rank,
-                step=failure.step,
-            )
+            word = "stopped" if failure.kind == "stopped" else "error"
+            event = Event(f"{word:<9}{failure.message}", "hang" if failure.kind == "hang" else word, step=failure.step)
             if (self._run_dir / "log.txt").exists():  # the run has a log
                 append_line(self._run_dir / "log.txt", stamped(event))
                 append_line(self._run_dir / "events.jsonl", event.record)
