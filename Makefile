@@ -1,4 +1,4 @@
-# make train: set up, then the main job on the embedded photographs.
+# make train: set up, then the main job on the embedded photographs; RUN= names the run folder, runs/quickstart without.
 # make format, lint, test-fast: the loop of a change (CONTRIBUTING.md).   make test, test-all: before it is handed on.
 # make bench-gpu: the figures that docs/performance.md wants of a GPU, as JSON in bench_results/. PART=step_l16 makes one
 # of its parts; VENV= PYTHON=python3 takes an interpreter that has the dependencies, and installs nothing.
@@ -7,14 +7,13 @@
 VENV ?= .venv
 PYTHON ?= python3
 RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
-RUN ?= runs/quickstart-$(shell date +%Y%m%d-%H%M%S)
 
 READY := $(VENV)/.dino_ds_ready
 .PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults soak site tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
-		--ds_config ds_configs/zero0_fp32.json --config quickstart --run_dir $(RUN)
+		--ds_config ds_configs/zero0_fp32.json --config quickstart $(if $(RUN),--run_dir $(RUN))
 
 # Of this clone what is ours: a user may keep programs of his own in it.
 OURS := dino_ds docs scripts tests setup.py README.md CONTRIBUTING.md

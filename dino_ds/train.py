@@ -18,25 +18,24 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.ds_config import load_ds_config
+from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import DataSection
 from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.data.base import Source
 from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.held_out import training_images
-from dino_ds.data.image_cache import check_cache
+from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
-from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.errors import ConfigError, unwritable
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.backbone_checks import check_start
@@ -196,26 +195,17 @@ def _open_folder(
     data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
         source = training_images(data, recipe.eval.val_share)
-        _check_count(source, data)
+        recipe.check_count(len(source))
+        cache_gib, found = fitting_cache(data.cache_gib, source)
+        recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if found else recipe
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
             check_fits(recipe, start, machine)
-    folder.recipe, found = with_value_range(recipe, source, folder.earlier_value_range)
+    folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
-        check_cache(data.cache_gib, source)
     folder.agree()
-    return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found]
-
-
-def _check_count(source: Source, data: DataSection) -> None:
-    """Raises DataError for fewer images than a global batch, with the command that suits the settings to few."""
-    try:
-        steps_per_epoch(len(source), data.global_batch)
-    except DataError as error:
-        words = ["--source", data.source] if data.source != "folder" else []
-        words += [] if data.root is None else ["--root", data.root]
-        raise DataError(f"{error}; settings for few images: dino-ds advise {shlex.join(words)}") from None
+    return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found, *ranges]
 
 
 def _build(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ MODEL_FORMS = "a run folder or one of its checkpoints, a file of weights, a Hugg
 """The ways to name a model."""
 BEST_TEACHER = "best_teacher.safetensors"
 """The file in a run folder with the teacher that was the best by one metric."""
+_MOST_QUOTED = 100
 MOST_PROBLEMS = 100
 """Problems that are looked for in one file: finding the nearest names of more takes too long, and nobody reads them."""
 
@@ -41,6 +44,8 @@ def as_written(value: object) -> str:
         return f"[{', '.join(map(unquoted, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {unquoted(part)}' for key, part in value.items())}}}"
+    if isinstance(value, str) and len(value) > _MOST_QUOTED:
+        return f"{value[: _MOST_QUOTED // 2]!r}... ({len(value)} characters)"
     return repr(value)
 
 
@@ -84,6 +89,17 @@ def _likeness(name: str, other: str) -> float:
     begins = len(name) > 2 and (other.startswith(name) or leaf.startswith(name))
     by_leaf = ratio(name.rsplit(".", 1)[-1], leaf)
     return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0, 0.8 if begins else 0.0)
+
+
+def near_run(place: str | Path) -> str:
+    """The words " Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
+    path = Path(os.path.expanduser(place))
+    with contextlib.suppress(OSError):
+        while not path.parent.is_dir() and path.parent != path:
+            path = path.parent  # a checkpoint or a file in a run
+        runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
+        return suggestion([str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name])
+    return ""
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:

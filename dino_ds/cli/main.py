@@ -21,24 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds import __version__
-from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.names import did_you_mean, words_elsewhere
-from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_torchvision, forget_empty_ranks
-from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.cli.preflight import adopt_ranks, check_hostfile, check_start, check_torchvision, forget_empty_ranks
+from dino_ds.config.chosen_weights import check_model_path
 from dino_ds.config.loading import write_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given, begun_stages, holds_run
+from dino_ds.config.stages import Given
 from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import (
     INTERRUPTED,
-    CheckpointError,
     ConfigError,
     OutOfMemory,
     UserError,
     is_out_of_memory,
     lines_for_people,
 )
-from dino_ds.health.lock import RunLock
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
@@ -57,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = any(word in ("--debug", "--debug=true") for word in words)
     forget_empty_ranks(os.environ)
     try:
-        if {"-h", "--help"} & set(words) or words[:1] == ["help"]:
+        if not words or {"-h", "--help"} & set(words) or words[0] == "help":
             asked = words[1:] if words[:1] == ["help"] else words
             if asked and not asked[0].startswith("-") and not any(name.split()[0] == asked[0] for name in COMMANDS):
                 raise ConfigError(_no_command(asked))
@@ -139,13 +136,15 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
         check_hostfile()
     flags = parse_flags(command, rest)
     options, files = read(command, flags)
+    if isinstance(place := getattr(options, "model", None), str):
+        check_model_path(place)
     if "recipe" in files:
         notes = files["given"][0].notes if command is TRAIN else files.pop("notes")
         files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
         if command is not TRAIN:
             _say_notes(notes)
     if command is TRAIN and options.print is None:
-        _check_start(options, files)
+        check_start(files["recipe"], options.run_dir, files)
     return command, options, files
 
 
@@ -167,32 +166,6 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
     return with_own_images(recipe, given, notes)
 
 
-def _check_start(options: Any, files: dict[str, Any]) -> None:
-    """Check before the slow imports what would only stop half a minute later. Raises UserError."""
-    from dino_ds.data.mixture import place_of
-    from dino_ds.data.root import check_photos, check_root, check_split
-
-    recipe, run_dir = files["recipe"], Path(options.run_dir)
-    check_photos(recipe.data.source, recipe.data.root)
-    recipe.check_learning_rates()
-    recipe.check_batch()
-    recipe.check_teacher()
-    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
-    # Ranks of other machines look later, all together: the first ones would wait for them.
-    on_first_machine = os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0")
-    if recipe.data.source == "folder" and on_first_machine:
-        root, evals = recipe.data.root, recipe.eval
-        for place in [place_of(part, root) for part in recipe.data.parts] or [root]:
-            check_root(place)
-            if not (holds_run(run_dir) or begun_stages(run_dir)):  # these go on with the images they began with
-                check_split(place)
-        for key, named in (("eval.root", evals.root), ("eval.val_root", evals.val_root)):
-            if named is not None and evals.every.value:
-                check_root(named, key)
-    _check_weights(recipe)
-    RunLock(run_dir).check_free(int(os.environ.get("RANK", 0)))
-
-
 def _say_notes(notes: list[str]) -> None:
     """Print what was understood otherwise than it is written; `train` writes it into its log instead."""
     if os.environ.get("RANK", "0") == "0":
@@ -200,15 +173,8 @@ def _say_notes(notes: list[str]) -> None:
             print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
 
 
-def _check_weights(recipe: Recipe) -> None:
-    """Raises CheckpointError for another hub's name, before the slow imports; the rest is looked at when it is read."""
-    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
-        if name is not None and (answer := weights_elsewhere(name)):
-            raise CheckpointError(f"{key} {name} does not exist; {answer}")
-
-
 def _no_command(words: list[str]) -> str:
-    if not words or words[0].startswith("-"):
+    if words[0].startswith("-"):
         return "no command is given: dino-ds train, for example; dino-ds --help lists all"
     answers, group = words_elsewhere("commands"), [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:

@@ -1,18 +1,26 @@
-"""Checks of the environment before the slow imports: launchers, hostfile, torchvision."""
+"""Checks before the slow imports: launchers, hostfile, torchvision, and what is clearly wrong with a start."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import os
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.own_code import explaining_interrupted
-from dino_ds.errors import ConfigError
+from dino_ds.config.ds_config import resolve_ds_config
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import begun_stages, holds_run
+from dino_ds.errors import CheckpointError, ConfigError, DataError
+from dino_ds.health.lock import RunLock
 from dino_ds.launching.hostfile import read_hostfile
 
+_SEVERAL = (".tar", ".parquet", ".h5", ".hdf5", ".he5", ".dcm", ".dicom", ".tif", ".tiff", ".npy")
+"""Endings of files that may hold several images."""
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Names of the same variables by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
@@ -74,6 +82,64 @@ def check_hostfile() -> None:
             )
         if hostfile:
             read_hostfile(Path(folder, hostfile))
+
+
+def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
+    """Check what else would stop a start half a minute later: values, places, few images. Raises UserError."""
+    from dino_ds.data.root import check_photos
+
+    check_photos(recipe.data.source, recipe.data.root)
+    recipe.check_learning_rates()
+    recipe.check_batch()
+    recipe.check_teacher()
+    resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
+    for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
+        if name is not None and (answer := weights_elsewhere(name)):
+            raise CheckpointError(f"{key} {name} does not exist; {answer}")
+    # Ranks of other machines look later, all together: the first ones would wait for them.
+    if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
+        _check_images(recipe, Path(run_dir))
+    RunLock(Path(run_dir)).check_free(int(os.environ.get("RANK", 0)))
+
+
+def _check_images(recipe: Recipe, run_dir: Path) -> None:
+    """Raises DataError for images of the user's that are not there, are too few, or can't have the channels."""
+    from dino_ds.data.formats import EXTENSIONS
+    from dino_ds.data.mixture import place_of
+    from dino_ds.data.root import check_root, check_split
+
+    data, root = recipe.data, recipe.data.root
+    if data.source != "folder":
+        return
+    for place in [place_of(part, root) for part in data.parts] or [root or ""]:
+        check_root(place)
+        if not (holds_run(run_dir) or begun_stages(run_dir)):  # these go on with the images they began with
+            check_split(place)
+    for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
+        if other is not None and recipe.eval.every.value:
+            check_root(other, key)
+    if root is None or data.parts:
+        return
+    names, are_all = _first_files(os.path.expanduser(root), data.global_batch)
+    images = [name for name in names if name.lower().endswith(EXTENSIONS)]
+    if are_all and images:
+        recipe.check_count(len(images))
+    channels = recipe.model.in_chans
+    if channels not in (1, 3) and images and all(name.lower().endswith((".jpg", ".jpeg")) for name in names):
+        raise DataError(f"model.in_chans is {channels}, and JPEG images have 3 channels; set --model.in_chans 3")
+
+
+def _first_files(folder: str, most: int) -> tuple[list[str], bool]:
+    """Names of the first `most` files below a folder, and whether they are all, with one image in each at most."""
+    names: list[str] = []
+    simple = True
+    for place, folders, files in os.walk(folder):
+        names += files
+        linked = any(os.path.islink(os.path.join(place, name)) for name in folders)
+        simple = simple and not linked and not any(name.lower().endswith(_SEVERAL) for name in files)
+        if not simple or len(names) >= most:
+            return names[:most], False
+    return names, True
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:

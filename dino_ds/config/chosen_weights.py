@@ -10,10 +10,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from dino_ds.basics.names import BEST_TEACHER, sidecar_of, step_name
+from dino_ds.basics.hubs import weights_elsewhere
+from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, near_run, sidecar_of, step_name
 from dino_ds.basics.text_file import read_step
 from dino_ds.config.stages import home_of, split_origin
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError, ConfigError, one_line
+from dino_ds.models.specs.backbones import BACKBONES
 
 NEWEST, BEST = "newest", "best"
 
@@ -45,6 +47,21 @@ def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
         return str(home.folder / BEST_TEACHER)
     there = sorted(path.name for path in folder.parent.glob("step_*"))
     raise CheckpointError(f"{home.folder} has no checkpoint {folder.name}; found: {', '.join(there) or 'none'}")
+
+
+def missing_model(place: str) -> CheckpointError:
+    """The error of a model that is not there, with where it may be had or the nearest name."""
+    near = near_run(place) or did_you_mean(place, BACKBONES)
+    return CheckpointError(
+        f"{one_line(place, 300)} does not exist; {weights_elsewhere(place) or f'give {MODEL_FORMS}.{near}'}"
+    )
+
+
+def check_model_path(place: str) -> None:
+    """Raises CheckpointError for a model that is not in the folder that it names, before torch is loaded."""
+    path = Path(os.path.expanduser(place))
+    if "/" in place and path.parent.is_dir() and not os.path.lexists(path):
+        raise missing_model(place)
 
 
 def step_of_weights(run: Path, weights: str) -> int:

@@ -7,6 +7,7 @@ No torch here.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -38,7 +39,7 @@ from dino_ds.config.sections import (
     OptimizerSection,
     TeacherSection,
 )
-from dino_ds.errors import ConfigError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.method.specs.distill import taught_by
 from dino_ds.method.specs.gram import own_crop_size
 from dino_ds.method.specs.of_recipe import groups_of, term_problems
@@ -162,6 +163,17 @@ class Recipe(Section):
         for key in ("koleo_weight", "coding_rate_weight"):
             if getattr(self.objective, key):
                 raise ConfigError(f"objective.{key} spreads images from each other: data.global_batch 1 has no other")
+
+    def check_count(self, images: int) -> None:
+        """Raises DataError for fewer images than a global batch, with the command that suits the settings to few."""
+        batch, source = self.data.global_batch, self.data.source
+        if images < batch:
+            words = [] if self.data.root is None else [self.data.root]
+            words += [] if source == "folder" else ["--source", source]
+            raise DataError(
+                f"{images} images < one global batch of {batch}: set --data.global_batch to {images} or less, or add "
+                f"images; settings for few images: dino-ds advise {shlex.join(words)}"
+            )
 
     def check_teacher(self) -> None:
         """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dino_ds.basics.names import BEST_TEACHER
+from dino_ds.basics.names import BEST_TEACHER, near_run
 from dino_ds.config.begun_with import Origin, changed_settings, check_settings
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
@@ -182,11 +182,21 @@ def holds_run(run_dir: Path) -> bool:
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
 
 
+def nothing_to_resume(run_dir: Path) -> CheckpointError:
+    """The error of a --resume in a folder that holds no run."""
+    near = near_run(run_dir)
+    return CheckpointError(
+        f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir.{near}"
+    )
+
+
 def _recipe_of_run(run_dir: Path) -> Recipe:
     """The recipe of the run in this folder. Raises CheckpointError where there is none."""
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder")
+        raise CheckpointError(
+            f"--from {run_dir}: it is not a run (no config.yaml); give a run folder.{near_run(run_dir)}"
+        )
     return load_recipe(str(path), {})
 
 

@@ -140,12 +140,14 @@ class CachedImage:
         return pixels
 
 
-def check_cache(gib: float, source: Source) -> None:
-    """Raises ConfigError for a source without files, and for more memory than this machine has free."""
+def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
+    """`gib`, or 0 with a line for the log where the source has no files. Raises ConfigError for more memory than this
+    machine has free."""
     if gib and not hasattr(source, "read"):
-        raise ConfigError("data.cache_gib keeps decoded files, and this data.source has none: set it to 0")
+        return 0.0, [f"data.cache_gib {gib:g} is left out: it keeps decoded files, and this data.source has none"]
     if gib > (free := host_memory_gib()[1]):
         raise ConfigError(f"data.cache_gib {gib:.12g} is more than this machine has free ({free:.1f} GiB): give less")
+    return gib, []
 
 
 def open_cache(gib: float, images: int) -> ImageCache | None:

@@ -101,6 +101,12 @@ def check_root(root: str, key: str = "data.root") -> None:
     if not re.search(r"[*?\[{]", path):
         missing = describe_missing(Path(path))
         raise DataError(missing if key == "data.root" else f"{key}: {missing}")
+    if "{" not in path and next(glob.iglob(path, recursive=True), None) is None:
+        folder = re.split(r"[^/]*[*?\[]", path)[0] or "."
+        raise DataError(
+            f"no file matches {key} {root}: a pattern names .txt, .tar, .parquet or .h5 files; for images give their "
+            f"folder, {folder}"
+        )
 
 
 def check_split(root: str) -> None:

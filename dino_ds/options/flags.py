@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.basics.names import nearest, suggestion, words_elsewhere
+from dino_ds.basics.names import as_written, nearest, suggestion, words_elsewhere
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import key_names
@@ -101,7 +101,7 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             yield bare.pop(0), word
             continue
         if not _is_flag(word):
-            strays.append(f"unexpected word {word!r}: {stray_word(word, read, command, first=not strays)}")
+            strays.append(f"unexpected word {as_written(word)}: {stray_word(word, read, command, first=not strays)}")
             continue
         name, equals, value = word.lstrip("-").partition("=")
         if not word.startswith("--"):
@@ -165,7 +165,7 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         target, key = flags.recipe, name
         unknown = None if name in command.known_options else _unknown(command, name, value)
     if unknown is not None:
-        problems.append(f"--{name}: {unknown}")
+        problems.append(f"--{name if len(name) < 100 else f'{name[:50]}...'}: {unknown}")
     elif unusable := unusable_text(value):
         problems.append(f"--{name}: {unusable}")
     elif not value.strip():
@@ -173,7 +173,7 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
     elif fixed is not None and fixed.takes_words:
         flags.fixed[key] = (*flags.fixed.get(key, ()), value)
     elif key in target:
-        problems.append(f"--{name} is given twice: {str(target[key])!r} and {value!r}")
+        problems.append(f"--{name} is given twice: {as_written(str(target[key]))} and {as_written(value)}")
     elif fixed is None:
         target[key] = value
     else:

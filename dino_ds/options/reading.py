@@ -14,7 +14,15 @@ from typing import Any
 from dino_ds.config.chosen_weights import NEWEST, chosen_model
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import Given, begun_stages, check_chain, default_folder, holds_run, stage_folder
+from dino_ds.config.stages import (
+    Given,
+    begun_stages,
+    check_chain,
+    default_folder,
+    holds_run,
+    nothing_to_resume,
+    stage_folder,
+)
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import TRAIN
@@ -142,7 +150,7 @@ def _check_resumed(run_dir: Path, overrides: Mapping[str, str], may_start: bool)
             f"--run_dir {stages[-1]}"
         )
     if not names_images:
-        raise CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir")
+        raise nothing_to_resume(run_dir)
 
 
 def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+from dino_ds.basics.names import as_written
 from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import Count, Resume, option
 from dino_ds.options.definition import Json, command
@@ -16,7 +17,7 @@ def _read_resume(value: object) -> object:
     if not isinstance(value, str) or value.lower() in words:
         return words[value.lower()] if isinstance(value, str) else value
     if not (value.isascii() and value.isdigit() and int(value) > 0):
-        raise ValueError(f"{value!r} is not auto or the step of a checkpoint")
+        raise ValueError(f"{as_written(value)} is not auto or the step of a checkpoint")
     return int(value)
 
 

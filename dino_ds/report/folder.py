@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dino_ds.basics.names import near_run
 from dino_ds.basics.text_file import read_lines, read_object, read_text
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.loading import load_recipe
@@ -130,7 +131,8 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run, or one that has written no metrics."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a run folder: {'it is a file' if path.exists() else 'it does not exist'}")
+        what = "it is a file" if path.exists() else f"it does not exist.{near_run(path)}"
+        raise ConfigError(f"{path} is not a run folder: {what}")
     if not (path / "config.yaml").exists() and not (path / "metrics.jsonl").exists():
         raise ConfigError(f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl")
     notes: list[str] = []

@@ -17,7 +17,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import holds_run
+from dino_ds.config.stages import holds_run, nothing_to_resume
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.run.environment import describe_environment
@@ -40,7 +40,7 @@ class RunFolder:
         if resume is False and there:
             raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
         if resume not in (False, "auto") and not there:
-            raise CheckpointError(f"nothing to resume: {path} holds no run; start without --resume, or fix --run_dir")
+            raise nothing_to_resume(path)
         if resume is False and allow_change is not None:
             raise ConfigError(f"--allow_change {allow_change} acts only with --resume: there is nothing to change yet")
         self.resume = there and resume is not False

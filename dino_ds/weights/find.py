@@ -15,10 +15,10 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import MODEL_FORMS, did_you_mean, nearest, step_name, suggestion
+from dino_ds.basics.names import nearest, step_name, suggestion
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
 from dino_ds.checkpoint.opening import open_checkpoint
+from dino_ds.config.chosen_weights import missing_model
 from dino_ds.config.loading import load_recipe
 from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
@@ -53,8 +53,7 @@ def find_weights(
     if not there and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
     if not there:
-        near = weights_elsewhere(str(place)) or f"give {MODEL_FORMS}.{did_you_mean(str(place), BACKBONES)}"
-        raise CheckpointError(f"{one_line(place, 300)} does not exist; {near}")
+        raise missing_model(str(place))
     if is_checkpoint(path):
         return _of_checkpoint(path, asked)
     if answer := _near_checkpoints(path):

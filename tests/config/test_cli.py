@@ -77,7 +77,7 @@ def test_values_reach_train_as_they_were_written(calls: list[Any]):
 
 def test_defaults_and_aliases(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)  # no folder of a run's name is there
-    words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false"
+    words = "--deepspeed_config ds_configs/zero2_fp16.json --data.download=false --resume=false --data.global_batch 4"
     cli.main(["train", "--data.root", f"{ROOT}/tests", *words.split()])
     ((options, files),) = calls
     assert files["ds"]["fp16"]["enabled"] and Path(files["ds_path"]).name == "zero2_fp16.json"
@@ -216,7 +216,10 @@ def test_images_that_are_named_are_taken_whatever_the_recipe_s_are(
     for file in ("imgs/train/a/1.jpg", "imgs/list.txt", "set/cifar-10-batches-py/data_batch_1", "set/example.png"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
-    cli.main(["train", "--run_dir", str(tmp_path / "run"), *words.format(**places).split()])
+    for number in range(70):
+        (tmp_path / f"imgs/{number}.png").touch()
+    words = f"--run_dir {tmp_path}/run --data.global_batch 64 {words.format(**places)}"
+    cli.main(["train", *words.split()])
     ((_, files),) = calls
     assert files["recipe"].data.source == source and files["recipe"].eval.evals == evals
     said = files["given"][0].notes
@@ -399,6 +402,54 @@ def test_problems_of_all_flags_and_of_both_files_come_together(errors: Callable[
     assert len(lines) == 3
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--data.root {imgs}x", "{imgs}x does not exist. Did you mean {imgs}?"),
+        ("--data.root {imgs} --eval.root {imgs}x", "eval.root: {imgs}x does not exist. Did you mean"),
+        ("--data.root {imgs} --eval.val_root {imgs}x", "eval.val_root: {imgs}x does not exist. Did you mean"),
+        ("--data.root {imgs}/*.jpg", "no file matches data.root {imgs}/*.jpg: a pattern names .txt, .tar,"),
+        ("--data.root {imgs} --eval.root {imgs}/?.png", "no file matches eval.root {imgs}/?.png: "),
+        (
+            "--data.root {imgs} --data.global_batch 4",
+            "3 images < one global batch of 4: set --data.global_batch to 3",
+        ),
+        ("--data.root {imgs} --data.global_batch 2 --model.in_chans 4", "model.in_chans is 4, and JPEG images have 3"),
+        ("--data.root {imgs} --resume aaaaaaa{long}", "unexpected word 'aaaaaaa"),
+        ("--data.root {imgs} --resume=aaaaaaa{long}", "--resume: 'aaaaaaa"),
+        ("--bbbbbb{long} 3", "--bbbbbb"),
+    ],
+)
+def test_a_no_comes_before_torch_is_asked(words: str, says: str, errors: Callable[..., list[str]], tmp_path: Path):
+    """Wrong places and numbers of images; what is quoted is short."""
+    for name in ("a", "b", "c"):
+        (tmp_path / "imgs/class").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"imgs/class/{name}.jpg").touch()
+    given = {"imgs": str(tmp_path / "imgs"), "long": "a" * 5000}
+    (line,) = errors("train", *words.format(**given).split())
+    assert line.startswith(says.format(**given)) and len(line) < 500
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("eval {}", "eval {}/checkpoints/step_00000003", "embed {} --out x.npy", "pictures {}", "bench inference {}"),
+        *("export {} --format timm", "report {}", "train --resume --run_dir {}", "train --from {} --run_dir {}-x"),
+    ],
+)
+def test_a_misspelt_run_folder_gets_its_neighbor(words: str, errors: Callable[..., list[str]], tmp_path: Path):
+    for name in ("quickstart", "quickstart_of_images"):  # the second is no run
+        (tmp_path / name).mkdir()
+    (tmp_path / "quickstart/config.yaml").write_text("seed: 0\n")
+    (line,) = errors(*words.format(*[f"{tmp_path}/quikstart"] * 2).split(), code=2 if "report" in words else 3)
+    assert line.endswith(f" Did you mean {tmp_path}/quickstart?")
+
+
+def test_no_command_is_a_question(calls: list[Any], capsys: pytest.CaptureFixture[str]):
+    cli.main([])
+    assert capsys.readouterr().out == help_text([]) + "\n" and not calls
+
+
 def test_batch_arithmetic_is_checked_with_the_launcher_s_world_size(
     errors: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -469,13 +520,14 @@ def test_a_bug_is_one_line_and_its_traceback_is_in_the_run_folder(calls, monkeyp
 def test_help_and_checks_import_neither_torch_nor_deepspeed():
     code = (
         "import sys\nfrom dino_ds.cli.main import main\n"
-        "for words in ('--help', 'train --help', 'train --epoch 3', 'train --data.root /x --ds_config nope.json'):\n"
+        "few = 'train --data.root dino_ds/data/photos'\n"
+        "for words in ('', '--help', 'train --help', 'train --epoch 3', few, f'{few} --ds_config nope.json'):\n"
         "    try: main(words.split())\n"
         "    except SystemExit as error: print('exit', error.code)\n"
         "print('heavy', sorted({'torch', 'deepspeed', 'torchvision', 'timm'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout
-    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\nexit 2\nheavy []\n")
+    assert out.startswith("usage: dino-ds ") and out.endswith("exit 2\nexit 2\nexit 2\nheavy []\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=lambda command: command.name)
@@ -541,7 +593,6 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("typed", "code", "do"),
     [
-        ("", 2, "dino-ds train"),
         ("trian --help", 2, "Did you mean train?"),
         ("help trian", 2, "Did you mean train?"),
         ("predict imgs", 2, "dino-ds embed MODEL --root DIR"),
