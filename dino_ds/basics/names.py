@@ -92,13 +92,14 @@ def _likeness(name: str, other: str) -> float:
 
 
 def near_run(place: str | Path) -> str:
-    """The words " Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
+    """The words ". Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
     path = Path(os.path.expanduser(place))
     with contextlib.suppress(OSError):
         while not path.parent.is_dir() and path.parent != path:
             path = path.parent  # a checkpoint or a file in a run
         runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
-        return suggestion([str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name])
+        near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
+        return f".{suggestion(near)}" if near else ""
     return ""
 
 

@@ -51,9 +51,9 @@ def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
 
 def missing_model(place: str) -> CheckpointError:
     """The error of a model that is not there, with where it may be had or the nearest name."""
-    near = near_run(place) or did_you_mean(place, BACKBONES)
+    near = near_run(place) or f".{did_you_mean(place, BACKBONES)}"
     return CheckpointError(
-        f"{one_line(place, 300)} does not exist; {weights_elsewhere(place) or f'give {MODEL_FORMS}.{near}'}"
+        f"{one_line(place, 300)} does not exist; {weights_elsewhere(place) or f'give {MODEL_FORMS}{near}'}"
     )
 
 

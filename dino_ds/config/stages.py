@@ -185,9 +185,7 @@ def holds_run(run_dir: Path) -> bool:
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
     """The error of a --resume in a folder that holds no run."""
     near = near_run(run_dir)
-    return CheckpointError(
-        f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir.{near}"
-    )
+    return CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir{near}")
 
 
 def _recipe_of_run(run_dir: Path) -> Recipe:
@@ -195,7 +193,7 @@ def _recipe_of_run(run_dir: Path) -> Recipe:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise CheckpointError(
-            f"--from {run_dir}: it is not a run (no config.yaml); give a run folder.{near_run(run_dir)}"
+            f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near_run(run_dir)}"
         )
     return load_recipe(str(path), {})
 
