@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -89,18 +87,6 @@ def _likeness(name: str, other: str) -> float:
     begins = len(name) > 2 and (other.startswith(name) or leaf.startswith(name))
     by_leaf = ratio(name.rsplit(".", 1)[-1], leaf)
     return max(ratio(name, other), 0.95 * by_leaf if by_leaf > 0.7 else 0.0, 0.8 if begins else 0.0)
-
-
-def near_run(place: str | Path) -> str:
-    """The words ". Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
-    path = Path(os.path.expanduser(place))
-    with contextlib.suppress(OSError):
-        while not path.parent.is_dir() and path.parent != path:
-            path = path.parent  # a checkpoint or a file in a run
-        runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
-        near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
-        return f".{suggestion(near)}" if near else ""
-    return ""
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:

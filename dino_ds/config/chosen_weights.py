@@ -11,9 +11,9 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from dino_ds.basics.hubs import weights_elsewhere
-from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, near_run, sidecar_of, step_name
+from dino_ds.basics.names import BEST_TEACHER, MODEL_FORMS, did_you_mean, sidecar_of, step_name
 from dino_ds.basics.text_file import read_step
-from dino_ds.config.stages import home_of, split_origin
+from dino_ds.config.stages import home_of, near_run, split_origin
 from dino_ds.errors import CheckpointError, ConfigError, one_line
 from dino_ds.models.specs.backbones import BACKBONES
 

@@ -5,6 +5,7 @@ What a stage sets counts from the step at which it began; what it leaves goes on
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dino_ds.basics.names import BEST_TEACHER, near_run
+from dino_ds.basics.names import BEST_TEACHER, nearest, suggestion
 from dino_ds.config.begun_with import Origin, changed_settings, check_settings
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
@@ -180,6 +181,18 @@ def begun_stages(run_dir: Path) -> list[Path]:
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was begun in this folder."""
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
+
+
+def near_run(place: str | Path) -> str:
+    """The words ". Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
+    path = Path(os.path.expanduser(place))
+    with contextlib.suppress(OSError):
+        while not path.parent.is_dir() and path.parent != path:
+            path = path.parent  # a checkpoint or a file in a run
+        runs = [folder.name for folder in path.parent.iterdir() if (folder / "config.yaml").is_file()]
+        near = [str(path.with_name(name)) for name in nearest(path.name, runs) if name != path.name]
+        return f".{suggestion(near)}" if near else ""
+    return ""
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
