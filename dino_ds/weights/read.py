@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dino_ds.data.base import find_placeholder
 from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
@@ -167,6 +168,8 @@ def read_file(path: Path, network: str = "teacher") -> Content:
     """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
     while path.is_file():
         verified = path.stat()
+        if placeholder := find_placeholder(str(path)):
+            raise CheckpointError(f"{path} is {placeholder}")
         facts = read_sidecar(path)
         tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
         if path.is_file() and os.path.samestat(path.stat(), verified):

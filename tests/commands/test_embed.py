@@ -196,7 +196,7 @@ def test_a_kill_at_any_rename_is_gone_on_from(few, tmp_path, monkeypatch, form):
 
     embed.run(_options(few, tmp_path / f"whole.{form}"))
     wanted = {path.suffix: path.read_bytes() for path in tmp_path.glob("whole.*")}
-    for at in itertools.count(1):
+    for at in itertools.count(1, step=1 if form == "npy" else 2):  # odd: killed before it
         (tmp_path / f"{at}").mkdir()
         options = _options(few, tmp_path / f"{at}" / f"x.{form}")
         with monkeypatch.context() as patch:

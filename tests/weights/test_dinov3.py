@@ -6,6 +6,7 @@ Features are compared to 1e-4, the issue's bound; what was measured is below 2e-
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -26,6 +27,7 @@ from dino_ds.weights.export import FORMATS, export_hf, export_onnx, export_timm
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
+from tests.sample import sampled
 from tests.weights.originals import assert_same, images
 
 KINDS = [name for name, spec in VITS.items() if spec.rope is not None]
@@ -69,7 +71,7 @@ def _backbone(name: str, **changes: object) -> Backbone:
 
 
 CELLS = [(name, False) for name in KINDS]
-CELLS += [pytest.param(name, True, marks=pytest.mark.slow if "tiny" in name else pytest.mark.full) for name in KINDS]
+CELLS += [pytest.param(name, True, marks=pytest.mark.full) for name in KINDS]
 
 
 @pytest.mark.parametrize(("name", "whole"), CELLS)
@@ -217,15 +219,20 @@ def test_timm_s_folder(tmp_path):
     _same(again.features(_images()), model.features(_images()))
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope": "max"}, {"rope": "min", "rms_norm": True}, {"cls_norm": True}])
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"])
+PLAIN = [{}, {"rope": "max"}, {"rope": "min", "rms_norm": True}, {"cls_norm": True}]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    sampled(itertools.product(["vit_small_patch16_dinov3_qkvb", "vit_small_plus_patch16_dinov3"], PLAIN)),
+)
 def test_plain_form_equals_ours(name, changes):
     model = _backbone(name, **changes)
     for size in ((SIZE, SIZE), (96, 48), (16, 16)):
         _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_onnx(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
     model = _backbone("vit_small_patch16_dinov3_qkvb", depth=1)

@@ -17,10 +17,6 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.evals.context import EvalContext, Settings
-from dino_ds.evals.copydays import copydays
-from dino_ds.evals.davis import davis
-from dino_ds.evals.landmarks import oxford
 from dino_ds.method.build import build_network
 from dino_ds.models.build import build_backbone
 from dino_ds.models.head import DinoHead
@@ -30,7 +26,6 @@ from dino_ds.weights.export import FORMATS
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
-from tests.evals.tiny import clips, copies, landmarks
 from tests.run.harness import TINY
 from tests.weights.originals import assert_same, images, randomised
 from tests.weights.own import Own
@@ -91,7 +86,8 @@ class TestOut:
         for folder in (place, tmp_path / "again"):
             assert_same(load(folder).features(_images()), model.features(_images()))
 
-    @pytest.mark.parametrize("kind", [pytest.param("resnet", marks=pytest.mark.slow), "own"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", [pytest.param("resnet", marks=pytest.mark.full), "own"])
     def test_onnx(self, tmp_path, kind):
         runtime = pytest.importorskip("onnxruntime")
         pytest.importorskip("onnxscript")
@@ -134,7 +130,7 @@ class TestIn:
         assert ours.heads["head"].keys() == head.state_dict().keys() and ours.notes == [SIZE]
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+    @pytest.mark.parametrize("name", ["resnet18", pytest.param("resnet50", marks=pytest.mark.full)])
     def test_a_classifier_is_left_out(self, tmp_path, name):
         """Files such as dino_resnet50_linearweights or torchvision's own, for four channels too."""
         theirs = timm.create_model(name, num_classes=3, in_chans=4).eval()
@@ -146,7 +142,8 @@ class TestIn:
         assert ours.network.spec == ForeignSpec(name, 4)
         assert ours.notes == ["its classifier is left out: fc.bias, fc.weight", SIZE]
 
-    @pytest.mark.parametrize("name", [None, "convnext_tiny"])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", [None, pytest.param("convnext_tiny", marks=pytest.mark.full)])
     def test_a_convnext_of_facebookresearch(self, tmp_path, name):
         """As DINOv3's: its final norm twice, the names of ConvNeXt's own code; named or not."""
         theirs = randomised(timm.create_model("convnext_tiny", num_classes=0))
@@ -314,19 +311,6 @@ class TestStart:
 
 
 class TestModel:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("kind", ["resnet", "own"])
-    def test_benchmarks(self, tmp_path, kind):
-        """All numbers are there, from the map in the place of patch tokens and photos of any sides."""
-        model = _model(SPECS[kind] if kind != "own" else ForeignSpec(OWN.name, 3, OWN.arguments))
-        benchmarks = {copydays: copies, davis: clips, oxford: landmarks}
-        for evaluation, make in benchmarks.items():
-            root = make(tmp_path / evaluation.__name__)
-            root = root.parent if evaluation is oxford else root
-            settings = Settings(benchmark_root=root, workers=0, size=128)
-            found = evaluation(EvalContext(model, settings, torch.device("cpu"), progress=False))
-            assert len(found) > 1 and all(0 <= value <= 100 for value in found.values()), found
-
     def test_what_it_gives(self):
         model = _model(CONVNEXT)
         images = _images(3, 100, 160)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 
@@ -16,6 +17,7 @@ from dino_ds.models.head import DinoHead
 from dino_ds.weights.load import load
 from dino_ds.weights.read import read_weights
 from tests.reference import product
+from tests.sample import sampled
 from tests.weights.originals import Original, OriginalHead, assert_same, images, randomised
 
 SMALL = {"size": 32, "patch": 8, "width": 64, "depth": 2, "heads": 1}
@@ -126,8 +128,7 @@ TIMM = {
 }
 
 
-@pytest.mark.parametrize("size", [32, 48])
-@pytest.mark.parametrize("name", TIMM)
+@pytest.mark.parametrize(("name", "size"), sampled(itertools.product(TIMM, [32, 48])))
 def test_timm(tmp_path, name, size):
     """A file with a classifier is read; DeiT III has no position for the class token."""
     pool = {"global_pool": "token", "num_classes": 7, "img_size": size, "patch_size": 8, "depth": 2}
@@ -140,16 +141,17 @@ def test_timm(tmp_path, name, size):
     assert ours.image_size == size and "head.bias" in str(ours.notes)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "index", "bin"])
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("ViT", {"intermediate_size": 256}),
-        ("Dinov2", {"mlp_ratio": 4}),
-        ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True, "hidden_act": "silu"}),
-    ],
-)
+HF = [
+    ("ViT", {"intermediate_size": 256}),
+    ("Dinov2", {"mlp_ratio": 4}),
+    ("Dinov2WithRegisters", {"mlp_ratio": 4, "use_swiglu_ffn": True, "hidden_act": "silu"}),
+]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "changes", "form"), sampled((*kind, form) for kind in HF for form in ("safetensors", "index", "bin"))
+)
 def test_huggingface(tmp_path, kind, changes, form):
     """Their own model, saved by `save_pretrained`; heads of 48 only config.json tells. In one file or several."""
     transformers = pytest.importorskip("transformers")

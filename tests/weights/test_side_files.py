@@ -91,7 +91,9 @@ def test_no_number_beside_weights_makes_features_that_are_none(tmp_path, kind):
     write(model, tmp_path / weights)
     content = read_sidecar(tmp_path / weights) if kind == "teacher.json" else json.loads((tmp_path / side).read_text())
     pixels = torch.randint(0, 256, (48, 40, 3), dtype=torch.uint8).numpy()
-    for path, bad in itertools.product(_numbers(content), BAD):
+    numbers = _numbers(content)
+    # Every value in a third of the numbers, and in each number a third of the values.
+    for path, bad in [(path, bad) for i, path in enumerate(numbers) for bad in BAD[i % 3 :: 3]]:
         changed = json.loads(json.dumps(content))
         place = changed
         for key in path[:-1]:

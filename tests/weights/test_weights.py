@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -13,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 import dino_ds
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.errors import CheckpointError
 from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.models.specs.base import BackboneOptions
@@ -21,6 +22,7 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.export import FORMATS, export_hf, export_onnx, export_timm
 from dino_ds.weights.fit import Description, architecture_of
 from dino_ds.weights.load import Backbone, _filled, load
+from tests.sample import sampled
 from tests.weights.originals import images
 
 KINDS = ["vit_small_patch16_224", "vit_small_patch14_dinov2", "vit_small_patch14_reg4_dinov2"]
@@ -58,8 +60,7 @@ def test_only_a_name_that_timm_has_goes_into_an_export(tmp_path, said):
     assert str(said) not in (tmp_path / "out/README.md").read_text()
 
 
-@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "interpolation"), sampled(itertools.product(KINDS, ["dino", "antialias"])))
 def test_plain_form_equals_ours_at_every_size(name, interpolation):
     """The same formula in other kernels, the position embedding by matrix products: 1e-5."""
     model = _backbone(name, interpolation)
@@ -69,8 +70,7 @@ def test_plain_form_equals_ours_at_every_size(name, interpolation):
         torch.testing.assert_close(PlainViT(model.vit)(images(*size)), ours, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [32, 48])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "size"), sampled(itertools.product(KINDS, [32, 48])))
 def test_timm_builds_the_exported_folder(name, size, tmp_path):
     """timm's own loader on our folder, and our one file into its model, strictly: the same features, 1e-5.
 
@@ -102,8 +102,7 @@ def test_timm_builds_a_swiglu_without_layer_scale(tmp_path, stated):
     assert load(tmp_path / "out").vit.arch.swiglu
 
 
-@pytest.mark.parametrize("size", [32, 48])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "size"), sampled(itertools.product(KINDS, [32, 48])))
 def test_transformers_gives_the_same_features(name, size, tmp_path):
     transformers = pytest.importorskip("transformers")
     model, given = _backbone(name, size=size), images(size, size)
@@ -120,20 +119,7 @@ def test_transformers_gives_the_same_features(name, size, tmp_path):
     torch.testing.assert_close(back.features(given), model.features(given), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("interpolation", ["dino", "antialias"])
-def test_transformers_resizes_positions_in_a_third_way(tmp_path, interpolation):
-    """Its Dinov2 without registers and its ViT, at another size than the native one: docs/models.md says so."""
-    transformers = pytest.importorskip("transformers")
-    for i, name in enumerate(KINDS[:2]):
-        model, given = _backbone(name, interpolation), images(48, 64)
-        export_hf(model, tmp_path / f"{i}")
-        theirs = transformers.AutoModel.from_pretrained(tmp_path / f"{i}").eval()
-        more = {"interpolate_pos_encoding": True} if i == 0 else {}
-        off = (theirs(pixel_values=given, **more).last_hidden_state[:, 0] - model.features(given)).abs().max()
-        assert 1e-5 < off < 0.5, off
-
-
-@pytest.mark.parametrize("size", [32, 96, 224])
+@pytest.mark.parametrize("size", [32, *(pytest.param(size, marks=pytest.mark.full) for size in (96, 224))])
 def test_twenty_aspect_ratios_are_cut_as_by_transformers(tmp_path, size):
     """Both of its backends agree with us to the pixel, though a margin be odd: one pixel further is 0.2 off."""
     transformers = pytest.importorskip("transformers")
@@ -228,10 +214,6 @@ class TestNotebook:
         clear, white = Image.new("RGBA", (50, 70), (255, 0, 0, 0)), Image.new("RGB", (50, 70), "white")
         assert model.preprocess(clear).equal(model.preprocess(white))
 
-    def test_images_that_do_not_fit_are_named(self):
-        with pytest.raises(ConfigError, match="multiples of the patch size 8"):
-            _backbone().features(images(33, 32))
-
 
 class TestBadInput:
     @pytest.mark.parametrize(
@@ -240,17 +222,14 @@ class TestBadInput:
             ("a.safetensors", "hello", "not a readable"),
             ("a.pth", "hello", "not a file of weights"),
             ("b.pth", "PK\x03\x04 and no more", "not a readable"),
+            ("a.safetensors", "version https://git-lfs.github.com/spec/v1\noid", "Git LFS in place .*: git lfs pull"),
+            ("a.pth", "<!DOCTYPE html><html>", "a web page in place of the file: download it again"),
         ],
     )
     def test_no_checkpoint(self, tmp_path, name, content, said):
         (tmp_path / name).write_text(content)
         with pytest.raises(CheckpointError, match=said):
             load(tmp_path / name)
-
-    def test_weights_of_something_else(self, tmp_path):
-        safetensors.torch.save_file({"conv1.weight": torch.zeros(3)}, tmp_path / "resnet.safetensors")
-        with pytest.raises(CheckpointError, match=r"no Vision Transformer.*conv1\.weight"):
-            load(tmp_path / "resnet.safetensors")
 
     def test_a_description_of_another_size_is_refused(self, tmp_path):
         model = _backbone()
@@ -259,18 +238,6 @@ class TestBadInput:
         with pytest.raises(CheckpointError, match="the JSON beside the weights describes another network"):
             load(tmp_path / "a.safetensors")
 
-    def test_another_architecture_is_one_line(self):
-        small = _backbone().vit
-        other = Description(dataclasses.replace(small.arch, width=48), SIZE, "dino")
-        with pytest.raises(CheckpointError, match=r"another architecture: \d+ tensors, first blocks.0.attn.proj"):
-            _filled(other, dict(small.state_dict()))
-
-    def test_a_missing_tensor(self):
-        state = dict(_backbone().vit.state_dict())
-        del state["norm.weight"]
-        with pytest.raises(CheckpointError, match=r"lack 1 of .*norm.weight"):
-            _filled(Description(_backbone().vit.arch, SIZE, "dino"), state)
-
     def test_nothing_there(self, tmp_path):
         with pytest.raises(CheckpointError, match="does not exist"):
             load(tmp_path / "nothing")
@@ -278,16 +245,3 @@ class TestBadInput:
             load("n" * 5000)  # longer than a name may be
         with pytest.raises(CheckpointError, match=r"neither a run .* \(no model\.safetensors\)"):
             load(tmp_path)
-
-    def test_architectures_that_transformers_lacks(self, tmp_path):
-        model = _backbone()
-        arch = dataclasses.replace(model.vit.arch, registers=2)
-        with pytest.raises(ConfigError, match="export to timm or onnx"):
-            export_hf(Backbone(VisionTransformer(arch, SIZE), SIZE, "a test", {}), tmp_path / "out")
-        assert not list(tmp_path.iterdir())
-
-    def test_an_out_that_can_not_be_written(self, tmp_path):
-        (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigError, match=r"can't be written.*--out"):
-            export_timm(_backbone(), tmp_path / "file/out")
-        assert [p.name for p in tmp_path.iterdir()] == ["file"]
