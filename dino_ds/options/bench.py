@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -31,6 +31,7 @@ class BenchStepOptions(BenchOptions):
     """images/s, TFLOP/s, MFU, peak memory and the share of each part of the training step"""
 
     compare: str | None = option(None, "KEY=A,B: two values of a key, interleaved in one process")
+    data: bool = option(False, "real images through the loader, so that waiting for data is real")
     steps: _Steps = 10
 
 
@@ -38,7 +39,6 @@ class BenchStepOptions(BenchOptions):
 class BenchLadderOptions(BenchOptions):
     """from the plain DINO step upwards, one optimization at a time: speed and memory of each"""
 
-    only: Literal["all", "engine"] = option("all", "engine: torch's AdamW beside ZeRO 0, 1, 3")
     steps: _Steps = 7
 
 

@@ -20,7 +20,7 @@ class LookDataOptions:
     json: Json = False
 
 
-@command("advise", "dino_ds.planning.advise:run", "train")
+@command("advise", "dino_ds.planning.advise:run", "train", loads_torch=False)
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, and the command to type"""
 

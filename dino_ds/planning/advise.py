@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import textwrap
@@ -202,7 +201,7 @@ def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator
     if channels:
         yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {named}{channels}"
     if data.side > _LARGE_SIDE:
-        yield "large images are slow to decode: dino-ds shard --shrink 512 makes smaller ones once"
+        yield "large images are slow to decode: smaller ones are made once by\n  dino-ds shard --shrink 512"
 
 
 def _embed(weights: str, options: AdviseOptions) -> str:
@@ -215,7 +214,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
     classes = "no labels" if images["classes"] is None else f"{images['classes']:,} classes"
     side = images["side"]
     lines = [
-        *_listed([f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}"], 9),
+        *_wrapped(f"images   {images['images']:,} in {images_of}; {classes}; looked at {images['looked_at']:,}", 9),
         f"size     shorter side {side['min']:,} to {side['max']:,} px, {side['median']:,} in the median; "
         f"{images['channels']} channel(s), {', '.join(images['types'])}",
         f"GPUs     {result['gpus_offered']} x {result['gpu']}" if result["gpu"] else "GPUs     none",
@@ -225,28 +224,12 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
         cells = [[row["setting"]], textwrap.wrap(row["value"], 30), textwrap.wrap(row["why"], 70)]
         filled = [cell + [""] * (max(map(len, cells)) - len(cell)) for cell in cells]
         lines += [f"{a:<14} {b:<31} {c}".rstrip() for a, b, c in zip(*filled, strict=True)]
-    notes = [f"note: {note}" for note in result["notes"]]
-    return "\n".join([*lines, "", _folded(result["command"]), "", *_listed(notes)])
+    notes = [line for note in result["notes"] for line in _wrapped(f"note: {note}")]
+    return "\n".join([*lines, "", result["command"], "", *notes])
 
 
-def _folded(command: str) -> str:
-    """The command over several lines, as a shell takes it: an option and its value on one."""
-    lines = [""]
-    for part in re.split(r" (?=--[a-z])", command):
-        if len(lines[-1]) + len(part) > _WIDTH - 8:
-            lines.append("")
-        lines[-1] += f" {part}" if lines[-1] else part
-    return " \\\n    ".join(lines)
-
-
-def _listed(texts: Sequence[str], indent: int = 2) -> list[str]:
-    """Texts of 120 columns, the commands in them (lines that begin with two spaces) as a shell takes them."""
-    lines = []
-    for part in (part for text in texts for part in text.splitlines()):
-        if part.startswith("  dino-ds "):
-            lines += textwrap.indent(_folded(part.strip()), "  ").splitlines()
-        else:
-            lines += textwrap.wrap(
-                part, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-            )
-    return lines
+def _wrapped(text: str, indent: int = 2) -> list[str]:
+    """A text in 120 columns; a command, on a line of its own, stays whole."""
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * indent, break_long_words=False)
+    wrapper.break_on_hyphens = False
+    return [one for line in text.splitlines() for one in ([line] if "dino-ds" in line else wrapper.wrap(line))]

@@ -65,7 +65,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         loads = loads and finding.level != FAILURE
         yield finding
     if loads:  # the rest needs torch
-        from dino_ds.planning.doctor_machine import look_at_machine
+        from dino_ds.planning.doctor_machine import look_at_images, look_at_machine
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Batch sizes depend on machines that are not looked at.
@@ -73,6 +73,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
         yield from look_at_compilers(config)
         yield from look_at_machine(config, recipe, options.run_dir)
+        yield from () if options.quick else look_at_images(recipe)
 
 
 def look_at_software() -> Iterator[Finding]:

@@ -55,7 +55,6 @@ def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[
     for what, (path, wanted) in (places | {"lists of images": (cache_folder(), 1)}).items():
         yield _disk(what, path, wanted)
     yield from look_at_network()
-    yield from look_at_images(recipe)
 
 
 def look_at_gpus(config: DsConfig) -> Iterator[Finding]:

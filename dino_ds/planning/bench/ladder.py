@@ -48,8 +48,7 @@ _OF_OTHERS = ("channels-last images",)
 
 @dataclass(frozen=True)
 class LadderStep:
-    """The make of a training step. exact: the result stays the same up to rounding. stage: of ZeRO; None for the
-    one that the shipped files take."""
+    """The make of a training step. exact: the result stays the same up to rounding."""
 
     name: str
     exact: bool = True
@@ -60,7 +59,6 @@ class LadderStep:
     onednn: bool = False
     engine: bool = False
     precision: str = "fp32"
-    stage: int | None = None
     batched_stochastic_depth: bool = False
     dino_alone: bool = False
 
@@ -95,15 +93,6 @@ def last_without_engine() -> LadderStep:
     return [step for step in all_steps() if not step.engine][-1]
 
 
-def engine_steps() -> list[LadderStep]:
-    """The same step with torch's AdamW alone, then in DeepSpeed's engine at three stages."""
-    plain = dataclasses.replace(last_without_engine(), name="plain torch AdamW")
-    return [plain, *(dataclasses.replace(plain, name=f"ZeRO {n}", engine=True, stage=n) for n in (0, 1, 3))]
-
-
-SELECTIONS = {"all": all_steps, "engine": engine_steps}
-
-
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
     """Why this step can't be measured here; None if it can."""
     cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
@@ -136,7 +125,7 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
         recipe = _dino_alone(recipe)
     levers = fitting_levers(recipe, step.performance)
     if step.engine:
-        stage = step.stage if step.stage is not None else 0 if step.precision == "fp32" else 1
+        stage = 0 if step.precision == "fp32" else 1
         ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
         ds |= {"dino_ds": dataclasses.asdict(levers)}
         ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
@@ -161,18 +150,17 @@ def _dino_alone(recipe: Recipe) -> Recipe:
 
 @dataclass
 class _Measured:
-    """One ladder step. losses: of each training step; stage: ZeRO's, as the engine runs it, None without an engine."""
+    """One ladder step. losses: of each training step."""
 
     memory: ChildResult
-    stage: int | None = None
     losses: list[float] = field(default_factory=list)
     parts: PartTimes = field(default_factory=lambda: PartTimes(device()))
 
 
 def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
-    """Measure every step of a selection that this host can run."""
+    """Measure every step that this host can run."""
     batch = begin(options.batch, options.threads, "bench ladder")
-    steps = SELECTIONS[options.only]()
+    steps = all_steps()
     skipped = {step.name: why_skipped(step, recipe) for step in steps}
     measured, runs = dict[str, _Measured](), dict[str, Callable[[], None]]()
     for step in (step for step in steps if skipped[step.name] is None):
@@ -181,7 +169,7 @@ def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
     timings = time_interleaved(runs, options.steps, options.warmup, device())
     rows = [{**row, "skipped": skipped[row["name"]]} for row in _rows(steps, measured, timings, batch)]
     first = steps[0].name
-    result = about(recipe, batch) | {"only": options.only, "ladder_steps": rows, **_together(rows)}
+    result = about(recipe, batch) | {"ladder_steps": rows, **_together(rows)}
     result |= {"imports_mib": measured[first].memory.imports_mib, "clock": timings[first].clock}
     print_result(_page(result), result, options.json)
 
@@ -194,11 +182,10 @@ def _prepare(
     if torch.cuda.is_available():
         peak = GpuPeak()
     else:
-        given: dict[str, Any] = {"only": options.only, "name": step.name, "batch": batch}
-        given["recipe"] = recipe.model_dump(mode="json")
+        given: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
         memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", options.threads, **given)
     trial = build_ladder_step(step, recipe, batch)
-    found = _Measured(memory, trial.step.engine.config.stage if step.engine else None)
+    found = _Measured(memory)
 
     def train() -> None:
         found.losses.append(float(_run(step, trial)))
@@ -210,9 +197,9 @@ def _prepare(
     return found, train
 
 
-def take_ladder_step(only: str, name: str, recipe: dict[str, Any], batch: int) -> None:
+def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
     """Run a few steps in the process whose memory is measured."""
-    step = next(step for step in SELECTIONS[only]() if step.name == name)
+    step = next(step for step in all_steps() if step.name == name)
     trial = build_ladder_step(step, Recipe.model_validate(recipe), batch)
     for _ in range(MEMORY_STEPS):
         _run(step, trial)
@@ -236,7 +223,6 @@ def _rows(
         if found := measured.get(step.name):
             timing, spent, losses = timings[step.name], found.parts.read(), found.losses[:FIRST]
             row |= {
-                "stage": found.stage,
                 "images_per_second": batch / timing.seconds,
                 "step_seconds": timing.seconds,
                 "speedup_step": before / timing.seconds,
@@ -269,11 +255,9 @@ def _page(result: dict[str, Any]) -> str:
     shown = [part for part in PARTS if part != "data"]
     rows, parts = [], []
     for row in (row for row in result["ladder_steps"] if not row["skipped"]):
-        name, stage = row["name"], row["stage"]
-        run_as = f", run as {stage}" if name.startswith("ZeRO") and not name.endswith(str(stage)) else ""
         rows.append(
             (
-                name + run_as,
+                row["name"],
                 "exact" if row["exact"] else "not exact",
                 short(row["images_per_second"]),
                 f"{row['step_seconds']:.4g}",
@@ -283,7 +267,7 @@ def _page(result: dict[str, Any]) -> str:
                 f"{row['peak_memory_mib']:.0f}",
             )
         )
-        parts.append((name, *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown)))
+        parts.append((row["name"], *(f"{1000 * row['parts_seconds'][part]:.0f}" for part in shown)))
     first = result["ladder_steps"][0]
     libraries = f" (libraries take {result['imports_mib']:.0f} of them)" if result["imports_mib"] else ""
     header = ("step", "result", "images/s", "s", "spread", "× before", "× first", "peak MiB")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
@@ -22,7 +24,15 @@ from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tfl
 from dino_ds.planning.measure.memory import MIB, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.planning.measure.trial import MEMORY_STEPS, begin, build_trial, free_memory, resolve
+from dino_ds.planning.measure.trial import (
+    MEMORY_STEPS,
+    begin,
+    build_trial,
+    free_memory,
+    real_feed,
+    resolve,
+    run_on_data,
+)
 
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
 """The settings that are compared: recipe and ds JSON by name."""
@@ -34,6 +44,10 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     Raises ConfigError for a setting that does not exist.
     """
     settings = _settings(recipe, ds, ds_path, options.compare)
+    if options.data and options.compare:
+        raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
+    if options.data and recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture:
+        raise ConfigError("--data needs images: --data.root FOLDER, or --data.source photos for the embedded ones")
     batch = begin(options.batch, options.threads)
     resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}
     if torch.cuda.is_available():  # one at a time: two may not fit
@@ -84,17 +98,29 @@ def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
     """Time the settings, interleaved. memory: of each, if known; a GPU's is measured here, for one setting."""
-    peak, waits = None if memory else GpuPeak(), distributed.world_size() > 1
+    peak, waits = None if memory else GpuPeak(), options.data or distributed.world_size() > 1
     parts = {name: PartTimes(device(), waits) for name in resolved}
-    runs = {name: parts[name].after(options.warmup, build_trial(*pair).run) for name, pair in resolved.items()}
-    timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
+    with ExitStack() as feeds:
+        steps = {name: _step_of(*pair, feeds if options.data else None) for name, pair in resolved.items()}
+        runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
+        timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
+    steps.clear()
     runs.clear()
     free_memory()
     return [
         {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name])}
         for name, pair in resolved.items()
     ]
+
+
+def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Callable[[], object]:
+    """The step of one setting, on real images where `feeds` closes their loader."""
+    trial = build_trial(recipe, config)
+    if feeds is None:
+        return trial.run
+    feed = feeds.enter_context(closing(real_feed(recipe, trial)))
+    return lambda: run_on_data(trial, feed, recipe.seed)
 
 
 def _summary(
