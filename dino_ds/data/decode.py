@@ -52,13 +52,6 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 """The turn of an image by its EXIF orientation; with 1 and anything unknown it is upright already."""
 
 
-def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
-    """uint8 (h, w, 3), upright; an animation's first frame. Raises UnreadableImage, also for more than 8 bits."""
-    image = EncodedImage(data, name, max_pixels)
-    check_channels(image, 3, name)
-    return image.decode()
-
-
 def load_image(
     source: Source, index: int, value_range: ValueRange | None, channels: int = 3
 ) -> Image.Image | np.ndarray:

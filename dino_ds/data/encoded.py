@@ -51,6 +51,42 @@ class EncodedImages(ABC):
         return values if image.deep or image.channels != 3 else Image.fromarray(values)
 
 
+class RowImages(EncodedImages):
+    """Images that are rows of files, file after file.
+
+    _parts: what holds the rows of each file, such as /images, or ""; _ends: the number of images up to each file's end.
+    """
+
+    _parts: list[str]
+    _ends: np.ndarray
+
+    def __init__(self, files: list[str]) -> None:
+        self._files = [os.path.abspath(file) for file in files]
+        self.notes: list[str] = []
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def name(self, index: int) -> str:
+        file, row = self._find(index)
+        part = self._parts[file]
+        return printable(f"{self._files[file]}{part and f':{part}'}/{row}")
+
+    def member(self, index: int) -> str:
+        file, row = self._find(index)
+        return f"{os.path.splitext(os.path.basename(self._files[file]))[0]}{self._parts[file]}/{row:09d}"
+
+    def file_time(self, index: int) -> int:
+        """Time of the file's last change in nanoseconds. Raises OSError."""
+        return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """File, and row of the file."""
+        index = range(len(self))[index]
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return file, index - (int(self._ends[file - 1]) if file else 0)
+
+
 class ListedImages(EncodedImages):
     """Encoded images whose names and labels are in a Listing: in memory once a machine, pickled as a path."""
 

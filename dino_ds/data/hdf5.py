@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.data.base import UnreadableImage, find_placeholder
-from dino_ds.data.encoded import MAX_BYTES, EncodedImages
+from dino_ds.data.encoded import MAX_BYTES, RowImages
 from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
@@ -27,7 +27,7 @@ _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
 
 
-class Hdf5Images(EncodedImages):
+class Hdf5Images(RowImages):
     """The images of a dataset, file after file in the order given: the one called `name`, or the one that fits.
 
     An array is read as a .npy file of it would be. Numbers next to it, one an image, called as in `_LABELS`, are its
@@ -37,16 +37,16 @@ class Hdf5Images(EncodedImages):
 
     def __init__(self, files: list[str], name: str | None = None) -> None:
         import_h5py()
-        self._files = [os.path.abspath(file) for file in files]
-        self._names, counts, labels = list[str](), list[int](), list[np.ndarray | None]()
-        self.notes: list[str] = []
+        super().__init__(files)
+        counts, labels = list[int](), list[np.ndarray | None]()
+        self._parts = []
         for file in self._files:
             try:
                 with _open(file) as opened:
                     dataset = _named(opened, name) if name is not None else _only(opened)
                     if problem := _problem(dataset):
                         raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
-                    self._names.append(dataset.name)
+                    self._parts.append(dataset.name)
                     self.notes += _note_chunks(dataset, file)
                     counts.append(len(dataset))
                     labels.append(_labels_beside(opened, dataset, self.notes))
@@ -58,13 +58,10 @@ class Hdf5Images(EncodedImages):
         self._ends = np.cumsum(counts)
         self.labels, self.classes = _number(labels)
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
     def read(self, index: int) -> bytes:
         file, row = self._find(index)
         try:
-            value = _dataset(os.getpid(), self._files[file], self._names[file])[row]
+            value = _dataset(os.getpid(), self._files[file], self._parts[file])[row]
             if isinstance(value, np.void):  # opaque bytes of one length
                 return value.tobytes()
             if value.dtype == np.uint8 and value.ndim == 1:
@@ -78,23 +75,6 @@ class Hdf5Images(EncodedImages):
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row")
         return data
-
-    def name(self, index: int) -> str:
-        file, row = self._find(index)
-        return printable(f"{self._files[file]}:{self._names[file]}/{row}")
-
-    def member(self, index: int) -> str:
-        file, row = self._find(index)
-        return f"{os.path.splitext(os.path.basename(self._files[file]))[0]}{self._names[file]}/{row:09d}"
-
-    def file_time(self, index: int) -> int:
-        """Time of the HDF5 file's last change in nanoseconds. Raises OSError."""
-        return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
-
-    def _find(self, index: int) -> tuple[int, int]:
-        index = range(len(self))[index]
-        file = int(np.searchsorted(self._ends, index, side="right"))
-        return file, index - (int(self._ends[file - 1]) if file else 0)
 
 
 def import_h5py() -> Any:

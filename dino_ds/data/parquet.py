@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dino_ds.data.base import UnreadableImage, find_placeholder
-from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
@@ -25,7 +24,7 @@ _LOOKED_AT, _NUMBERS = 64, 1 << 16
 """Rows that are read at a time to see whether they have bytes, and rows of plain numbers."""
 
 
-class ParquetImages(EncodedImages):
+class ParquetImages(RowImages):
     """The rows of Parquet files, file after file in the order given.
 
     The image column is of type binary or struct with `bytes`; a label column of whole numbers or texts gives classes,
@@ -35,9 +34,8 @@ class ParquetImages(EncodedImages):
 
     def __init__(self, files: list[str]) -> None:
         parquet = import_parquet()
-        self._files = [os.path.abspath(file) for file in files]
-        first, groups, labels, has_bytes = 0, [], list[Any](), False
-        self.notes: list[str] = []
+        super().__init__(files)
+        first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
         for number, file in enumerate(self._files):
             try:
                 opened = parquet.ParquetFile(file)
@@ -46,7 +44,7 @@ class ParquetImages(EncodedImages):
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
                 _check_alike(schema, opened.schema_arrow, self._column, label, (self._files[0], file))
                 for group in range(opened.num_row_groups):
-                    groups.append((first, number, group))
+                    groups.append((first, group))
                     first += opened.metadata.row_group(group).num_rows
                     if _bytes_of(opened, group, self._column) > _MOST_BYTES:
                         raise DataError(
@@ -58,6 +56,7 @@ class ParquetImages(EncodedImages):
                         labels += itertools.chain.from_iterable(
                             part.to_pylist() for part in _read_parts(opened, group, label)
                         )
+                ends.append(first)
             except DataError:
                 raise
             except Exception as error:  # pyarrow has its own family of errors beside Python's
@@ -70,16 +69,16 @@ class ParquetImages(EncodedImages):
                 f"{printable(self._files[0])} has no bytes in its column {self._column}: write the paths that it "
                 "has into a .txt list, one a line, and give that as data.root"
             )
-        self._rows, self._groups = first, np.array(groups, np.int64)
+        self._ends, self._groups = np.array(ends), np.array(groups, np.int64)
+        self._parts = [""] * len(files)
         self.labels, self.classes = _number(labels, _class_names(schema, label)) if label is not None else (None, None)
 
-    def __len__(self) -> int:
-        return self._rows
-
     def read(self, index: int) -> bytes:
-        file, group, row = self._find(index)
+        index = range(len(self))[index]
+        place = np.searchsorted(self._groups[:, 0], index, side="right") - 1
+        first, group = self._groups[place].tolist()
         try:
-            data = _read_group(self._files[file], group, self._column)[row].as_py()
+            data = _read_group(self._files[self._find(index)[0]], group, self._column)[index - first].as_py()
         except Exception as error:  # as above
             raise UnreadableImage(self.name(index), f"Parquet: {one_line(error, 200)}") from None
         if isinstance(data, dict):
@@ -87,28 +86,6 @@ class ParquetImages(EncodedImages):
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
-
-    def name(self, index: int) -> str:
-        file, row = self._row_of_file(index)
-        return printable(f"{file}/{row}")
-
-    def member(self, index: int) -> str:
-        file, row = self._row_of_file(index)
-        return f"{os.path.splitext(os.path.basename(file))[0]}/{row:09d}"
-
-    def file_time(self, index: int) -> int:
-        """Time of the Parquet file's last change in nanoseconds. Raises OSError."""
-        return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
-
-    def _find(self, index: int) -> tuple[int, int, int]:
-        """File, row group of the file, row of the group."""
-        place = int(np.searchsorted(self._groups[:, 0], range(self._rows)[index], side="right")) - 1
-        first, file, group = self._groups[place].tolist()
-        return file, group, index - first
-
-    def _row_of_file(self, index: int) -> tuple[str, int]:
-        file = self._find(index)[0]
-        return self._files[file], index - int(self._groups[np.searchsorted(self._groups[:, 1], file), 0])
 
 
 def import_parquet() -> Any:

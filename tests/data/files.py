@@ -9,6 +9,7 @@ import zlib
 import numpy as np
 from PIL import Image
 
+from dino_ds.data.decode import EncodedImage, check_channels
 from dino_ds.data.sources import build_source
 
 ORANGE = (240, 120, 40)
@@ -26,6 +27,13 @@ def encoded(image: Image.Image, form: str, **options) -> bytes:
     stream = io.BytesIO()
     image.save(stream, form, **options)
     return stream.getvalue()
+
+
+def decode_rgb(data: bytes, name: str, max_pixels: int | None) -> np.ndarray:
+    """uint8 (h, w, 3), upright; an animation's first frame. Raises UnreadableImage, also for more than 8 bits."""
+    image = EncodedImage(data, name, max_pixels)
+    check_channels(image, 3, name)
+    return image.decode()
 
 
 def png(value: int) -> bytes:

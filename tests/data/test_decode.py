@@ -17,9 +17,9 @@ from dino_ds.config.sections import DataSection
 from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
-from dino_ds.data.decode import MAX_PIXELS, EncodedImage, decode_rgb, open_image
+from dino_ds.data.decode import MAX_PIXELS, EncodedImage, open_image
 from dino_ds.data.images import PILLOW, to_rgb
-from tests.data.files import ORANGE, Arrays, encoded, photo, png_of
+from tests.data.files import ORANGE, Arrays, decode_rgb, encoded, photo, png_of
 
 LIMIT = 10**7
 

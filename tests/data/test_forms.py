@@ -240,7 +240,9 @@ def test_other_kinds_are_counted_by_what_helps(tmp_path):
     with pytest.raises(DataError, match=r"no images under .*x\.tar\.gz: unpack them"):
         read(tmp_path / "e")
     (tmp_path / "d/ok.jpe").write_bytes(png(1))
-    assert read(tmp_path / "d").notes == notes
+    os.utime(tmp_path / "d", (1, 1))
+    for _ in range(2):  # the second time from the cache
+        assert read(tmp_path / "d").notes == notes
     assert read(tar(tmp_path / "s/a.tar", ("ok.png", 1), *((name, b"x") for name in names))).notes == notes
     (tmp_path / "s/b.tar.gz").write_bytes(b"")
     assert read(tmp_path / "s").notes[-1] == notes[-1].replace("2 files", "1 files").replace("x.tar.gz", "b.tar.gz")

@@ -116,19 +116,6 @@ def test_kinds_that_tifffile_lets_nobody_set_are_left_alone(monkeypatch):
     assert np.array_equal(stored(file.getvalue(), 5), bands)
 
 
-def test_thumbnails_and_overviews_are_not_bands():
-    stream = io.BytesIO()
-    with tifffile.TiffWriter(stream) as file:
-        file.write(BANDS, subifds=1, **CONTIG)
-        file.write(BANDS[::2, ::2], subfiletype=1, **CONTIG)
-    np.testing.assert_array_equal(stored(stream.getvalue()), BANDS)
-    stream = io.BytesIO()
-    with tifffile.TiffWriter(stream) as file:
-        file.write(BANDS[..., 0], metadata=None)
-        file.write(BANDS[::2, ::2, 0], subfiletype=1, metadata=None)
-    np.testing.assert_array_equal(stored(stream.getvalue(), 1), BANDS[..., 0])
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

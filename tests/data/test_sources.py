@@ -112,21 +112,6 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_images_of_kinds_that_nothing_reads_are_counted(tmp_path):
-    """Also where the list of files comes from the cache, and beside what has no image's ending at all."""
-    for name in ("IMG_2.HEIC", "raw/IMG_1.dng", "notes.json", "a.JFIF", ".b.heic"):
-        (tmp_path / "images/raw").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "images" / name).touch()
-        os.utime((tmp_path / "images" / name).parent, (1, 1))
-    note = "2 files that can't be read are left out, such as IMG_2.HEIC: convert them to JPEG, PNG or TIFF"
-    for _ in range(2):
-        source = read(tmp_path / "images")
-        assert len(source) == 1 and source.notes == [note]
-    (tmp_path / "images/a.JFIF").unlink()
-    with pytest.raises(DataError, match=rf"^no images under .*; {re.escape(note)}$"):
-        read(tmp_path / "images")
-
-
 def test_folder_without_images_names_the_one_beside_it_that_has_some(tmp_path):
     """train before names like its own; without files, and without images."""
     for name in ("images2", "imagse", "other"):

@@ -17,7 +17,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.cutting import EvalCrop, RandomCrop
-from dino_ds.data.decode import EncodedImage, decode_rgb, load_image, open_image
+from dino_ds.data.decode import EncodedImage, load_image, open_image
 from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
@@ -25,7 +25,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from tests.data.files import Arrays, Files, encoded, photo, png16, ppm, tiff
+from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks
 
 FULL = (0.0, 65535.0)

@@ -12,18 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tifffile
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.decode import EncodedImage, decode_rgb
+from dino_ds.data.decode import EncodedImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import UserError
-from tests.data.files import encoded, png_chunk, png_of
-from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif
+from tests.data.files import decode_rgb, encoded, png_chunk, png_of
+from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif, with_tags
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 
@@ -129,21 +128,11 @@ def test_bombs(name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def _with_tags(data: bytes, **values: int) -> bytes:
-    """A TIFF whose first page says other numbers."""
-    changed, page = bytearray(data), tifffile.TiffFile(io.BytesIO(data)).pages[0]
-    for name, value in values.items():
-        tag = page.tags[name]
-        size = (tifffile.TIFF.DATA_FORMATS[tag.dtype].endswith("H") and 2) or 4
-        changed[tag.valueoffset : tag.valueoffset + size] = min(value, 2 ** (8 * size) - 1).to_bytes(size, "little")
-    return bytes(changed)
-
-
 RASTER_BOMBS = {
     "NumPy of 10^9 x 10^9": lambda: npy(BANDS)[:128].replace(b"(40, 48, 6), ", b"(10**9,10**9)"),
-    "TIFF of 2^32 x 2^32": lambda: _with_tags(tif(BANDS, **CONTIG), ImageWidth=2**32, ImageLength=2**32),
-    "TIFF of 65,535 bands": lambda: _with_tags(tif(BANDS, **CONTIG), SamplesPerPixel=2**16),
-    "TIFF of tiles of 2^31 x 2^31": lambda: _with_tags(
+    "TIFF of 2^32 x 2^32": lambda: with_tags(tif(BANDS, **CONTIG), ImageWidth=2**32 - 1, ImageLength=2**32 - 1),
+    "TIFF of 65,535 bands": lambda: with_tags(tif(BANDS, **CONTIG), SamplesPerPixel=2**16 - 1),
+    "TIFF of tiles of 2^31 x 2^31": lambda: with_tags(
         tif(BANDS, tile=(16, 16), compression="lzw", **CONTIG), TileWidth=2**31, TileLength=2**31
     ),
     "TIFF of a million pages": lambda: tif(BANDS[..., 0], imagej=True).replace(b"images=1", b"images=9" * 9),
