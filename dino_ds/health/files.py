@@ -42,56 +42,6 @@ class Event(str):
         return json.dumps({"time": now(), "kind": self.kind, "line": self, **self.facts})
 
 
-def create_exclusively(path: Path, text: str) -> bool:
-    """Create `path`, which appears with its whole text; whether no other process or host was faster. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    try:
-        temporary.write_text(text)
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise
-        return _create_without_links(path, text)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    return True
-
-
-def _create_without_links(path: Path, text: str) -> bool:
-    """Create the file on a network or FUSE disk without hard links; a reader may see it empty for a moment."""
-    try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    except FileExistsError:
-        return False
-    try:
-        append_whole(descriptor, text.encode())
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def append_line(path: Path, text: str) -> None:
-    """Append in one write, so that lines of several processes don't mix; nothing if folder or room is missing."""
-    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
-        append_whole(file.fileno(), f"{text}\n".encode())
-
-
-def now() -> str:
-    """The time, such as "2026-11-21T16:47:54Z": UTC, so that all machines agree and lines can be sorted."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def stamped(text: str) -> str:
-    """Lines as log.txt has them: the time, a space, the line."""
-    return "\n".join(f"{now()} {line}" for line in text.split("\n"))
-
-
 class Disk:
     """Runs file operations in a thread with a time limit. While one hangs, later ones are skipped at once."""
 
@@ -113,3 +63,41 @@ class Disk:
         self._thread.start()
         self._thread.join(self._limit_seconds)
         return values[0] if values else otherwise
+
+
+def create_exclusively(path: Path, text: str) -> bool:
+    """Create `path`, which appears with its whole text; whether no other process or host was faster. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
+        try:
+            with path.open("x") as file:  # on a disk without hard links; a reader may see it empty for a moment
+                file.write(text)
+        except FileExistsError:
+            return False
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append in one write, so that lines of several processes don't mix; nothing if folder or room is missing."""
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        append_whole(file.fileno(), f"{text}\n".encode())
+
+
+def now() -> str:
+    """The time, such as "2026-11-21T16:47:54Z": UTC, so that all machines agree and lines can be sorted."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def stamped(text: str) -> str:
+    """Lines as log.txt has them: the time, a space, the line."""
+    return "\n".join(f"{now()} {line}" for line in text.split("\n"))

@@ -68,10 +68,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process of this machine in at a time, waiting a second at most; all if the disk has no such locks.
-
-        Else, while one puts back a new lock that it took for the stale one, a third could make its own.
-        """
+        """Let one process of this machine in at a time, waiting a second at most; all if the disk has no such locks."""
         folder = os.open(self.run_dir, os.O_RDONLY)
         try:
             for _ in range(_TRIES):
@@ -176,30 +173,21 @@ class RunLock:
         except OSError:
             now = time.time()
         if touched > now:
-            # Dated ahead by a wrong clock: from now on it ages, unless its holder touches it again.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a clock was wrong: it ages, unless its holder touches it again
                 os.utime(self._path, (now, now))
         return now - touched
 
     def _remove_stale(self) -> str:
-        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError if the holder is running."""
+        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError if the holder is running.
+
+        Where a process of another machine has just done the same, its holder is told by `refresh`.
+        """
         text = self._read()
         if text is None:
             return ""
         if problem := self._in_use(text):
             raise ConfigError(problem)
-        aside = self._path.with_name(f".lock.stale.{socket.gethostname()}.{os.getpid()}")
-        try:
-            self._path.rename(aside)
-        except FileNotFoundError:
-            return ""
-        is_another = aside.read_text() != text
-        if is_another:  # of a process that was faster: put its new lock back
-            with contextlib.suppress(OSError):
-                os.link(aside, self._path)
-        aside.unlink()
-        if is_another:
-            return ""
+        self._path.unlink(missing_ok=True)
         holder = _parse(text)
         whose = f" of pid {holder.pid} on {holder.host}, which is gone," if holder else ", which could not be read,"
         return f"{self._path}{whose} was taken over"

@@ -19,9 +19,15 @@ from dino_ds.errors import STOP_SIGNALS
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk, append_line
 from dino_ds.health.lock import RunLock
-from dino_ds.health.monitored import RankProcess, Standstill
-from dino_ds.health.processes import death_of, launchers_above
-from dino_ds.health.records import Failure, Heartbeat, Heartbeats, describe_death, describe_hang, last_checkpoint
+from dino_ds.health.processes import RankProcess, Standstill, death_of, launchers_above
+from dino_ds.health.records import (
+    Failure,
+    Heartbeat,
+    Heartbeats,
+    describe_death,
+    describe_hang,
+    last_checkpoint,
+)
 
 PUBLISH_SECONDS = 2.0
 _TICK_SECONDS = 0.5
@@ -83,9 +89,6 @@ class SharedFolder:
         place = self._path / f"hang-{self._beat.step}.txt"
         self.heartbeats.disk.run(lambda: append_line(place, text), None)
         return place
-
-    def with_checkpoint(self, message: str) -> str:
-        return f"{message}; {last_checkpoint(self._path)}"
 
     def give_back(self) -> None:
         """Release the lock, and remove what this start has left in a folder without a run."""
@@ -165,7 +168,7 @@ class MonitorProcess:
             self._end_rank(message, "hang")
         else:
             self._standstill.reported = True
-            self._say(self._folder.with_checkpoint(message), "warning")
+            self._say(f"{message}; {self._checkpoint}", "warning")
 
     def _write_stacks(self) -> Path:
         where = f"step {self._beat.step}, {self._beat.phase}, {self._beat.where}"
@@ -173,28 +176,14 @@ class MonitorProcess:
         return self._folder.append_stacks(f"{head}\n{self._rank.read_stacks()}\n")
 
     def _heartbeat(self) -> Heartbeat:
-        arguments, beat = self._arguments, self._beat
-        code, message = beat.last_words
-        return Heartbeat(
-            rank=arguments.rank,
-            host=socket.gethostname(),
-            pid=arguments.pid,
-            started=arguments.started,
-            time=time.time(),
-            step=beat.step,
-            phase=beat.phase,
-            where=beat.where,
-            moves=beat.moves,
-            seconds_since_progress=round(self._standstill.seconds, 1),
-            stopped=self._rank.stopped,
-            ended=beat.ended,
-            code=code,
-            message=message,
-        )
+        about, beat = self._arguments, self._beat
+        who = (about.rank, socket.gethostname(), about.pid, about.started, time.time())
+        place = (beat.step, beat.phase, beat.where, beat.moves, round(self._standstill.seconds, 1))
+        return Heartbeat(*who, *place, self._rank.stopped, beat.ended, *beat.last_words)
 
     def _end_rank(self, message: str, kind: str = "") -> None:
         """End the rank; only then, as that needs the disk, report a failure of this `kind` ("" if it is reported)."""
-        message = self._folder.with_checkpoint(message) if kind else message
+        message = f"{message}; {self._checkpoint}" if kind else message
         self._beat.end("error", PEER_LOST, message)
         self._rank.end()
         if kind:
@@ -209,6 +198,10 @@ class MonitorProcess:
         if not self._beat.listed or self._folder.heartbeats.claim(failure) is not False:
             self._say(message)
 
+    @property
+    def _checkpoint(self) -> str:
+        return last_checkpoint(Path(self._arguments.run_dir))
+
     def _say(self, message: str, kind: str = "error") -> None:
         self._terminal.run(lambda: print(f"dino_ds: {kind}: {message}", file=sys.stderr, flush=True), None)
 
@@ -216,8 +209,8 @@ class MonitorProcess:
         """Publish how the rank has ended; the monitor of rank 0 gives the run folder back."""
         beat, arguments = self._beat, self._arguments
         if not beat.ended:
-            message = describe_death(f"rank {arguments.rank}", death_of(arguments.pid), beat.step, beat.where)
-            message = self._folder.with_checkpoint(message)
+            how = describe_death(f"rank {arguments.rank}", death_of(arguments.pid), beat.step, beat.where)
+            message = f"{how}; {self._checkpoint}"
             if beat.listed:
                 self._report("died", message)
             beat.end("error", PEER_LOST, message)

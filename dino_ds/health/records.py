@@ -172,13 +172,12 @@ class Heartbeats:
             with contextlib.suppress(OSError):
                 times[rank] = self.path(rank).stat().st_mtime
         due = max(times.values(), default=0.0) - SILENT_SECONDS
-        ended = {rank for rank, beat in by_rank.items() if beat.ended}
-        silent = [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]
-        if silent:
-            return [by_rank.get(rank, rank) for rank in silent]
-        if stopped := [beat for beat in by_rank.values() if beat.stopped]:
-            return [*stopped]
         running = [beat for beat in by_rank.values() if not beat.ended]
+        ended = by_rank.keys() - {beat.rank for beat in running}
+        if silent := [rank for rank in range(world_size) if times.get(rank, -1.0) < due and rank not in ended]:
+            return [by_rank.get(rank, rank) for rank in silent]
+        if stopped := [beat for beat in running if beat.stopped]:
+            return [*stopped]
         fewest = min((beat.moves for beat in running), default=0)
         late = [beat for beat in running if beat.moves == fewest]
         return [*late] if len(late) < len(running) else []
@@ -224,8 +223,3 @@ def last_checkpoint(run_dir: Path) -> str:
     if step is None:
         return f"{folder} can't be read: the disk does not answer"
     return f"last complete checkpoint: step {step} in {folder}" if step else "there is no checkpoint yet"
-
-
-def append_record(path: Path, record: dict[str, object]) -> None:
-    """Append a line of JSON; nothing if the run folder was never made, or the disk does not answer."""
-    Disk().run(lambda: append_line(path, json.dumps(record)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,29 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from dino_ds.basics.text_file import read_lines
-from dino_ds.errors import (
-    STOPPED,
-    CheckpointError,
-    ConfigError,
-    NumericError,
-    OutOfMemory,
-    PeerError,
-    Stopped,
-    StorageError,
-    UserError,
-)
+from dino_ds.errors import STOPPED, Stopped, UserError
 from dino_ds.launching.launch import PARENT
 from dino_ds.run.caller import Callback, Caller
 
-_ERRORS: dict[int, type[UserError]] = {
-    error.exit_code: error
-    for error in (ConfigError, CheckpointError, NumericError, StorageError, PeerError, OutOfMemory, Stopped)
-}
 _TICK_SECONDS = 0.2
 
 
@@ -45,10 +29,9 @@ def launch_from_python(words: list[str], folders: Iterable[Path], callbacks: Ite
     asks the ranks to save and stop) or one before there is anything to save, and what a callback has raised, after
     which the ranks save and stop, too.
     """
-    caller, new_lines = Caller(callbacks), [_NewLines(folder / "metrics.jsonl") for folder in folders]
+    caller, new_lines = Caller(callbacks), [NewLines(folder / "metrics.jsonl") for folder in folders]
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     with tempfile.TemporaryFile() as file:  # not a pipe: it would break, with the ranks, when this program dies
-        output = _Output(file.fileno())
         process = subprocess.Popen(
             [sys.executable, "-m", "dino_ds", *words],
             stdin=subprocess.DEVNULL,
@@ -57,8 +40,22 @@ def launch_from_python(words: list[str], folders: Iterable[Path], callbacks: Ite
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), PARENT: str(os.getpid())},
             start_new_session=True,  # a terminal's Ctrl-C is for this process, which passes it on
         )
+        output, asked, ended, interrupted = Output(file), False, False, False
         try:
-            interrupted = _follow(process, output, new_lines, caller)
+            while not ended:
+                try:
+                    ended = process.poll() is not None
+                    output.show()
+                    for lines in new_lines:
+                        for line in lines:
+                            caller.tell(line)
+                    if caller.error is not None and not asked:
+                        asked = True
+                        process.terminate()
+                    time.sleep(0 if ended else _TICK_SECONDS)
+                except KeyboardInterrupt:
+                    interrupted = True
+                    process.send_signal(signal.SIGINT)
         finally:
             process.terminate()
             process.wait()
@@ -68,30 +65,11 @@ def launch_from_python(words: list[str], folders: Iterable[Path], callbacks: Ite
         raise output.error(process.returncode, interrupted)
 
 
-def _follow(process: subprocess.Popen[bytes], output: _Output, new_lines: list[_NewLines], caller: Caller) -> bool:
-    """Pass everything on until the process has ended; whether Ctrl-C was pressed."""
-    asked = ended = interrupted = False
-    while not ended:
-        try:
-            ended = process.poll() is not None
-            output.show()
-            for line in chain(*new_lines):
-                caller.tell(line)
-            if caller.error is not None and not asked:
-                asked = True
-                process.terminate()
-            time.sleep(0 if ended else _TICK_SECONDS)
-        except KeyboardInterrupt:
-            interrupted = True
-            process.send_signal(signal.SIGINT)
-    return interrupted
-
-
-class _Output:
+class Output:
     """The file that the child prints into; its error lines say why the child has ended."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._place, self._rest = descriptor, 0, b""
+    def __init__(self, file: IO[bytes]) -> None:
+        self._descriptor, self._place, self._rest = file.fileno(), 0, b""
         self._errors, self._stopped = list[str](), ""
 
     def show(self) -> None:
@@ -99,15 +77,12 @@ class _Output:
         while data := os.pread(self._descriptor, 1 << 16, self._place):  # the child writes at the file's own place
             self._place += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                self._take(line.decode(errors="replace"))
-
-    def _take(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-        if found := re.match(r"dino_ds: (?:\S+: )?error: (.*)", line):
-            self._errors.append(found[1])
-        elif line.startswith("stopped "):
-            self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
+            for line in (line.decode(errors="replace") for line in lines):
+                print(line, file=sys.stderr, flush=True)
+                if found := re.match(r"dino_ds: (?:\S+: )?error: (.*)", line):
+                    self._errors.append(found[1])
+                elif line.startswith("stopped "):
+                    self._stopped = line.removeprefix("stopped ").partition(". To continue")[0].strip()
 
     def error(self, code: int, interrupted: bool = False) -> BaseException:
         """The exception that stands for exit code `code`."""
@@ -118,21 +93,21 @@ class _Output:
             return Stopped("stopped on request, before this start had anything to save")
         if code == STOPPED:
             return Stopped(f"stopped {self._stopped}; the same with resume=True continues it")
-        of_ranks = [line for line in self._errors if not re.match(r"rank \d+ ended with code", line)]  # by launch
-        text = "\n".join(dict.fromkeys(of_ranks or self._errors)) or f"dino-ds launch has ended with code {code}"
-        return _ERRORS[code](text) if code in _ERRORS else RuntimeError(f"{text} (exit code {code})")
+        text = "\n".join(dict.fromkeys(self._errors)) or f"dino-ds launch has ended with code {code}"
+        kinds = {kind.exit_code: kind for kind in reversed(UserError.__subclasses__())}
+        return kinds[code](text) if code in kinds else RuntimeError(f"{text} (exit code {code})")
 
 
-class _NewLines:
+class NewLines:
     """Iterates over the lines of metrics that a start writes; it replaces an earlier file by one with the lines that
     stay, which are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._before, self._place = path, _inode(path), 0
-        self._stay = [line for line in read_lines(path) if _parsed(line)] if self._before else []
+        self._stay = [line for line in read_lines(path) if line.endswith(b"}\n")] if self._before else []
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        if _inode(self._path) in (None, self._before):
+        if _inode(self._path) in (0, self._before):
             return
         with self._path.open("rb") as file:
             file.seek(self._place)
@@ -147,13 +122,5 @@ class _NewLines:
                     yield json.loads(line)
 
 
-def _inode(path: Path) -> int | None:
-    with contextlib.suppress(OSError):
-        return path.stat().st_ino
-    return None
-
-
-def _parsed(line: bytes) -> Any:
-    with contextlib.suppress(ValueError):
-        return json.loads(line)
-    return None
+def _inode(path: Path) -> int:
+    return path.stat().st_ino if path.exists() else 0

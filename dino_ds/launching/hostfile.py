@@ -46,11 +46,10 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
     return tuple(hosts.values())
 
 
-def check_host_name(name: str, flag: str) -> str:
-    """`name` if it can be a machine's name or address; raises ConfigError naming the flag."""
+def check_host_name(name: str, flag: str) -> None:
+    """Raises ConfigError, naming the flag, for what can't be a machine's name or address."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--{flag} {_shown(name)} is not a machine's name or address")
-    return name
 
 
 def _advice(line: str) -> str:

@@ -35,13 +35,9 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     _end_with_parent()
     plan = build_plan(options, train_words)
     if plan.elastic and train["options"].stages is not None:
-        raise ConfigError(
-            "--stages: an elastic run has one folder; launch one stage after the other, each --from the one before"
-        )
+        raise ConfigError("--stages: an elastic run has one folder; launch each stage, --from the one before")
     if plan.elastic and train["options"].resume != "auto":
-        raise ConfigError(
-            "an elastic run starts again whenever a machine comes or goes: add --resume auto after the --"
-        )
+        raise ConfigError("an elastic run starts again when a machine comes or goes: add --resume auto after the --")
     _check_batches(plan, train)
     check_forwarded(plan, os.environ, Path.cwd())
     build_command(plan)  # refuses what can't be forwarded
@@ -108,18 +104,16 @@ def _end_with_parent() -> None:
 
 def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     """Raise ConfigError if the global batch can't be shared out over every number of ranks that the run may have."""
+    batch = train["recipe"].data.global_batch
     for world_size in plan.world_sizes:
         try:
-            resolve_ds_config(
-                copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, world_size
-            )
+            resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], batch, world_size)
         except ConfigError as error:
-            if len(plan.world_sizes) == 1:
+            if not plan.elastic:
                 raise
-            machines = world_size // plan.ranks
             raise ConfigError(
-                f"{error}; --nodes {plan.nodes[0]}:{plan.nodes[1]} x --ranks {plan.ranks} may train on {machines} "
-                "machines: narrow --nodes, or take a batch that every number divides"
+                f"{error}; --nodes {plan.nodes[0]}:{plan.nodes[1]} may train on {world_size // plan.ranks} machines: "
+                "narrow it, or take a batch that every number divides"
             ) from None
 
 
@@ -131,12 +125,8 @@ def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None
-    replies, problems = check_machines(plan, files, images, Path(train["options"].run_dir))
-    for reply in replies:
-        print(f"machine  {reply}", flush=True)
-    for problem in problems:
-        if not problem.stops:
-            print(f"warning  {problem.text}", flush=True)
-    stopping = [problem.text for problem in problems if problem.stops]
-    if stopping:
-        raise ConfigError("\n".join(stopping))
+    machines, problems = check_machines(plan, files, images, Path(train["options"].run_dir))
+    for line in machines:
+        print(f"machine  {line}", flush=True)
+    if problems:
+        raise ConfigError("\n".join(problems))

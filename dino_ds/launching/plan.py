@@ -27,8 +27,6 @@ _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """Taken by DeepSpeed's launcher if none is given."""
 _EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 """Beginnings of the variables that DeepSpeed's launcher exports to the other machines."""
-_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,19 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     path = Path(options.hostfile) if options.hostfile is not None else None
     if path is None and options.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file():
         path = _DEEPSPEED_HOSTFILE
-    nodes = _parse_nodes(options.nodes)
+    nodes = _parse_nodes(options.nodes or "1")
     _check_combination(options, path, nodes)
     hosts = _choose_hosts(options, path) if path else ()
     ranks = options.ranks or max((len(host.slots) for host in hosts), default=0) or _gpus_or_one()
     alone = not hosts and nodes[1] == 1
-    meeting = check_host_name(options.master_addr, "master_addr") if options.master_addr else None
+    if options.master_addr:
+        check_host_name(options.master_addr, "master_addr")
     return LaunchPlan(
         options,
         words,
         ranks,
         master_port=options.master_port or (find_free_port() if alone else _PORT),
-        master_addr=meeting or (hosts[0].name if options.no_ssh else None),
+        master_addr=options.master_addr or (hosts[0].name if options.no_ssh else None),
         hosts=hosts,
         hostfile=path,
         nodes=nodes,
@@ -95,46 +94,29 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
 
 def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tuple[int, int]) -> None:
     """Raise ConfigError for options that don't belong to the launcher, or need others."""
-    torchrun, by_hand = options.launcher == "torchrun", options.no_ssh
-    numbered, meets = options.node_rank is not None, options.master_addr is not None
-    several, named = nodes[1] > 1, hostfile is not None
-    problems = (
-        (
-            torchrun and (named or by_hand or numbered),
-            "torchrun starts the processes of one machine: leave out --hostfile, --no_ssh and --node_rank, and run the "
-            "same command on every machine with --nodes N --master_addr HOST",
-        ),
-        (
-            torchrun and several and not meets,
-            "--nodes: give --master_addr HOST, the machine where the others meet, the same on all",
-        ),
-        (
-            torchrun and nodes[0] < nodes[1] and options.max_restarts == 0,
-            f"--nodes {options.nodes}: without --max_restarts the first machine that is lost would end the run: add "
-            "--max_restarts 100",
-        ),
-        (
-            not torchrun and options.nodes is not None,
-            "--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines",
-        ),
-        (
-            by_hand and not (named and numbered),
-            "--no_ssh: give --hostfile, the same on every machine, and --node_rank N, this machine's line in it from 0",
-        ),
-        (numbered and not by_hand, "--node_rank is for --no_ssh; over ssh one command starts all machines"),
-        (
-            meets and not (torchrun or named),
-            "--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N",
-        ),
-    )
-    if problem := next((text for is_so, text in problems if is_so), None):
+    problem, numbered, meets = "", options.node_rank is not None, options.master_addr is not None
+    if options.launcher == "torchrun":
+        if hostfile or options.no_ssh or numbered:
+            problem = (
+                "torchrun starts the processes of one machine: leave out --hostfile, --no_ssh and --node_rank, and run "
+                "the same command on every machine with --nodes N --master_addr HOST"
+            )
+        elif nodes[1] > 1 and not meets:
+            problem = "--nodes: give --master_addr HOST, the machine where the others meet, the same on all"
+        elif nodes[0] < nodes[1] and options.max_restarts == 0:
+            problem = "--nodes: a machine that is lost would end the run: add --max_restarts 100"
+    elif options.nodes is not None:
+        problem = "--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines"
+    elif options.no_ssh != numbered or (numbered and hostfile is None):
+        problem = "machines without ssh: give --no_ssh, the same --hostfile on all, and --node_rank N, its line from 0"
+    elif meets and hostfile is None:
+        problem = "--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N"
+    if problem:
         raise ConfigError(problem)
 
 
-def _parse_nodes(text: str | None) -> tuple[int, int]:
+def _parse_nodes(text: str) -> tuple[int, int]:
     """Least and most machines from "4" or, for a number that may change, "1:4"."""
-    if text is None:
-        return 1, 1
     found = re.fullmatch(r"([1-9][0-9]{0,4})(?::([1-9][0-9]{0,4}))?", text, re.ASCII)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not found or least > most:
@@ -163,17 +145,15 @@ def _gpus_or_one() -> int:
 def _visible_devices(ranks: int) -> tuple[int, ...]:
     """The first `ranks` of CUDA_VISIBLE_DEVICES, or () if it is not set. Raises ConfigError if they are too few."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    if not text:
-        return ()
     names = [name.strip() for name in text.split(",")]
-    if not all(name.isdigit() for name in names):
+    if text and not all(name.isdigit() for name in names):
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={text} names GPUs otherwise than by number, which DeepSpeed's launcher can't read: "
             "add --launcher torchrun"
         )
-    if len(names) < ranks:
+    if text and len(names) < ranks:
         raise ConfigError(f"--ranks {ranks}: CUDA_VISIBLE_DEVICES={text} shows {len(names)} GPUs")
-    return tuple(int(name) for name in names[:ranks])
+    return tuple(int(name) for name in names[:ranks]) if text else ()
 
 
 def build_command(plan: LaunchPlan) -> list[str]:
@@ -241,35 +221,24 @@ def check_forwarded(plan: LaunchPlan, environment: Mapping[str, str], folder: Pa
     if not plan.uses_ssh:
         return
     for what, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
-        _refuse(what, str(path), "".join(c for c in str(path) if not _PLAIN.fullmatch(c)))
+        _refuse(what, str(path), re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path)))
     for name, value in environment.items():
         if name.startswith(_EXPORTED):
             _check_variable(name, value, f"the variable {name}")
     own = environment.get("DS_ENV_FILE", ".deepspeed_env")
-    for path in dict.fromkeys(Path(place, own) for place in (os.path.expanduser("~"), folder)):
-        if path.is_file():
-            _check_env_file(path)
-
-
-def _check_env_file(path: Path) -> None:
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, ValueError):
-        raise ConfigError(f"{path} can't be read; DeepSpeed's launcher takes variables from it: remove it") from None
-    for number, line in enumerate(lines, 1):
-        name, equals, value = line.partition("=")
-        if not equals or not _VARIABLE.fullmatch(name.strip()):
-            raise ConfigError(
-                f"{path}:{number}: {line[:80]!r} is not NAME=value: DeepSpeed's launcher stops at it, "
-                "at empty lines and comments too"
-            )
-        _check_variable(name.strip(), value, f"{name.strip()} of {path}:{number}")
+    for path in {Path(place, own) for place in (os.path.expanduser("~"), folder)}:
+        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        for number, line in enumerate(lines, 1):
+            name, equals, value = line.partition("=")
+            if not equals:
+                raise ConfigError(f"{path}:{number}: {line[:80]!r} is not NAME=value: DeepSpeed's launcher stops at it")
+            _check_variable(name.strip(), value, f"{name.strip()[:80]} of {path}:{number}")
 
 
 def _check_variable(name: str, value: str, what: str) -> None:
     # In double quotes, as the launcher writes them, only these act.
     acting = "".join(c for c in value.strip() if c in '$`"\\' or not c.isprintable())
-    _refuse(what, value, acting if _VARIABLE.fullmatch(name) else name)
+    _refuse(what, value, acting if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII) else name or "=")
 
 
 def _refuse(what: str, value: str, acting: str) -> None:

@@ -6,6 +6,7 @@ writes down how it ended (dino_ds.health), and ends its rank when the supervisor
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -21,22 +22,13 @@ from types import FrameType
 
 import psutil
 
-from dino_ds.errors import (
-    EXIT_CODES,
-    FORWARDED_SECONDS,
-    STOP_SIGNALS,
-    STOPPED,
-    ConfigError,
-    PeerError,
-    StorageError,
-)
-from dino_ds.health.files import Disk, now
+from dino_ds.errors import EXIT_CODES, FORWARDED_SECONDS, STOP_SIGNALS, STOPPED, ConfigError, PeerError, StorageError
+from dino_ds.health.files import Disk, append_line, now
 from dino_ds.health.lock import RunLock
-from dino_ds.health.processes import SUPERVISOR, death_by, own_mark
+from dino_ds.health.processes import SUPERVISOR, death_by, own_mark, send_signal
 from dino_ds.health.records import (
     Heartbeat,
     Heartbeats,
-    append_record,
     describe_death,
     last_checkpoint,
     last_checkpoint_step,
@@ -107,7 +99,11 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
             in_vain = 0 if saved > before else in_vain
             wait = _back_off(outcome.code, in_vain)
             in_vain, restarts = in_vain + 1, restarts + 1
-            _report_restart(run_dir, f"restart {restarts} of {max_restarts}", outcome, wait)
+            begin = f"step {saved}" if saved else "the beginning"
+            _print(f"restart {restarts} of {max_restarts} in {wait:.1f} s, from {begin}")
+            record = {"time": now(), "restart": restarts, "code": outcome.code, "rank": outcome.rank}
+            record |= {"step": beat.step if beat else None, "checkpoint": saved or None, "wait": round(wait, 2)}
+            _write_down(run_dir / "restarts.jsonl", json.dumps(record | {"message": outcome.message}))
             if not _wait(wait, run_dir, signals):
                 return STOPPED
 
@@ -163,12 +159,11 @@ def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Hea
     The end of a terminal is a stop like any other. told: process ids that were signalled; 0 for the launcher.
     """
     processes = _processes()
-    for pid, own in processes.items():
-        above = processes.get(_parent(pid))  # what a rank has started is no rank, nor is an orphan
-        if "RANK" in own and above is not None and "RANK" not in above and pid not in told:
+    for pid, (parent, own) in processes.items():
+        above = processes.get(parent)  # what a rank has started is no rank, nor is an orphan
+        if "RANK" in own and above is not None and "RANK" not in above[1] and pid not in told:
             told.add(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+            send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
     if not told:
         told.add(0)
         if heartbeats.read():  # the ranks are on other machines
@@ -177,21 +172,15 @@ def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Hea
             launcher.terminate()  # there is nothing to save yet
 
 
-def _processes() -> dict[int, dict[str, str]]:
-    """Environments by process id: of all living processes that this one's launcher has started, orphans too."""
+def _processes() -> dict[int, tuple[int, dict[str, str]]]:
+    """Parents and environments of all living processes that this one's launcher has started, orphans too."""
     found, mark = {}, own_mark()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
             variables = process.environ()
             if variables.get(SUPERVISOR) == mark and process.pid != os.getpid():
-                found[process.pid] = variables
+                found[process.pid] = process.ppid(), variables
     return found
-
-
-def _parent(pid: int) -> int:
-    with suppress(psutil.Error):
-        return psutil.Process(pid).ppid()
-    return 0
 
 
 def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
@@ -202,9 +191,8 @@ def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
         seconds = _WITHOUT_LAUNCHER_SECONDS if at_work else _LAST_WORDS_SECONDS
         if len(signals) > 1 or time.monotonic() > begin + seconds:
             killed_at = killed_at or time.monotonic()
-            for pid in remaining:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in sorted(remaining, reverse=True):  # monitors before the ranks whose death they would report
+                send_signal(pid, signal.SIGKILL)
             if time.monotonic() > killed_at + _KERNEL_SECONDS:
                 return
         time.sleep(0.05)
@@ -249,32 +237,22 @@ def _back_off(code: int, in_vain: int) -> float:
     return min(_LONGEST_WAIT, first * 2 ** min(in_vain, 20)) * random.uniform(0.5, 1.0)
 
 
-def _report_restart(run_dir: Path, which: str, outcome: Outcome, wait: float) -> None:
-    """Write a line to the console and one to RUN/restarts.jsonl."""
-    checkpoint = last_checkpoint_step(run_dir) or None
-    _print(f"{which} in {wait:.1f} s, from {f'step {checkpoint}' if checkpoint else 'the beginning'}")
-    step = outcome.beat.step if outcome.beat else None
-    record = {"time": now(), "restart": int(which.split()[1]), "code": outcome.code, "rank": outcome.rank, "step": step}
-    record |= {"checkpoint": checkpoint, "wait": round(wait, 2), "message": outcome.message}
-    append_record(run_dir / "restarts.jsonl", record)
-
-
 def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:
     """Wait until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
 
     False if a signal came.
     """
-    begin, announced = time.monotonic(), False
-    while not signals and (waited := time.monotonic() - begin) < seconds:
-        time.sleep(min(0.1, seconds - waited))
+    begin, in_use, announced = time.monotonic(), "", ""
     while not signals:
-        in_use = Disk().run(partial(_why_in_use, run_dir), "")  # a disk that does not answer: the run will say so
-        if not in_use or time.monotonic() - begin > _LOCK_SECONDS:
-            return True
-        if not announced:
-            _print(f"waiting: {in_use}")
-        announced = True
-        time.sleep(1.0)
+        waited = time.monotonic() - begin
+        if waited >= seconds:
+            in_use = Disk().run(partial(_why_in_use, run_dir), "")  # a disk that does not answer: the run will say so
+            if not in_use or waited > _LOCK_SECONDS + seconds:
+                return True
+            if not announced:
+                _print(f"waiting: {in_use}")
+            announced = in_use
+        time.sleep(1.0 if in_use else min(0.1, seconds - waited))
     return False
 
 
@@ -285,6 +263,11 @@ def _why_in_use(run_dir: Path) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def _write_down(path: Path, line: str) -> None:
+    """Append a line; nothing if the run folder was never made, or the disk does not answer."""
+    Disk().run(partial(append_line, path, line), None)
 
 
 def _print(text: str) -> None:

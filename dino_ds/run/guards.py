@@ -10,10 +10,9 @@ from typing import NamedTuple
 from dino_ds.engine import distributed
 from dino_ds.errors import UserError, unwritable
 from dino_ds.health.beat import Beat
-from dino_ds.health.failures import Failures
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats
-from dino_ds.health.watchdog import Watchdog
+from dino_ds.health.watchdog import Failures, Watchdog
 from dino_ds.run.caller import Caller
 from dino_ds.run.memory_guard import MemoryGuard
 from dino_ds.run.stop import StopRequests

@@ -17,21 +17,18 @@ import pytest
 
 from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
-from dino_ds.health.failures import Failures, is_connection_error
 from dino_ds.health.files import Disk
-from dino_ds.health.monitored import Standstill
-from dino_ds.health.processes import SUPERVISOR, Process, death_of, find_process, launchers_above
+from dino_ds.health.processes import SUPERVISOR, Process, Standstill, death_of, find_process, launchers_above
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
     Heartbeats,
-    append_record,
     describe_death,
     describe_hang,
     last_checkpoint,
     last_checkpoint_step,
 )
-from dino_ds.health.watchdog import longest_wait
+from dino_ds.health.watchdog import Failures, is_connection_error, longest_wait
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, train_tiny
 
@@ -117,13 +114,12 @@ def test_a_disk_that_does_not_answer_holds_nobody_up(tmp_path, monkeypatch):
     """A FIFO that nobody writes to stands for it; nor a supervisor, which reads the run folder."""
     monkeypatch.setattr(Disk.__init__, "__defaults__", (0.2,))
     heartbeats = Heartbeats(tmp_path, of_next_start=True)
-    for name in ("checkpoints/latest", "heartbeats/rank_00000.json", "restarts.jsonl"):
+    for name in ("checkpoints/latest", "heartbeats/rank_00000.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / name)
     assert last_checkpoint(tmp_path).endswith("the disk does not answer")
     assert last_checkpoint_step(tmp_path) is None
     assert heartbeats.read() == [] and heartbeats.first_failure() is None
-    append_record(tmp_path / "restarts.jsonl", {})
     disk, later = Disk(), threading.Event()
     assert disk.run(later.wait, False) is False
     assert disk.run(lambda: True, False) is False  # skipped: the one before still waits

@@ -20,9 +20,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[2])
 
-from dino_ds.health.failures import Failures
 from dino_ds.health.records import Heartbeats
-from dino_ds.health.watchdog import Watchdog
+from dino_ds.health.watchdog import Failures, Watchdog
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,62 +23,45 @@ from tests.launching.cluster import REPOSITORY
 from tests.run.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
-SAME = {"python": "3.11.7", "torch": "2.15.0", "deepspeed": "0.19.8", "dino_ds": "0.1.0"}
-ANSWER = checks.Answer(SAME, "c0de", [GPU, GPU], (64.0, 60.0), {"a.json": 1}, 1000, True, True)
-HERE = checks.Reply(Host("this machine", (0,)), ANSWER)
+SAME = {"python": "3.11.7", "torch": "2.15.0", "the code in /here": "c0de", "a.json": "CRC 1"}
+ANSWER = checks.Answer(SAME, [GPU, GPU], 1000, True, True)
 
 
-def _reply(name="w2", slots=(0, 1), **changes):
-    return checks.Reply(Host(name, slots), dataclasses.replace(ANSWER, **changes))
-
-
-def _answers(*replies):
-    return {reply.host: reply.answer for reply in replies}
-
-
-def _texts(problems):
-    return [problem.text for problem in problems]
+def _answers(*changes, slots=(0, 1)):
+    return {Host(f"w{n}", slots): dataclasses.replace(ANSWER, **more) for n, more in enumerate(changes, 1)}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({}, []),
-        ({"versions": {**SAME, "torch": "2.14.0"}}, ["torch 2.14.0, and 2.15.0 on this machine"]),
-        ({"code": "0ther"}, ["is 0ther, and c0de on this machine"]),
-        ({"files": {"a.json": None}}, ["does not see a.json"]),
-        ({"files": {"a.json": 2}}, ["a.json is another file"]),
+        ({"same": {**SAME, "torch": "2.14.0"}}, ["torch is 2.14.0, and 2.15.0 on this machine"]),
+        ({"same": {**SAME, "the code in /here": "0ther"}}, ["/here is 0ther, and c0de on this machine"]),
+        ({"same": {**SAME, "a.json": "not readable"}}, ["a.json is not readable, and CRC 1 on this machine"]),
         ({"sees": False}, ["does not see /runs/a of this machine: put --run_dir on a disk that all machines share"]),
         ({"port_free": False}, ["port 29500 is in use; pass --master_port with another"]),
     ],
 )
 def test_what_stops_a_machine_is_named(changes, says):
-    found = checks._differences(_reply(**changes).answer, ANSWER, Path("/runs/a"), 29500)
+    found = checks._differences(dataclasses.replace(ANSWER, **changes), ANSWER, Path("/runs/a"), 29500)
     assert all(part in text for text, part in zip(found, says, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("replies", "stops", "says"),
+    ("answers", "says"),
     [
-        ([_reply(), _reply("w3")], [], []),
-        ([_reply(gpus=[])], [], []),  # a run on CPUs
-        ([_reply(), _reply("w3", gpus=[])], [True], ["w3: 0 GPUs are found for slot 1"]),
-        ([_reply(slots=(0, 3))], [True], ["2 GPUs are found for slot 3"]),
-        ([_reply(gpus=[GPU, {**GPU, "free_gib": 10.0}])], [False], ["GPU 1 has 10.0 of 40.0 GiB free"]),
-        ([_reply(slots=(0,), gpus=[GPU, {**GPU, "free_gib": 10.0}])], [], []),
+        (_answers({}, {}), []),
+        (_answers({"gpus": []}, {"gpus": []}), []),  # a run on CPUs
+        (_answers({}, {"gpus": []}), ["w2: 0 GPUs are found for slot 1"]),
+        (_answers({}, slots=(0, 3)), ["w1: 2 GPUs are found for slot 3"]),
+        (_answers({}, {"images": 0}, {"images": 7}), ["w2: nothing is at data.root /images", "w3: 7 entries at"]),
     ],
 )
-def test_gpus_are_compared_with_slots(replies, stops, says, monkeypatch):
+def test_gpus_and_images_that_a_machine_lacks(answers, says, monkeypatch):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    found = checks._gpus(_answers(*replies))
-    assert [problem.stops for problem in found] == stops
-    assert all(part in text for text, part in zip(_texts(found), says, strict=True))
-
-
-def test_images_that_some_machines_lack():
-    found = checks._images_seen(_answers(_reply(), _reply("w3", images=0), _reply("w4", images=7)), "/images")
-    assert [text.split(":")[0] for text in _texts(found)] == ["w3", "w4"] and "mount it" in found[0].text
-    assert checks._images_seen(_answers(_reply(images=0)), None) == []
+    found = checks._lacking(answers, "/images")
+    assert all(part in text for text, part in zip(found, says, strict=True))
+    assert checks._lacking(_answers({"images": 0}), None) == []
 
 
 def test_images_of_every_form_are_counted(tmp_path):
@@ -91,14 +73,9 @@ def test_images_of_every_form_are_counted(tmp_path):
 
 
 def test_why_a_machine_is_silent():
-    def silent(code, said):
-        done = subprocess.CompletedProcess([], code, "", f"warning: x\n{said}\n")
-        return checks._why_silent(done, Host("w1", (0,)))
-
-    assert "must work without a password" in silent(255, "Permission denied (publickey).")
-    assert f"has no {sys.executable}" in silent(127, "sh: 1: not found")
-    assert "same paths" in silent(1, "ModuleNotFoundError: No module named 'dino_ds'")
-    assert "dino-ds doctor" in silent(1, "OSError: libcudart.so.13")
+    question = checks.Question((), None, "x", 0)
+    for script, says in (("exit 255", "not reachable by ssh"), ("no_such_program", "no_such_program: not found: this")):
+        assert says in checks._ask(["sh", "-c", script], question)
 
 
 @pytest.mark.parametrize(("nodes", "fits"), [((1, 2), True), ((1, 4), False)])
@@ -118,10 +95,9 @@ def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_p
     """A machine that does not answer, images that are nowhere, a port in use; no run folder is left. Over real ssh:
     test_launches."""
 
-    def ask(host, command, question):
-        silent = host.name == "w2"
-        assert command[0] == (sys.executable if host.name == "this machine" else "ssh")
-        return checks.Reply(host, None if silent else checks.answer(question), "not reachable" * silent)
+    def ask(command, question):
+        assert command[0] in (sys.executable, "ssh")
+        return "not reachable" if "w2" in command else checks.answer(question)
 
     monkeypatch.setattr(checks, "_ask", ask)
     monkeypatch.setattr(checks.shutil, "which", lambda name: name)

@@ -124,10 +124,10 @@ def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
         ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
         ({"launcher": "torchrun", "nodes": "2"}, "give --master_addr HOST"),
         ({"launcher": "torchrun", "nodes": "3:2"}, "LEAST:MOST"),
-        ({"launcher": "torchrun", "nodes": "1:2", "master_addr": "w1"}, "without --max_restarts the first machine"),
+        ({"launcher": "torchrun", "nodes": "1:2", "master_addr": "w1"}, "a machine that is lost would end the run"),
         ({"nodes": "2"}, "--nodes is for --launcher torchrun"),
-        ({"no_ssh": True}, "give --hostfile"),
-        ({"node_rank": 0}, "--node_rank is for --no_ssh"),
+        ({"no_ssh": True}, "give --no_ssh, the same --hostfile on all, and --node_rank N"),
+        ({"node_rank": 0}, "give --no_ssh"),
         ({"master_addr": "w1"}, "for several machines"),
         ({"hostfile": "HOSTS", "no_ssh": True, "node_rank": 2}, "machines 0 to 1"),
         ({"hostfile": "HOSTS", "ranks": 3}, "has 2 slots"),
@@ -193,9 +193,9 @@ def test_exported_variables_that_shells_would_act_on_are_refused(variables, says
     ("text", "says"),
     [
         ("A=1\n# comment\n", ":2: '# comment' is not NAME=value"),
-        ("A=1\n\nB=2\n", ":2: ''"),
+        ("A=1\n\nB=2\n", ":2: '' is not NAME=value"),
         ("A=$(id)\n", "contains '$'"),
-        ("A;id=1\n", "is not NAME=value"),
+        ("A;id=1\n", "refusing to forward A;id of"),
     ],
 )
 def test_deepspeed_s_file_of_variables_is_checked(text, says, tmp_path, monkeypatch):

@@ -144,7 +144,7 @@ def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(cluster, hostfile,
     assert run_on_ranks(train_tiny, images, straight, Path(DS).name, changes=changes) == [None, None]
     ((code, output),) = _finish(process)
     assert code == 0, output[-3000:]
-    assert all(f"| {host} |     1 |" in output for host in HOSTS) and "command  " in output
+    assert all(f"machine  {host}: 1 ranks" in output for host in HOSTS) and "command  " in output
     death, end = (json.loads(line) for line in (run / "restarts.jsonl").read_text().splitlines())
     assert (death["code"], death["rank"]) == (6, 1) and death["step"] - death["checkpoint"] <= 10
     assert end["restart_seconds"] > 0
