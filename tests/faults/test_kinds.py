@@ -53,10 +53,15 @@ def straight(images, tmp_path_factory):
     return of
 
 
+def _code(kind: Kind) -> int:
+    """Of what a launcher would tell: 6 for all that ends one rank, whatever its own code is."""
+    return 6 if 6 in kind.codes else max(kind.codes)
+
+
 GROUP_OF = {kind.name: group for group, kinds in enumerate(GROUPS) for kind in kinds}
 # Each start of a loader process takes seconds: what starts several of them is the last to be chosen.
 CHEAP_FIRST = sorted(itertools.chain(*GROUPS), key=lambda kind: kind.name.startswith("loader process killed"))
-WAYS_TO_END = sampled(CHEAP_FIRST, lambda kind: (GROUP_OF[kind.name], set(kind.codes)))
+WAYS_TO_END = sampled(CHEAP_FIRST, lambda kind: (GROUP_OF[kind.name], _code(kind), kind.says == "no progress"))
 
 
 @pytest.mark.parametrize("kind", WAYS_TO_END, ids=lambda kind: kind.name)

@@ -192,6 +192,18 @@ def test_an_exit_in_the_middle_of_a_run_is_no_good_end(code, heartbeats, tmp_pat
     assert beat.ended == "error"
 
 
+def test_a_keyboard_interrupt_in_one_rank_is_named_by_all(heartbeats, tmp_path):
+    """It is not Ctrl-C, which is a request to stop by then. In a program with one rank it stays what it is."""
+    for world, raised in ((2, RuntimeError), (1, KeyboardInterrupt)):
+        beat = Beat()
+        beat.listed = True
+        beat.enter("step", 7)
+        with pytest.raises(raised), Failures(tmp_path, 0, world, beat).reported():
+            raise KeyboardInterrupt
+    failure = heartbeats.first_failure()
+    assert (failure.code, failure.message) == (1, "KeyboardInterrupt at step 7 (step)")
+
+
 @pytest.mark.parametrize(
     ("how", "line"),
     [
@@ -291,7 +303,7 @@ def _limits_of_groups(root, run, ds):
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_no_group_waits_longer_than_the_monitors_which_leave_a_last_heartbeat(stage, tmp_path):
     """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"

@@ -114,7 +114,7 @@ def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
     assert resumed[0] == f"--config quickstart_gram --run_dir {second} --resume auto --from {first}"
     assert len(resumed) == 2
     options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", max_restarts=9)
-    with pytest.raises(ConfigError, match="launch one stage after the other"):
+    with pytest.raises(ConfigError, match="launch each stage, --from the one before"):
         run(options, train_words=WORDS, train={"options": TrainOptions(stages="a,b")})
 
 
