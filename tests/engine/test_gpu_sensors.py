@@ -11,7 +11,6 @@ import torch
 
 from dino_ds.engine import gpu_sensors
 from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
-from dino_ds.planning import doctor_machine
 from dino_ds.run.reports import Reports
 
 _CUDA = torch.device("cuda", 0)
@@ -126,10 +125,3 @@ def test_metrics_have_the_gpu_s_figures_and_none_on_a_cpu(sensors_of):
     assert found[1] == found[0] | {"gpu_joules_per_1000_images": 200.0}
     reports._sensors = None
     assert reports._read_gpu() == (None, {})
-
-
-def test_the_doctor_says_what_the_gpu_says(sensors_of):
-    sensors_of(nvmlDeviceGetCurrentClocksThrottleReasons=lambda h: 0x40)
-    gpu = doctor_machine.Gpu("H100", "9.0", 80.0, 79.0)
-    (finding,) = doctor_machine._each([gpu])
-    assert "61 °C, 312 W" in finding.text and "because of heat" in str(finding)
