@@ -1,7 +1,4 @@
-"""`dino-ds export`: the teacher or student of a run, or any file of weights, in the form another program wants.
-
-With --push the folder is uploaded to the Hugging Face Hub too; a new repository is private.
-"""
+"""`dino-ds export`: the teacher or student of a run, or any file of weights, in the form another program wants."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import by_section, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Home, home_of
-from dino_ds.errors import ConfigError, one_line
+from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
 from dino_ds.options.model import ExportedNetwork, ExportOptions
 
@@ -32,13 +29,12 @@ _OURS = ("safetensors", "adapters")
 
 def check(options: ExportOptions) -> None:
     """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
-    _check_push(options)
     if options.out is not None:
         _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
 
 
 def run(options: ExportOptions) -> None:
-    """Write `model` as `format`, a key of FORMATS, to `out`, and `push` it.
+    """Write `model` as `format`, a key of FORMATS, to `out`.
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
     """
@@ -55,20 +51,16 @@ def run(options: ExportOptions) -> None:
     backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=network)
     if options.adapters is not None:
         backbone.add_adapters(options.adapters)
-    results = _results(home) if options.weights == "teacher" else {}
-    backbone.about |= results | ({"hub": options.push} if options.push else {})
+    backbone.about |= _results(home) if options.weights == "teacher" else {}
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm"):
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
     notes += _notes_on_images(backbone, options.format, place)
-    address = _push(place, options.push) if options.push else None
     if options.json:
-        pushed = {"pushed": address} if address else {}
-        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes} | pushed))
+        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
     else:
-        uploaded = [f"pushed: {address} (private where it is new)"] if address else []
-        print("\n".join([str(place), f"load it: {how}", *uploaded, *(f"note: {note}" for note in notes)]))
+        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 
 
 def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
@@ -96,41 +88,6 @@ def _check_place(source: Path, format: str, place: Path) -> None:
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):
         raise ConfigError(f"{place} can't be written: {reason}; fix --out")
-
-
-def _check_push(options: ExportOptions) -> None:
-    """Whether there is a name and a token, before anything is loaded. Raises ConfigError."""
-    if options.push is None:
-        return
-    import huggingface_hub
-
-    if options.format not in _OF_THE_HUB:
-        formats = " or ".join(_OF_THE_HUB)
-        raise ConfigError(f"--push {options.push}: the Hub's programs read --format {formats}: give one")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", options.push):
-        raise ConfigError(f"--push {options.push} is not a repository's name: OWNER/NAME, as yourself/vits16-birds")
-    if not huggingface_hub.get_token():
-        raise ConfigError(f"--push {options.push}: the Hub knows nobody here: hf auth login, or set HF_TOKEN")
-
-
-def _push(folder: Path, name: str) -> str:
-    """Upload the files of `folder`; the address. Raises ConfigError, `folder` stays: the hub's reason, in a line."""
-    from huggingface_hub import HfApi
-
-    from dino_ds.weights.find import hub_or_cache
-
-    with hub_or_cache() as why:
-        try:
-            if why:
-                raise ConnectionError(why)
-            api = HfApi()
-            address = api.create_repo(name, private=True, exist_ok=True)
-            api.upload_folder(repo_id=name, folder_path=folder, commit_message="Exported by dino_ds")
-        except Exception as error:  # of the hub's client, or of httpx, requests, the disk
-            raise ConfigError(
-                f"--push {name}: {one_line(error)}; the export stays: hf upload {name} {folder} tries again"
-            ) from None
-    return str(address)
 
 
 def _results(home: Home) -> dict[str, Any]:

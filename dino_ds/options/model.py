@@ -87,7 +87,6 @@ class ExportOptions:
     model: Model
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
-    push: str | None = option(None, "OWNER/NAME: upload hf or timm to the Hugging Face Hub too, privately")
     weights: ExportedNetwork | WeightsName = option(
         "teacher", "of a run or checkpoint: teacher (the newest) or student; of a run: best or step_N"
     )

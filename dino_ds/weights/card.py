@@ -17,7 +17,7 @@ from dino_ds.weights.load import Backbone
 _USE = {
     "timm": """import timm
 
-model = timm.create_model("{place}:{folder}", pretrained=True).eval()
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
 features = model(images)  # (b, {width})""",
     "transformers": """from transformers import AutoImageProcessor, AutoModel
 
@@ -43,7 +43,7 @@ _CARD = """---
 Images: shorter side to {enlarged} pixels (bicubic), center crop, {normalisation}; dino_ds leaves images whose shorter \
 side is {side} pixels or less uncut{uncut}.{on_sizes}{value_range}
 {results}
-Made by dino_ds {version}.{license}
+Made by dino_ds {version}. License: not stated; its owner adds `license:` to the metadata.
 """
 _ON_SIZES = (
     " Position embeddings of other sizes were resized as {!r} in training; other libraries have their own way, so "
@@ -55,10 +55,9 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
     """Text of the card: what the model is, how `library` (timm or transformers) loads `folder`, and what it scored.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images,
-    "recipe" has the settings of the training, "hub" the repository that the folder is for.
+    "recipe" has the settings of the training.
     """
     spec, about, side = model.network.spec, model.about, model.image_size
-    place, folder = ("hf-hub", about["hub"]) if "hub" in about else ("local-dir", folder)
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     return _CARD.format(
         metadata=_metadata(model, library).to_yaml(),
@@ -69,7 +68,6 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
         whose="student's" if about.get("network") == "student" else "EMA teacher's",
         training=_training(about),
         use=_USE[library].format(
-            place=place,
             folder=folder,
             width=spec.width,
             output="last_hidden_state[:, 0]" if model.is_vit else "pooler_output",
@@ -83,7 +81,6 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
         value_range=_value_range(model),
         results=_table(about),
         version=__version__ + (f" ({versions})" if versions else ""),
-        license="\n\nLicense: not stated; its owner adds `license:` to the metadata." if "hub" in about else "",
     )
 
 

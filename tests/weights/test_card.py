@@ -10,7 +10,6 @@ import torch
 import yaml
 from PIL import Image
 
-from dino_ds.commands.export import check as check_export
 from dino_ds.commands.export import run as dino_ds_export
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
@@ -133,72 +132,11 @@ def test_a_file_of_weights_takes_no_other_file_s_place(run):
     assert beside.read_text() == "{}" and not list(run.glob("mine.[sb]*"))
 
 
-@pytest.fixture
-def hub(monkeypatch):
-    """The hub's client in the hands of the test: what it was asked, or what it raises."""
-    asked = []
-
-    class FakeApi:
-        failure = None
-
-        def create_repo(self, name, *, private, exist_ok):
-            asked.append(("repository", name, private, exist_ok))
-            return f"https://hub.example/{name}"
-
-        def upload_folder(self, *, repo_id, folder_path, commit_message):
-            if self.failure:
-                raise self.failure
-            asked.append(("upload", repo_id, {path.name for path in folder_path.iterdir()}))
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "secret")
-    monkeypatch.setattr("dino_ds.weights.find._answers", lambda address: True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    return asked, FakeApi
-
-
-def _push(run, format="hf", name="me/birds"):
-    options = ExportOptions(model=str(run), format=format, out=str(run / "out"), push=name)
-    check_export(options)
-    dino_ds_export(options)
-
-
-@pytest.mark.parametrize(("format", "loads"), [("hf", 'from_pretrained("me/birds")'), ("timm", '"hf-hub:me/birds"')])
-def test_an_export_is_pushed_with_how_it_was_trained_and_without_paths(run, hub, capsys, format, loads):
+def test_a_card_says_how_it_was_trained_and_no_path(run):
     (run / "evaluations.json").write_text(json.dumps({"knn": KNN}))
     (run / "config.yaml").write_text(
         f"data: {{root: {run}/birds}}\noptimizer: {{lr: 1e-3}}\nmodel: {{init_from: {run}/secret.pth}}\n"
     )
-    _push(run, format)
-    repository, upload = hub[0]
-    assert repository == ("repository", "me/birds", True, True)
-    wanted = {"README.md", "config.json", "model.safetensors"} | (
-        {"preprocessor_config.json"} if format == "hf" else set()
-    )
-    assert upload == ("upload", "me/birds", wanted)
-    card = (run / "out/README.md").read_text()
-    assert loads in card and "images of birds" in card and "optimizer:\n  lr: 0.001" in card and "76.25" in card
+    card = _card(run).content
+    assert "images of birds" in card and "optimizer:\n  lr: 0.001" in card and "76.25" in card
     assert str(run) not in card and "secret" not in card
-    assert "pushed: https://hub.example/me/birds" in capsys.readouterr().out
-
-
-def test_a_push_that_fails_keeps_the_export(run, hub):
-    hub[1].failure = OSError("the line is dead\nand more")
-    with pytest.raises(ConfigError, match=r"^--push me/birds: the line is dead and more; .*: hf upload me/birds"):
-        _push(run)
-    assert (run / "out/model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("format", "name", "token", "says"),
-    [
-        ("onnx", "me/birds", "x", "--format hf or timm"),
-        ("hf", "birds", "x", "OWNER/NAME"),
-        ("hf", "me/birds", None, "hf auth login"),
-    ],
-)
-def test_what_can_t_be_pushed_is_refused_before_it_is_made(run, hub, monkeypatch, format, name, token, says):
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
-    with pytest.raises(ConfigError, match=says):
-        _push(run, format, name)
-    assert not hub[0] and not (run / "out").exists()
