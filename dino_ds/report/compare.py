@@ -20,10 +20,9 @@ from dino_ds.report.charts import (
 from dino_ds.report.curves import Curve
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Tag, draw_chart, render
-from dino_ds.report.origin import show_plain
 from dino_ds.report.plot import COLORS
 from dino_ds.report.single_run import state_badge
-from dino_ds.report.summary import summarise
+from dino_ds.report.summary import show_plain, summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _EVALUATED_ON = (

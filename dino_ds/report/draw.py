@@ -6,7 +6,7 @@ import colorsys
 import io
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from dino_ds.report.maps import PatchColors, foreground, mass_mask
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from dino_ds.weights.load import Backbone
 
 MASS = 0.6
 DPI = 110
@@ -32,17 +34,6 @@ _GROUPS = 20
 """Groups that the map's legend names, as many as there are colors."""
 _MAP = 8.0
 """Inches of the map's side."""
-
-
-class PatchModel(Protocol):
-    """A model that can be drawn: images (b, 3, h, w) -> tokens (b, rows, columns, d), and a ViT's attention of the CLS
-    token (b, heads, rows, columns)."""
-
-    is_vit: bool
-
-    def patch_tokens(self, images: Tensor) -> Tensor: ...
-
-    def attention(self, images: Tensor) -> Tensor: ...
 
 
 class Sheet:
@@ -97,7 +88,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 
-def draw_patches(model: PatchModel, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict[str, Figure]:
+def draw_patches(model: Backbone, images: Tensor, mean: Sequence[float], std: Sequence[float]) -> dict[str, Figure]:
     """Normalised images (b, c, h, w), on the model's device -> the figures "attention", of a ViT, and "pca"."""
     pictures = picture_of(images.cpu(), mean, std)
     figures = {"attention": draw_attention(pictures, model.attention(images).float().cpu())} if model.is_vit else {}

@@ -20,6 +20,7 @@ COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#13
 _INK, _GRID = "#5c6776", "#dfe4ea"
 _ON_PAGE = {**{color: f"var(--c{i})" for i, color in enumerate(COLORS, 1)}, _INK: "var(--soft)", _GRID: "var(--line)"}
 _MOST_DOTS = 80
+_ROUND = [1, 2, 2.5, 5, 10]
 _LABEL = 13
 """Height of a level's name, in points."""
 
@@ -45,7 +46,7 @@ def chart_svg(chart: Chart) -> str:
     svg = file.getvalue()
     svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", svg[svg.index("<g ") :], count=1, flags=re.DOTALL)
     svg = re.sub(r' id="(?![mp][0-9a-f]{8})[^"]*"|font-(size|family): [^;"]*;? ?|<!--.*?-->', "", svg, flags=re.DOTALL)
-    svg = re.sub(r"(\.\d\d)\d+", r"\1", re.sub(r"\s*\n\s*", " ", svg))
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), re.sub(r"\s*\n\s*", " ", svg))
     for color, variable in _ON_PAGE.items():
         svg = svg.replace(color, variable)
     return f'<svg viewBox="0 0 {width} {height}" xmlns:xlink="http://www.w3.org/1999/xlink" role="img">{svg}'
@@ -140,9 +141,9 @@ def _style(axes: Any, small: bool, is_log: bool) -> None:
     """Few round ticks with short numbers, a faint grid and no frame."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(4 if small else 6, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(4 if small else 6, integer=True, steps=_ROUND))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.yaxis.set_major_locator(LogLocator(numticks=6) if is_log else MaxNLocator(4 if small else 5))
+    axes.yaxis.set_major_locator(LogLocator(numticks=6) if is_log else MaxNLocator(4 if small else 5, steps=_ROUND))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(colors=_INK, labelsize=9, length=3)

@@ -25,8 +25,7 @@ from dino_ds.report.charts import (
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
-from dino_ds.report.origin import changed_settings, environment_rows, reproduction
-from dino_ds.report.summary import judge, summarise
+from dino_ds.report.summary import changed_settings, environment_rows, judge, reproduction, summarise
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {

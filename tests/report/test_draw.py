@@ -267,6 +267,7 @@ def test_all_values_lie_inside_of_the_chart_s_axes(values, zero, base, log):
         assert len({text.get_position()[1] for text in axes.texts}) == len(levels)  # names don't overlap
         assert_inside(chart_svg(chart))
     assert chart_svg(Chart("a", "", [Line("a", Curve(x[:1], np.array([np.nan])))], {})) == ""
+    assert ">0.0002<" in chart_svg(Chart("a", "", [Line("a", Curve(x[:2], np.array([1e-4, 4e-4])))], {}))
 
 
 def test_the_mask_is_the_smallest_that_holds_the_mass():

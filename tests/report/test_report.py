@@ -26,10 +26,9 @@ from dino_ds.report.command import run
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import read_events, read_run
-from dino_ds.report.origin import command_line
 from dino_ds.report.plot import draw_curves
 from dino_ds.report.single_run import _spread, draw_run
-from dino_ds.report.summary import judge, mean_rate, summarise
+from dino_ds.report.summary import command_line, judge, mean_rate, summarise
 from dino_ds.report.text import duration, number
 from dino_ds.run.environment import describe_start, read_starts
 from tests.report.runs import DONE, STAMP, knn, make_run, record, save_picture, write_events

@@ -22,7 +22,7 @@ from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.report.folder import read_run
-from dino_ds.report.origin import environment_rows, reproduction
+from dino_ds.report.summary import environment_rows, reproduction
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
