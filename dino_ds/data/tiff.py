@@ -123,6 +123,8 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
     if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
         return None
     is_raw, planes = tags.get(_COMPRESSION, 1) == 1, tags.get(_PLANES, 1)
+    if image.mode in ("LA", "La") and planes != 1:
+        return None  # Pillow gives one plane twice, or none
     if color == _YCBCR and (planes != 1 or (is_raw and tags.get(_SUBSAMPLING, (1, 1)) != (1, 1))):
         raise ValueError("colors as YCbCr, subsampled or plane after plane, are not read: write RGB")
     return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB else None
@@ -168,7 +170,8 @@ def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> Non
         number = float(str(text).strip("\0 "))
     except ValueError:
         return
-    empty = np.isnan(values) if math.isnan(number) else values == values.dtype.type(number)
+    with np.errstate(over="ignore"):
+        empty = np.isnan(values) if math.isnan(number) else values == number
     if number == 0 or not empty.any():
         return
     others = values[~empty]

@@ -180,6 +180,23 @@ def test_a_channel_that_is_called_alpha_is_asked_about_where_it_looks_like_an_im
     np.testing.assert_array_equal(read(data, 4), expected_of(16 if "16" in form else 8, np.dstack([RGB, values])))
 
 
+@pytest.mark.parametrize("compression", [None, "lzw", "zlib"])
+def test_alpha_in_a_plane_of_its_own_is_read_or_refused(compression):
+    """Pillow gives one plane of gray and alpha twice."""
+    for base, photometric, kind in (
+        (RGB, "rgb", "unass"),
+        (GRAY, "minisblack", "unass"),
+        (GRAY, "minisblack", "assoc"),
+    ):
+        how = {"planarconfig": "separate", "extrasamples": [f"{kind}alpha"], "compression": compression}
+        for alpha in (EDGES, np.full_like(EDGES, 255)):
+            stream, pixels = io.BytesIO(), np.dstack([base, alpha])
+            tifffile.imwrite(stream, np.moveaxis(pixels, -1, 0), photometric=photometric, **how)
+            np.testing.assert_array_equal(read(stream.getvalue(), pixels.shape[2]), pixels)
+            found, plain = read(stream.getvalue()), read(with_alpha("PNG", alpha, base))
+            np.testing.assert_array_equal(found, plain if photometric == "rgb" else pixels)
+
+
 @pytest.mark.parametrize("form", ["TIFF", "PNG", "JPEG2000"])
 def test_gray_with_alpha_is_asked_about_alike(form):
     data = with_alpha(form, VARIED, GRAY)
@@ -192,16 +209,16 @@ def test_gray_with_alpha_is_asked_about_alike(form):
 )
 @pytest.mark.parametrize("tile", [{}, {"compression": "zlib"}, {"tile": (16, 16)}])
 def test_pixels_without_data_are_said(kind, number, tile):
-    """GDAL's tag; not where its number is among the others, or black."""
+    """GDAL's tag; not where its number is black, or one that the type can't hold."""
     values = (RGB[..., 0].astype(kind) * 3).astype(kind)
     values[:5] = number
-    for nodata, bands in itertools.product((number, 0), (1, 5)):
+    for nodata, bands in itertools.product((number, 0, -12345, 1e300), (1, 5)):
         stream = io.BytesIO()
         tag = [(42113, "s", 0, f"{nodata:.17g}", True)]
         pixels = values if bands == 1 else np.dstack([values] * bands)
         tifffile.imwrite(stream, pixels, photometric="minisblack", planarconfig="contig", extratags=tag, **tile)
         found = read(stream.getvalue(), bands)
-        if nodata:
+        if nodata == number:
             assert str(found).startswith(f"{320 * bands} values without data (GDAL's nodata {number:g})")
         else:
             np.testing.assert_array_equal(np.squeeze(found), pixels)
