@@ -37,6 +37,10 @@ Resume = bool | int | Literal["auto"]
 UNITS = ("steps", "epochs", "images")
 
 
+MOST_PASSES = 2000
+"""The most often that LightlyTrain advises to see an image; `train` and `advise` say it of longer runs."""
+
+
 @dataclass(frozen=True)
 class Length:
     """A duration: optimizer steps, epochs (passes over the data) or images."""

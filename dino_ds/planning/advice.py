@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from dino_ds.config.crop_checks import fitting_sizes
+from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.planning.rules import (
     LEAST_BATCH,
@@ -25,7 +26,6 @@ from dino_ds.planning.rules import (
     small_momentum,
     tiny_patch,
 )
-from dino_ds.run.from_recipe import MOST_PASSES
 
 RULE = "rule of thumb"
 _NETWORKS = {"small_vits16": "ViT-S/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dino_ds.run.from_recipe import MOST_PASSES
+from dino_ds.config.fields import MOST_PASSES
 
 LEAST_IMAGES = 100
 """Fewer are refused."""

@@ -8,6 +8,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, Source
 from dino_ds.data.feed import Batch
@@ -61,10 +62,6 @@ def draw_crops(recipe: Recipe, batch: Batch) -> Tensor:
     hidden = {group.name for group in recipe.groups if group.hides}
     masks = {name: mask for name, mask in batch.masks.items() if name in hidden}
     return crops_picture(batch.crops, Normalisation.of(recipe), masks=masks)
-
-
-MOST_PASSES = 2000
-"""The most often that LightlyTrain advises to see an image."""
 
 
 def check_lengths(recipe: Recipe, epoch_steps: int, images: int) -> list[str]:

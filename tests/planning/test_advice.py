@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from dino_ds.config.crop_checks import fitting_sizes
+from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
 from dino_ds.planning.advice import RULE, advise
 from dino_ds.planning.rules import (
@@ -23,7 +24,7 @@ from dino_ds.planning.rules import (
     small_momentum,
     useful_gpus,
 )
-from dino_ds.run.from_recipe import MOST_PASSES, check_lengths
+from dino_ds.run.from_recipe import check_lengths
 
 COUNTS = [100, 101, 300, 1000, 2999, 10_000, 49_999, 50_000, 99_999, 100_000, 999_999, 10**6, 1_280_000, 10**7, 10**9]
 SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", RULE, "released weights")

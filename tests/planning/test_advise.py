@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -18,7 +20,7 @@ from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.planning import advise
-from tests.run.harness import image_folder
+from tests.run.harness import REPOSITORY, image_folder
 from tests.sample import sampled
 
 
@@ -165,6 +167,14 @@ def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
     assert "30.0% of the images can't be read" in " ".join(notes)
     (deep,) = [note for note in notes if "uint16, uint8" in note]
     assert deep.splitlines()[-1] == f"  dino-ds look-data --data.root {tmp_path}"
+
+
+@pytest.mark.slow
+def test_advise_waits_for_torch_alone():
+    """DeepSpeed and torchvision take longer to load than all that advise does."""
+    code = "import sys, dino_ds.planning.advise; print({'deepspeed', 'timm', 'torchvision'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout == "set()\n" and not COMMANDS["advise"].loads_torch
 
 
 def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
