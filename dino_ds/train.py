@@ -23,6 +23,7 @@ from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
+from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -194,7 +195,7 @@ def _open_folder(
     """
     data, config, said = recipe.data, start.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        source = training_images(data, recipe.eval.val_share)
+        source = training_images(data, recipe.eval.val_share, holds_out_by_line(request.path))
         recipe.check_count(len(source))
         cache_gib, found = fitting_cache(data.cache_gib, source)
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if found else recipe
@@ -247,8 +248,9 @@ def _build(
     files = TeacherFiles(folder.path, recipe, teacher)
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if begin.own is not None:
-        check_same_teacher(begin.own.manifest, teacher)
-        notes += [*notes_on_changes(begin.own.manifest, recipe, config), *other_images.notes(begin.own.manifest)]
+        own = begin.own.manifest
+        check_same_teacher(own, teacher)
+        notes += [*notes_on_changes(own, recipe, config, folder.began_in), *other_images.notes(own)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, request.caller)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.text_file import read_object
-from dino_ds.config.flat import differences, flatten
+from dino_ds.config.flat import differences, flatten, path_keys, split_place
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.schema import options_of
 from dino_ds.errors import CheckpointError
 
 ORIGIN = "from"
 """The key of environment.json with the `Origin` of a stage."""
 ENVIRONMENT = "environment.json"
 """Name of the file in a run folder with the run's id, its origin and its starts."""
+HELD_OUT_BY = "held_out_by"
+"""The key of environment.json that says by what images of a list are held out: absent in runs of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +100,41 @@ def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_free(key: str) -> bool:
     """Whether a resumed run may change this key of the recipe, whose field says that it is not `learned`."""
-    section, _, leaf = key.rpartition(".")
-    schema = Recipe.model_fields[section].annotation if section in Recipe.model_fields else Recipe
-    field = getattr(schema, "model_fields", {}).get(leaf)
-    facts = field.json_schema_extra if field is not None else None
-    return not (facts if isinstance(facts, dict) else {}).get("learned", section != "eval")
+    return not _fact(key, "learned", not key.startswith("eval."))
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """The differences between two recipes in what changes learning: words such as "seed 0 -> 1", by dotted name."""
-    return differences(learned(before), learned(now))
+def _fact(key: str, name: str, default: Any) -> Any:
+    """A fact that `option` of config.fields was given of a key, or `default`."""
+    found = options_of(Recipe).get(key)
+    return default if found is None else found.fact(name, default)
+
+
+def holds_out_by_line(run_dir: Path) -> bool:
+    """Whether the run in this folder holds images of a list out by their lines as they are written, as earlier versions
+    did, and not by the places that these name."""
+    return (run_dir / ENVIRONMENT).is_file() and read_environment(run_dir, HELD_OUT_BY) is None
+
+
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], began_in: str | None = None) -> dict[str, str]:
+    """The differences between two recipes in what changes learning: words such as "seed 0 -> 1", by dotted name.
+
+    A path that is only spelled otherwise is none; relative ones of `before` begin in the folder `began_in`.
+    """
+    old, new = learned(before), learned(now)
+    found = differences(old, new)
+    return {key: how for key, how in found.items() if not _is_same_place(key, old.get(key), new.get(key), began_in)}
+
+
+def _is_same_place(key: str, old: Any, new: Any, began_in: str | None) -> bool:
+    if key not in path_keys() or not isinstance(old, str) or not isinstance(new, str):
+        return False
+    (kind, there), (other, here) = split_place(old), split_place(new)
+    if kind != other or not there or not here:
+        return False
+    there, here = (os.path.expanduser(path) for path in (there, here))
+    return bool(_fact(key, "by_content", False)) or os.path.realpath(
+        os.path.join(began_in or "", there)
+    ) == os.path.realpath(here)
 
 
 def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[str]) -> None:

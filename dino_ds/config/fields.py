@@ -19,8 +19,9 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     """A setting's default and the sentence that help has about it; without a default (...) it must be given.
 
     facts: more about it. shown: what help has as the default. learned: False for a key of a recipe that does not change
-    what is learned, so that a resumed run may change it. bare: a word without a name is for this option of a command.
-    stages: the ZeRO stages at which a key of a ds JSON acts.
+    what is learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares
+    by content, and not by name. bare: a word without a name is for this option of a command. stages: the ZeRO stages
+    at which a key of a ds JSON acts.
     """
     return Field(default, description=description, json_schema_extra=facts or None)
 
@@ -257,7 +258,9 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Side = Annotated[int, Field(ge=1, le=16384)]
 Width = Annotated[int, Field(ge=1, le=131072)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
-PathText = Annotated[str, AfterValidator(_usable)]
+PATH = AfterValidator(_usable)
+"""What makes a text a path or a name of something: keys of this type are found again from any working folder."""
+PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
 Temperature = Annotated[float, Field(gt=0, le=100)]
 NotNegative = Annotated[float, Field(ge=0)]

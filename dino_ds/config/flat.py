@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dino_ds.config.fields import Length, Section
+from dino_ds.config.fields import PATH, Length, Section
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import show_value
+from dino_ds.config.schema import options_of, show_value
 
 
 def flat_values(recipe: Recipe) -> dict[str, Any]:
@@ -40,6 +41,21 @@ def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]
             yield from named_values(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+@functools.cache
+def path_keys() -> tuple[str, ...]:
+    """The dotted names of the keys whose values may be paths, as their types say."""
+    options = options_of(Recipe).items()
+    return tuple(name for name, option in options if any(PATH in limits for _, limits in option.members))
+
+
+def split_place(value: str) -> tuple[str, str]:
+    """A value of such a key -> what stands before its path, and the path; "" for a word that is none."""
+    kind, colon, file = value.partition(":")
+    if kind == "clusters":
+        return kind + colon, file
+    return "", "" if value in ("none", "classes", "snapshot", "ema") else value
 
 
 def lengths_without_unit(recipe: Recipe) -> list[str]:

@@ -8,14 +8,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dino_ds.config.begun_with import read_environment
-from dino_ds.config.flat import named_values
+from dino_ds.config.flat import named_values, path_keys, split_place
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
-_PATHS = ("data.root", "eval.root", "eval.val_root", "eval.benchmark_root", "teacher.source")
 
 
 def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
@@ -26,14 +25,17 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: st
     Raises ConfigError for a file that is not a recipe, and for images that are in neither folder.
     """
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
-    folder = _started_in(run_dir)
+    folder = started_in(run_dir)
     moved = {}
     for key, value in named_values(recipe):
-        if key not in _PATHS or key in given or value is None or os.path.isabs(os.path.expanduser(value)):
+        if key not in path_keys() or key in given or value is None:
+            continue
+        before, value = split_place(value)
+        if not value or os.path.isabs(os.path.expanduser(value)):
             continue
         there = os.path.join(folder or "", value)
         if folder is not None and not os.path.samefile(folder, ".") and _is_there(there):
-            moved[key] = there
+            moved[key] = before + there
             notes.append(f"{key} {value} is {there}: {run_dir} was started in {folder}")
         elif key == "data.root" and not recipe.data.download and ":" not in recipe.data.source and not _is_there(value):
             places = f"{folder}, where it was started, nor in {os.getcwd()}" if folder else os.getcwd()
@@ -43,7 +45,7 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: st
     return change_recipe(recipe, moved) if moved else recipe
 
 
-def _started_in(run_dir: Path) -> str | None:
+def started_in(run_dir: Path) -> str | None:
     """The working folder of the run's newest start, or None if it is gone or not written down."""
     try:
         folder = read_environment(run_dir, "starts")[-1][STARTED_IN]

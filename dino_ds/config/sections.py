@@ -54,7 +54,9 @@ class DataSection(Section):
         (), "several sources and their shares of each epoch: mine=0.7,theirs=0.3, folders of data.root or paths"
     )
     balance: BalanceField = option(
-        "none", "classes, or clusters:FILE (.csv of name,cluster): within each source each is drawn equally often"
+        "none",
+        "classes, or clusters:FILE (.csv of name,cluster): within each source each is drawn equally often",
+        by_content=True,
     )
     download: bool = option(False, "let torchvision download its data set into data.root", learned=False)
     global_batch: BatchSize = option(512, "images per optimizer step over all ranks and micro-batches")
@@ -258,7 +260,7 @@ class GramSection(Section):
         Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
     )
     teacher: PathText = option(
-        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint"
+        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint", by_content=True
     )
     start: StageLengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
     refresh_every: LengthField = option(

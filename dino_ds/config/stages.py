@@ -18,7 +18,7 @@ from dino_ds.config.begun_with import Origin, changed_settings, check_settings
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
-from dino_ds.config.own_recipe import own_recipe
+from dino_ds.config.own_recipe import own_recipe, started_in
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.errors import CheckpointError, ConfigError
@@ -51,7 +51,10 @@ class Given:
             if origin is not None:
                 there.check_is(origin, step)
             return self.begun(recipe, there.first_step)
-        recipe = self.over(_recipe_of_run(origin)) if origin else load_recipe(self.config, self.overrides, self.notes)
+        if origin is None:
+            recipe = load_recipe(self.config, self.overrides, self.notes)
+        else:
+            recipe = self.over(self._recipe_of_run(origin))
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
         if origin and origin.resolve() == run_dir.resolve():
@@ -62,6 +65,13 @@ class Given:
             both = f"--from {origin} and model.init_from {recipe.model.init_from}"
             raise ConfigError(f"{both}: a run begins with one of them")
         return recipe
+
+    def _recipe_of_run(self, run_dir: Path) -> Recipe:
+        """The recipe of the run that a stage begins with. Raises CheckpointError where there is none."""
+        if not (run_dir / "config.yaml").is_file():
+            near = near_run(run_dir)
+            raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near}")
+        return own_recipe(run_dir, keys_set_by(self.config, self.overrides), self.notes)
 
     def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """The recipe of the run that a stage begins with, changed by what is given."""
@@ -147,7 +157,8 @@ class Stage(NamedTuple):
         values = [one.model_dump(mode="json") for one in (before, now)]
         if now.data.known_range is None:  # what "auto" has found
             values[1]["data"]["value_range"] = values[0]["data"]["value_range"]
-        check_settings(changed_settings(*values), f"{self.folder}, a stage that is over, was trained", allowed)
+        changed = changed_settings(values[0], values[1], started_in(self.folder))
+        check_settings(changed, f"{self.folder}, a stage that is over, was trained", allowed)
 
 
 def stages_to_train(
@@ -199,16 +210,6 @@ def nothing_to_resume(run_dir: Path) -> CheckpointError:
     """The error of a --resume in a folder that holds no run."""
     near = near_run(run_dir)
     return CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir{near}")
-
-
-def _recipe_of_run(run_dir: Path) -> Recipe:
-    """The recipe of the run in this folder. Raises CheckpointError where there is none."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise CheckpointError(
-            f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near_run(run_dir)}"
-        )
-    return load_recipe(str(path), {})
 
 
 def _one_without_the_other(recipe: Recipe) -> str:

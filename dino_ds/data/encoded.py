@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -157,3 +158,18 @@ class NamedFiles(ListedFiles):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+
+def canonical_place(path: str, folder: str) -> str:
+    """The place of a file however it is spelled: below `folder` where it lies there, else its path without links."""
+    path = os.path.normpath(path)
+    for above in (os.path.normpath(folder), _real_folder(folder)):
+        if path.startswith(f"{above}{os.sep}"):
+            return path[len(above) + 1 :]
+        path = os.path.join(_real_folder(os.path.dirname(path)), os.path.basename(path))
+    return path
+
+
+@functools.lru_cache(4096)
+def _real_folder(path: str) -> str:
+    return os.path.realpath(path)

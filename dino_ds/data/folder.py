@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from dino_ds.data.encoded import ListedFiles
+from dino_ds.data.encoded import ListedFiles, canonical_place
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import (
@@ -89,6 +89,9 @@ class ListFile(ListedFiles):
                 f"{printable(some[0])}; a line is a path, absolute or relative to the list's folder, and a class only "
                 "after a tab"
             )
+
+    def place(self, index: int) -> str:
+        return canonical_place(self._path(index), self._folder)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dino_ds.data.image_set import name_of
 from dino_ds.data.sources import build_source, training_source
 from dino_ds.errors import ConfigError, DataError
 
-_FORWARDED = ("read", "member", "file_bytes", "file_time")
+_FORWARDED = ("read", "member", "place", "file_bytes", "file_time")
 """Methods of one image's index, of which a source may lack some."""
 
 
@@ -49,8 +49,11 @@ class Part:
         return lambda index: method(int(self._indices[index]))
 
 
-def training_images(data: DataSection, share: float) -> Source:
-    """The images of a recipe to train on, without those held out by eval.val_share. Raises ConfigError, DataError."""
+def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
+    """The images of a recipe to train on, without those held out by eval.val_share. Raises ConfigError, DataError.
+
+    as_listed: as `split_off` has it.
+    """
     if not share:
         return training_source(data)
     if data.mixture or data.balance != "none":
@@ -58,7 +61,7 @@ def training_images(data: DataSection, share: float) -> Source:
             "eval.val_share is for one source whose images are drawn equally often, not for data."
             f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
         )
-    return split_off(build_source(data.source, data.root, "train", data.download), data.root, share)[0]
+    return split_off(build_source(data.source, data.root, "train", data.download), data.root, share, as_listed)[0]
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
@@ -70,13 +73,14 @@ def held_out_images(recipe: Recipe, train: Source) -> Source | None:
     return None if root is None else build_source(data.source, root, "train", data.download)
 
 
-def split_off(source: Source, root: str | None, share: float) -> tuple[Part, Part]:
+def split_off(source: Source, root: str | None, share: float, as_listed: bool = False) -> tuple[Part, Part]:
     """The images to train on and those held out: about `share`, the same ones whatever else is added or removed.
 
-    What decides is a hash of an image's name below `root`. Raises DataError where nothing is left on one side.
+    What decides is a hash of an image's name below `root`; of a list its place, or `as_listed` its line. Raises
+    DataError where nothing is left on one side.
     """
     hashes = (
-        hashlib.blake2b(name_of(source, i, root), digest_size=8, person=b"held out").digest()
+        hashlib.blake2b(name_of(source, i, root, as_listed), digest_size=8, person=b"held out").digest()
         for i in range(len(source))
     )
     values = np.fromiter((int.from_bytes(digest, "little") for digest in hashes), np.uint64, len(source))

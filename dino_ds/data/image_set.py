@@ -36,7 +36,7 @@ class ImageSet:
     sets of up to 1,024 images are compared whole, larger ones by a part that is the same every time. A source without
     `read`, and a description that an earlier version has written, have no contents. `parts`: descriptions of the
     sources of a mixture, by their places; `groups`: a hash of the class or cluster of each image where they are
-    balanced.
+    balanced; `lines`: the hash of the names as a list has them, which earlier versions took, where it is another one.
     """
 
     count: int
@@ -45,16 +45,19 @@ class ImageSet:
     contents: dict[int, int] = field(default_factory=dict)
     parts: dict[str, ImageSet] = field(default_factory=dict)
     groups: str = ""
+    lines: str = ""
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
         """The description of a source; names count as they are below `root`, which may move."""
-        order = hashlib.blake2b(digest_size=16)
+        order, lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
                 digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
                 order.update(digest)
+                line = name_of(source, index, root, as_listed=True)
+                lines.update(hashlib.blake2b(line, digest_size=8).digest())
                 yield int.from_bytes(digest, "little"), index
 
         chosen = heapq.nsmallest(_SAMPLE, hashes())
@@ -64,7 +67,8 @@ class ImageSet:
         draws = draws_in(source)
         groups = "" if draws is None else draws.digest
         found = _contents(source, chosen[:_READ])
-        return ImageSet(len(source), order.hexdigest(), sizes, found, parts, groups)
+        names, listed = order.hexdigest(), lines.hexdigest()
+        return ImageSet(len(source), names, sizes, found, parts, groups, listed if listed != names else "")
 
     def to_json(self) -> dict[str, Any]:
         sample, contents = _packed("<Qq", self.sample), _packed("<QQ", self.contents)
@@ -101,6 +105,8 @@ class ImageSet:
         return "; ".join(found)
 
     def _changes(self, now: ImageSet) -> str:
+        if self.count == now.count and now.lines == self.names:  # described by an earlier version
+            return ""
         counts = f"{self.count} -> {now.count} images" if self.count != now.count else f"{now.count} images as before"
         # Beyond the largest hash of a full sample nothing is known of that set.
         last = min(max(one.sample, default=0) if one.count > _SAMPLE else 2**64 for one in (self, now))
@@ -192,10 +198,13 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def name_of(source: Source, index: int, root: str | None) -> bytes:
-    """The name that identifies an image of a source, as it is below `root`."""
-    if member := getattr(source, "member", None):
-        name: str = member(index)
+def name_of(source: Source, index: int, root: str | None, as_listed: bool = False) -> bytes:
+    """The name that identifies an image of a source, as it is below `root`; of a list that of its place, or the line
+    `as_listed`."""
+    if not as_listed and (place := getattr(source, "place", None)):
+        name: str = place(index)
+    elif member := getattr(source, "member", None):
+        name = member(index)
     else:
         name = source.name(index).removeprefix(str(Path(root)) if root else "")
     return name.encode(errors="surrogatepass")

@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dino_ds.config.mixture import Part
 from dino_ds.data.base import Joined, JoinedPart
-from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.images import ValueRange
+from dino_ds.data.encoded import EncodedImages, ListedFiles
+from dino_ds.data.folder import ListFile
+from dino_ds.data.formats import split_part
+from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.listing import Labels
-from dino_ds.data.root import open_files
+from dino_ds.data.root import expand, open_files
 from dino_ds.errors import ConfigError, DataError
+
+_LISTED = 1000
+"""Images of a list that are looked for in other parts."""
 
 
 class Mixture(EncodedImages, Joined):
@@ -28,7 +34,7 @@ class Mixture(EncodedImages, Joined):
         self.parts = tuple(parts)
         self.sources = [_open(part, root) for part in parts]
         self.ends = list(itertools.accumulate(map(len, self.sources)))
-        self._check_different()
+        self._check_different(root)
         self.labels, self.classes = self._join_labels()
         self.notes = [
             f"{part.place}: {note}"
@@ -91,14 +97,24 @@ class Mixture(EncodedImages, Joined):
             raise OSError(f"{type(source).__name__} has no {what}")
         return int(ask(place))
 
-    def _check_different(self) -> None:
-        first = dict[str, str]()
+    def _check_different(self, root: str | None) -> None:
+        """Raises ConfigError where two parts have images in common: each would have more than its share of them."""
+        owners: dict[tuple[bool, str], str] = {}
         for part, source in zip(self.parts, self.sources, strict=True):
-            if (same := first.setdefault(os.path.realpath(source.name(0)), part.place)) != part.place:
-                raise ConfigError(
-                    f"data.mixture: {same} and {part.place} are the same place (both begin with {source.name(0)}): "
-                    "give it once, with the sum of its shares"
-                )
+            loose = isinstance(source, ListedFiles)
+            for place in _real_places(place_of(part, root), source):
+                if (same := owners.setdefault((loose, place), part.place)) != part.place:
+                    raise ConfigError(
+                        f"data.mixture: {same} and {part.place} are the same place, or both have {place}: give it "
+                        "once, with the sum of its shares"
+                    )
+        for (loose, place), inner in owners.items():
+            for folder in map(str, Path(place).parents):
+                if (outer := owners.get((loose, folder), inner)) != inner:
+                    raise ConfigError(
+                        f"data.mixture: images of {inner} lie in {outer} too, and would have the shares of both: give "
+                        "places without images in common"
+                    )
 
     def _join_labels(self) -> tuple[Any, list[str] | None]:
         """Labels of all images, -1 for those of a part without labels, and the names of all classes."""
@@ -122,6 +138,15 @@ def place_of(part: Part, root: str | None) -> str:
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
         )
     return os.path.join(os.path.expanduser(root or ""), place)
+
+
+def _real_places(path: str, source: EncodedImages) -> list[str]:
+    """Paths without links: the folder of a part, its archives, or some of the images that its list names."""
+    if isinstance(source, ListFile):
+        return [os.path.realpath(source.name(i)) for i in evenly_spaced_indices(len(source), _LISTED)]
+    plain, inside = split_part(path)
+    files = [plain] if os.path.lexists(plain) else expand(plain)
+    return [os.path.realpath(file) + (f":{inside}" if inside else "") for file in files]
 
 
 def _open(part: Part, root: str | None) -> EncodedImages:

@@ -29,10 +29,16 @@ class OtherImages:
         self._recipe, self._now, self._allowed = recipe, now, allowed
 
     def check(self, saved: Manifest) -> None:
-        """Raises CheckpointError where lengths in epochs are now another number of steps."""
-        before = ImageSet.from_json(saved.images)
+        """Raises CheckpointError where lengths in epochs are now another number of steps, or the same images are
+        balanced otherwise."""
+        before, balance = ImageSet.from_json(saved.images), self._recipe.data.balance
         if before is None or self._allowed:
             return
+        if before.groups and self._now.groups not in ("", before.groups) and before.names == self._now.names:
+            raise CheckpointError(
+                f"the {balance.partition(':')[0]} of data.balance {balance} are others than those since step "
+                f"{saved.step}: bring them back, or accept with --allow_change {IMAGES}"
+            )
         batch = self._recipe.data.global_batch
         old, new = (build_schedules(self._recipe, max(1, one.count // batch)) for one in (before, self._now))
         if moved := _moved(old, new, saved.step):

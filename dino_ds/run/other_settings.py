@@ -32,11 +32,12 @@ def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
     return allowed
 
 
-def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig) -> dict[str, str]:
-    """The differences, in words by dotted name, from a checkpoint's settings that change what is learned."""
+def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> dict[str, str]:
+    """The differences, in words by dotted name, from a checkpoint's settings that change what is learned; its relative
+    paths begin in the folder `began_in`."""
     # A run from before an option did what the option's default does.
     before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
-    return changed_settings(before, _learned(recipe, config))
+    return changed_settings(before, _learned(recipe, config), began_in)
 
 
 def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[str]) -> None:
@@ -49,10 +50,10 @@ def check_changed(changed: dict[str, str], saved: Manifest, allowed: Collection[
     check_settings(changed, f"step {saved.step}", allowed)
 
 
-def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig) -> list[str]:
+def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> list[str]:
     """Human-readable lines on what differs from the start that saved a checkpoint: settings, versions, how it runs."""
     old, new = saved.model_dump(), describe_settings(recipe, config)
-    changed = changed_since(saved, recipe, config)
+    changed = changed_since(saved, recipe, config, began_in)
     notes = [f"changed since step {saved.step}, as allowed: {how}" for how in changed.values()]
     other = {name: now for name, now in new["versions"].items() if saved.versions.get(name, now) != now}
     notes += [f"{name} was {saved.versions[name]} until step {saved.step}, is {now}" for name, now in other.items()]

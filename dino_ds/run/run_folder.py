@@ -12,10 +12,11 @@ from pathlib import Path
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.config.begun_with import ENVIRONMENT, ORIGIN, Origin, read_run_id
+from dino_ds.config.begun_with import ENVIRONMENT, HELD_OUT_BY, ORIGIN, Origin, holds_out_by_line, read_run_id
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe, load_recipe
+from dino_ds.config.own_recipe import started_in
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, nothing_to_resume
 from dino_ds.engine import distributed
@@ -48,6 +49,7 @@ class RunFolder:
         self.may_start_anew = resume in (False, "auto")
         self.run_id = read_run_id(path) if self.resume else None
         self.origin = Origin.read(path) if self.resume else None
+        self.began_in = started_in(path) if self.resume else None
         self._allowed = set[str]() if allow_change is None else read_allowed(allow_change, recipe, config)
         check_place(path)
 
@@ -74,7 +76,7 @@ class RunFolder:
 
     def changed(self, saved: Manifest) -> dict[str, str]:
         """The settings that change what is learned and differ from a checkpoint's, in words by dotted name."""
-        return changed_since(saved, self.recipe, self.config)
+        return changed_since(saved, self.recipe, self.config, self.began_in)
 
     def check_settings(self, saved: Manifest) -> None:
         """Raises CheckpointError, naming every difference, where resuming would learn something else."""
@@ -153,6 +155,7 @@ def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str,
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             about = {"run_id": run_id, **({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
+            about |= {} if holds_out_by_line(path) else {HELD_OUT_BY: "place"}
             for name in _FILES:
                 discard(path / f"{name}.tmp")  # what a killed process had not put in place yet
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 
 import pytest
 
@@ -31,6 +32,29 @@ def test_no_image_is_on_both_sides_and_none_changes_sides(tmp_path):
     place = next(i for i in range(60) if wholes[0].member(i) == there.member(0))
     assert there.read(0) == wholes[0].read(place) and there.name(0) == wholes[0].name(place)
     assert there.labels[0] == wholes[0].labels[place] and there.load(0).size == wholes[0].load(place).size
+
+
+def test_the_spelling_of_a_list_s_lines_holds_out_the_same_images(tmp_path):
+    """Relative, whole, with detours, through links, in a list that lies elsewhere, and after the folder has moved."""
+    home = tmp_path / "home"
+    (tmp_path / "link").symlink_to(home)
+
+    def held_out(folder, *prefixes, beside=""):
+        (folder / beside).mkdir(exist_ok=True)
+        text = "".join(f"{prefixes[i % len(prefixes)]}a/{i:03d}.png\n" for i in range(40))
+        (folder / beside / "list.txt").write_text(text)
+        part = split_off(build_source("folder", str(folder / beside / "list.txt"), "train", False), None, 0.3)[1]
+        return {part.name(i).rpartition("/")[2] for i in range(len(part))}
+
+    image_folder(home / "a", 40)
+    wanted = held_out(home, "")
+    assert 4 < len(wanted) < 20
+    for prefixes in (("./",), ("a/../",), (f"{home}/",), (f"{tmp_path}/link/",), ("", f"{home}//./")):
+        assert held_out(home, *prefixes) == wanted, prefixes
+    outside = held_out(home, "../", beside="lists")
+    assert held_out(home, f"{home}/", beside="others") == held_out(home, "../../link/", beside="c") == outside
+    moved = shutil.copytree(home / "a", tmp_path / "moved/a").parent
+    assert held_out(moved, "") == held_out(moved, f"{moved}/") == wanted
 
 
 def test_training_does_not_see_what_is_held_out(tmp_path):

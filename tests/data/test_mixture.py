@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -105,6 +106,22 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
     assert "data.mixture: empty: no images under data.root" in refused("mine=0.5,empty=0.5")
     assert "data.mixture: gone: " in refused("mine=0.5,gone=0.5")
     assert "mine and link are the same place" in refused("mine=0.5,link=0.5")
+    (root / "list.txt").write_text(f"plain/000.png\n{root}/link/class0/000.png\n")
+    (root / "tars").mkdir(exist_ok=True)
+    for name in ("a", "b"):
+        with tarfile.open(root / f"tars/{name}.tar", "w") as archive:
+            archive.add(root / "plain/000.png", f"{name}.png")
+    for mixture, inner, outer in (
+        (".=0.5,mine=0.5", "mine", "."),
+        ("mine/class0=0.5,link=0.5", "mine/class0", "link"),
+        ("list.txt=0.5,mine=0.5", "list.txt", "mine"),
+        ("tars/a.tar=0.5,tars=0.5", "tars/a.tar", "tars"),
+    ):
+        assert f"images of {inner} lie in {outer} too" in refused(mixture), mixture
+    assert "have " in refused("tars/*.tar=0.5,tars/a.tar=0.5") and "both" in refused(
+        "tars/{a,b}.tar=0.5,tars/b.tar=0.5"
+    )
+    assert len(source_with(root, "tars=0.5,mine=0.5")) == 6 and len(source_with(root, "tars=0.5,list.txt=0.5")) == 4
     assert "data.source is cifar10: set it to folder" in refused("mine=0.5,theirs=0.5", source="cifar10")
     assert "mine is relative: give --data.root" in refused("mine=0.5,theirs=0.5", below="none")
     bands = tmp_path / "bands"

@@ -1,0 +1,242 @@
+"""A run is continued after each place that its recipe names was moved, spelled otherwise, replaced or removed.
+
+The same content goes on without a word, wherever it lies; other content is refused, or said where it may change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dino_ds.config.flat import path_keys
+from dino_ds.config.loading import load_recipe
+from dino_ds.config.own_recipe import own_recipe
+from dino_ds.data.held_out import split_off
+from dino_ds.data.image_set import ImageSet
+from dino_ds.data.sources import build_source
+from tests.ranks import run_on_ranks
+from tests.run.harness import TINY, image_folder, read_manifest, train_tiny
+
+FILES = {
+    "data.root": {},
+    "data.balance": {"data.root": "images"},
+    "data.mixture": {},
+    "model.init_from": {"data.root": "images"},
+    "objective.preserve_weight": {"data.root": "images"},
+    "gram.teacher": {"data.root": "images", "gram.weight": "1"},
+    "teacher.source": {"data.root": "images", "teacher.distill": "features"},
+    "eval.root": {"data.root": "images", "eval.every": "1 steps", "eval.k": "1"},
+    "eval.val_root": {"data.root": "images", "eval.every": "1 steps", "eval.keep_best": "val_loss"},
+    "eval.val_share": {"eval.every": "1 steps", "eval.keep_best": "val_loss", "eval.val_share": "0.4"},
+}
+"""Each key that names a place, or images by a place, and what else its runs need."""
+NAMES = {
+    "data.balance": ("data.balance", "clusters:{}", "clusters.csv"),
+    "data.mixture": ("data.mixture", "{}=0.5,images=0.5", "more"),
+    "objective.preserve_weight": ("model.init_from", "{}", "start"),
+    "eval.val_share": ("data.root", "{}", "list.txt"),
+    "eval.root": ("eval.root", "{}", "test"),
+    "eval.val_root": ("eval.val_root", "{}", "val"),
+    "data.root": ("data.root", "{}", "images"),
+}
+"""The key that has the place, its value, and the place."""
+CHANGES = ("another of that name", "absolute", "moved", "replaced")
+MORE_CHANGES = ("nothing", "another folder", "link", "gone")
+SAID = r"images changed since|sought anew|measured anew|changed since step"
+REFUSED = {
+    ("data.balance", "replaced"): "the clusters of data.balance .* are others than those since step 1",
+    ("data.balance", "gone"): "clusters.csv cannot be read: No such file",
+    ("data.mixture", "moved"): "settings changed since step 1: data.mixture .*--allow_change data.mixture",
+    ("data.mixture", "gone"): "more: .*does not exist",
+    ("data.mixture", "absolute"): "--allow_change data.mixture",
+    ("data.mixture", "link"): "--allow_change data.mixture",
+    ("model.init_from", "moved"): "settings changed since step 1: model.init_from .*--allow_change model.init_from",
+    ("objective.preserve_weight", "moved"): "settings changed since step 1: model.init_from .*--allow_change model",
+    ("objective.preserve_weight", "replaced"): "model.init_from",
+    ("objective.preserve_weight", "gone"): "start.* does not exist",
+    ("gram.teacher", "replaced"): "gram.teacher",
+    ("gram.teacher", "gone"): "teacher.* does not exist",
+    ("teacher.source", "replaced"): "was distilled from another teacher",
+    ("teacher.source", "gone"): "teacher.* does not exist",
+    ("data.root", "gone"): "images does not exist",
+    ("eval.root", "gone"): "test does not exist",
+    ("eval.val_root", "gone"): "val does not exist",
+    ("eval.val_share", "gone"): "list.txt does not exist",
+}
+TOLD = {
+    ("data.root", "replaced"): "20 images as before: 0 added, 0 removed",
+    ("data.mixture", "replaced"): "more: 20 images as before: 0 added, 0 removed",
+    ("eval.root", "replaced"): "the best teacher so far.* was the best on other images",
+    ("eval.val_root", "replaced"): "the best teacher so far.* was the best on other images",
+    ("eval.val_share", "replaced"): "the best teacher so far.* was the best on other images",
+}
+"""What goes on and is said; all else goes on as if nothing had happened."""
+
+
+def _name(key: str) -> tuple[str, str, str]:
+    return NAMES.get(key, (key, "{}", "teacher"))
+
+
+def _make(place: Path, what: str, seed: int, runs: Path) -> None:
+    """The content of a place; another seed makes other content of the same size and names."""
+    if what == "clusters.csv":
+        files = sorted((place.parent / "images").rglob("*.png"))
+        rows = [f"{file},{(i + seed * (i > 9)) % 3}" for i, file in enumerate(files)]
+        place.write_text("\n".join(["name,cluster", *rows]) + "\n")
+    elif what == "list.txt":
+        image_folder(place.parent / "listed", 20, seed=7 + seed)
+        place.write_text("".join(f"listed/{i:03d}.png\n" for i in range(20)))
+    elif what in ("start", "teacher"):
+        shutil.copytree(runs / str(seed), place)
+    else:
+        image_folder(place, 20, 2, seed={"images": 0, "test": 1, "val": 2, "more": 3}[what] + 10 * seed)
+
+
+@contextlib.contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _changed(key: str, change: str, home: Path, runs: Path) -> tuple[Path, dict[str, str] | None]:
+    """Make the change. Returns the working folder of the next start, and its overrides, None for the run's recipe."""
+    named, value, what = _name(key)
+    place, elsewhere = home / what, home.parent / "elsewhere"
+    spelled = {"absolute": str(place), "link": "linked/" + what, "moved": f"moved/{what}"}.get(change, what)
+    if change in ("another folder", "another of that name"):
+        elsewhere.mkdir()
+        if change == "another of that name":
+            for one in dict.fromkeys(("images", what)):
+                _make(elsewhere / one, one, 1, runs)
+        return elsewhere, None
+    if change == "link":
+        (home / "linked").symlink_to(home)
+    if change == "moved":
+        (home / "moved").mkdir()
+        shutil.move(place, home / "moved" / what)
+        if what == "list.txt":
+            shutil.move(home / "listed", home / "moved/listed")
+    if change in ("replaced", "gone"):
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    if change == "replaced":
+        shutil.rmtree(home / "listed", ignore_errors=True)
+        _make(place, what, 1, runs)
+    if key == "eval.val_share" and change in ("absolute", "link"):  # the lines, too
+        lines = (home / what).read_text().splitlines()
+        (home / what).write_text("".join(f"{home}/{'linked/' * (change == 'link')}{line}\n" for line in lines))
+    return home, {named: value.format(spelled)}
+
+
+def _train(run: Path, cwd: Path, overrides: dict[str, str] | None, steps: int, resume: bool) -> str | None:
+    from dino_ds.config.ds_config import load_ds_config
+    from dino_ds.errors import UserError
+    from dino_ds.options.run import TrainOptions
+    from dino_ds.train import train
+    from tests.run.harness import REPOSITORY
+
+    path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
+    with _in(cwd), open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        try:
+            recipe = own_recipe(run, (), []) if overrides is None else load_recipe(None, TINY | overrides)
+            train(
+                TrainOptions(run_dir=str(run), max_steps=steps, resume=resume),
+                recipe=recipe,
+                ds=load_ds_config(path, {}),
+                ds_path=path,
+            )
+        except UserError as error:
+            return str(error)
+    return None
+
+
+def _cells(key: str, changes: tuple[str, ...], place: Path, runs: Path) -> dict[str, tuple[str | None, str]]:
+    """For each change: the message of the start that continues, and what it has written into the log."""
+    named, value, what = _name(key)
+    found, given = {}, {"length": "8 steps", **FILES[key], named: value.format(what)}
+    if key == "data.mixture":
+        given["data.root"] = "."
+    if key == "objective.preserve_weight":
+        given["objective.preserve_weight"] = "0.5"
+    home, run, kept = place / "home", place / "run", place / "kept"
+    home.mkdir()
+    for one in dict.fromkeys(("images", what)):
+        _make(home / one, one, 0, runs)
+    assert _train(run, home, given, 1, False) is None
+    before = len((run / "log.txt").read_text())
+    for folder in (home, run):
+        shutil.copytree(folder, kept / folder.name)
+    for change in changes:
+        for folder in (home, run):
+            shutil.rmtree(folder)
+            shutil.copytree(kept / folder.name, folder)
+        shutil.rmtree(place / "elsewhere", ignore_errors=True)
+        cwd, overrides = _changed(key, change, home, runs)
+        said = _train(run, cwd, None if overrides is None else given | overrides, 2, True)
+        found[change] = said, (run / "log.txt").read_text()[before:]
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs of other weights, to begin with or to learn from."""
+    place = tmp_path_factory.mktemp("runs")
+    root = image_folder(place / "images")
+    for seed in (0, 1):
+        how = {"max_steps": 1, "changes": {"seed": str(seed)}}
+        assert run_on_ranks(train_tiny, root, place / str(seed), world=1, **how) == [None]
+    return place
+
+
+@pytest.mark.parametrize("changes", [CHANGES, pytest.param(MORE_CHANGES, marks=pytest.mark.full)], ids=["some", "more"])
+@pytest.mark.parametrize("key", FILES)
+def test_a_run_goes_on_with_the_same_content_alone(key, changes, runs, tmp_path):
+    (found,) = run_on_ranks(_cells, key, changes, tmp_path, runs, world=1)
+    assert tuple(found) == changes
+    for change, (said, log) in found.items():
+        if wanted := REFUSED.get((key, change)):
+            assert said is not None and re.search(wanted, said) and "\n" not in said, (key, change, said)
+            continue
+        assert said is None, (key, change, said)
+        if wanted := TOLD.get((key, change)):
+            assert re.search(wanted, log), (key, change, log)
+        else:
+            assert not re.search(SAID, log), (key, change, log)
+
+
+def test_each_key_that_names_a_path_is_in_the_table():
+    assert set(path_keys()) - {"eval.benchmark_root"} <= {*FILES, *(named for named, _, _ in NAMES.values())}
+
+
+def _start_and_continue(home: Path, run: Path) -> list[str | None]:
+    given = {"data.root": "list.txt", "eval.val_share": "0.4", "eval.every": "1 steps", "length": "8 steps"}
+    return [_train(run, home, given, steps, steps > 1) for steps in (1, 2)]
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_run_of_an_earlier_version_keeps_what_it_holds_out(earlier, runs, tmp_path):
+    """It went by the lines of a list as they are written: here by whole paths, which says that it is such a run."""
+    home, run = tmp_path / "home", tmp_path / "run"
+    for folder in (home, run):
+        folder.mkdir()
+    _make(home / "list.txt", "list.txt", 0, runs)
+    lines = (home / "list.txt").read_text().replace("listed", f"{home}/listed")
+    (home / "list.txt").write_text(lines)
+    if earlier:
+        (run / "environment.json").write_text("{}")
+    assert run_on_ranks(_start_and_continue, home, run, world=1) == [[None, None]]
+    assert ("held_out_by" in json.loads((run / "environment.json").read_text())) is not earlier
+    assert not re.search(SAID, (run / "log.txt").read_text())
+    whole = build_source("folder", str(home / "list.txt"), "train", False)
+    images = ImageSet.of(split_off(whole, None, 0.4, as_listed=earlier)[0], None)
+    assert read_manifest(run, 2)["images"] == images.to_json()
