@@ -22,7 +22,6 @@ from dino_ds.report.draw import (
     draw_attention,
     draw_map,
     draw_neighbors,
-    draw_patches,
     draw_pca,
     figure_pixels,
     figure_png,
@@ -80,11 +79,6 @@ def test_each_picture_is_what_its_title_says(pictures):
     for found, wanted in zip(shown, expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
     assert heat(torch.zeros(16, 32, 3), torch.rand(2, 2)).shape == (16, 32, 3)
-
-
-def test_rows_that_belong_together_lie_together():
-    sheet = Sheet(4, 1, rows_of=2)
-    assert sheet._y(2) - sheet._y(1) > sheet._y(1) - sheet._y(0) == pytest.approx(sheet._y(3) - sheet._y(2))
 
 
 @pytest.mark.slow
@@ -161,23 +155,6 @@ def test_names_of_classes_are_no_formulas(recwarn):
     figure_pixels(figure)
     assert [text.get_text() for text in figure.legends[0].texts] == [shown[0], shown[2], shown[1]]
     assert not recwarn.list
-
-
-def test_a_model_on_a_batch(pictures):
-    class Model:
-        is_vit = True
-
-        def patch_tokens(self, images):
-            return torch.randn(len(images), 4, 4, 8)
-
-        def attention(self, images):
-            return torch.rand(len(images), 3, 4, 4)
-
-    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
-    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"attention": 16, "pca": 4}
-    Model.is_vit = False
-    figures = draw_patches(Model(), torch.randn(2, 3, 32, 32), (0.5,) * 3, (0.25,) * 3)
-    assert {name: len(_shown(figure)[0]) for name, figure in figures.items()} == {"pca": 4}
 
 
 @pytest.mark.slow

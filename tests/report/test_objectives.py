@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
 from dino_ds.method.objective import Measured, Needs, Term
 from dino_ds.method.specs.base import TermSpec
 from dino_ds.models.base import patches_of
@@ -16,6 +19,7 @@ from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run as report
 from dino_ds.report.curves import read_metrics
 from dino_ds.report.draw_pictures import run as pictures
+from dino_ds.report.folder import read_run
 from dino_ds.report.plot import draw_curves
 from tests.ranks import run_on_ranks
 from tests.report.runs import assert_inside
@@ -47,7 +51,7 @@ class NegativeTerm(Term):
 
 _ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
 OBJECTIVES = {
-    "dino": {},
+    "dino": {"eval.every": "2 steps", "eval.root": "DIR/images", "eval.k": "3"},
     "coding_rate": {**_ALONE, "objective.coding_rate_weight": "1"},
     "ibot": {"crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1"},
     "gram": {"gram.weight": "2", "gram.crop_size": "48", "gram.start": "0 steps", "gram.teacher": "DIR/dino"},
@@ -57,15 +61,15 @@ OBJECTIVES = {
 
 
 def _train_all(folder):
-    """One run of each objective in one process, which has its own copy of `train`: nothing is predicted of memory."""
-    train = importlib.import_module("dino_ds.train")  # dino_ds.train is a function
-    train.agreed = lambda recipe, machine, choose: choose()
-    train.predict = train.check_fits = lambda *given: None
-    images = image_folder(folder / "images")
+    """One run of each objective in one process, which has its own copy of `train`."""
+    images = image_folder(folder / "images", classes=2)
     for name, changes in OBJECTIVES.items():
         changes = {key: value.replace("DIR", str(folder)) for key, value in changes.items()}
-        said = train_tiny(images, folder / name, max_steps=3, changes={"model.drop_path": "0", **changes})
+        said = train_tiny(images, folder / name, max_steps=4, changes={"model.drop_path": "0", **changes})
         assert said is None, (name, said)
+        train = importlib.import_module("dino_ds.train")  # dino_ds.train is a function
+        train.agreed = lambda recipe, machine, choose: choose()
+        train.predict = train.check_fits = lambda *given: None  # the memory of one run is enough
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +81,37 @@ def runs(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_objective_has_report_pictures_and_comparison(runs):
+    """The comparison has the charts of all of them."""
+    first, *others = [str(runs / name) for name in OBJECTIVES]
+    report(ReportOptions(run=first, compare=tuple(others)))
+    assert_inside((runs / "dino/compare.html").read_text())
+    for name in ("coding_rate", "ibot", "own"):
+        report(ReportOptions(run=str(runs / name)))
+        assert_inside((runs / name / "report.html").read_text())
     for name in OBJECTIVES:
-        run = runs / name
-        report(ReportOptions(run=str(run)))
-        assert_inside((run / "report.html").read_text())
-        metrics = read_metrics(run / "metrics.jsonl")
+        metrics = read_metrics(runs / name / "metrics.jsonl")
+        assert name not in ("coding_rate", "own") or metrics["loss"].finite.max() < 0
         for axes in draw_curves(metrics).axes:
             low, high = axes.get_ylim()
             drawn = [y for line in axes.lines for y in line.get_ydata()]
             assert low <= min(drawn, default=low) and max(drawn, default=high) <= high, name
-        assert name not in ("coding_rate", "own") or metrics["loss"].finite.max() < 0
-    pictures(PicturesOptions(model=str(run), only=("curves",)))
-    assert (run / "pictures/curves.png").stat().st_size > 10_000
-    first, *others = [str(runs / name) for name in OBJECTIVES]
-    report(ReportOptions(run=first, compare=tuple(others)))
-    assert_inside((runs / "dino/compare.html").read_text())
+    pictures(PicturesOptions(model=str(runs / "own"), only=("curves",)))
+    assert (runs / "own/pictures/curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_real_run_is_understood(runs, capsys):
+    """Whatever training writes today: no note, a state, every figure; the log and the events say the same."""
+    report(ReportOptions(run=str(runs / "dino"), json=True))
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == []
+    assert (found["state"], found["step"], found["planned_steps"]) == ("stopped", 4, 12)
+    assert not {key for key, value in found.items() if value is None}
+    assert found["knn"].keys() == {"teacher", "step", "best", "best_step", "untrained", "raw_pixels", "chance"}
+    events = read_run(runs / "dino").events
+    assert events.fact("memory", "parts", dict) and events.fact("images", "images", int) == 20
+    lines = [line.split(" ", 1)[1] for line in (runs / "dino/log.txt").read_text().splitlines()]
+    assert lines == [json.loads(line)["line"] for line in (runs / "dino/events.jsonl").read_text().splitlines()]
+    files = [str(runs / "dino" / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
+    batch = load_recipe(files[0], {}).data.global_batch
+    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch

@@ -13,8 +13,6 @@ import pytest
 from PIL import Image
 
 from dino_ds.cli import main as cli
-from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
-from dino_ds.config.loading import load_recipe
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
 from dino_ds.options.commands import find_command
@@ -32,7 +30,6 @@ from dino_ds.report.summary import command_line, judge, mean_rate, summarise
 from dino_ds.report.text import duration, number
 from dino_ds.run.environment import describe_start, read_starts
 from tests.report.runs import DONE, STAMP, knn, make_run, record, save_picture, write_events
-from tests.run.harness import image_folder, train_tiny
 
 
 class _Page(HTMLParser):
@@ -377,27 +374,6 @@ def test_how_a_run_ended_and_what_went_wrong(tmp_path):
         (folder / "events.jsonl").unlink()
         write_events(folder, DONE, Event(line, kind))
         assert read_events(folder / "events.jsonl").ended == ended
-
-
-@pytest.mark.slow
-def test_a_real_run_is_understood(tmp_path, capsys):
-    """Whatever training writes today: no note, a state, every figure."""
-    root = image_folder(tmp_path / "images", classes=2)
-    changes = {"eval.every": "2 steps", "eval.root": str(root), "eval.k": "3"}
-    assert train_tiny(root, tmp_path / "run", max_steps=4, changes=changes) is None
-    run(ReportOptions(run=str(tmp_path / "run"), json=True))
-    found = json.loads(capsys.readouterr().out)
-    assert found["notes"] == []
-    assert (found["state"], found["step"], found["planned_steps"]) == ("stopped", 4, 12)
-    assert not {key for key, value in found.items() if value is None}
-    assert found["knn"].keys() == {"teacher", "step", "best", "best_step", "untrained", "raw_pixels", "chance"}
-    events = read_run(tmp_path / "run").events
-    assert events.fact("memory", "parts", dict) and events.fact("images", "images", int) == 20
-    lines = [line.split(" ", 1)[1] for line in (tmp_path / "run/log.txt").read_text().splitlines()]
-    assert lines == [json.loads(line)["line"] for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    files = [str(tmp_path / "run" / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
-    batch = load_recipe(files[0], {}).data.global_batch
-    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
 
 
 def test_a_long_run_stays_small(tmp_path):
