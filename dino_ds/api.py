@@ -30,7 +30,7 @@ from dino_ds.options.reading import words_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from dino_ds.options.run import TrainOptions
+    from dino_ds.run.train_options import TrainOptions
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]

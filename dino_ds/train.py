@@ -5,15 +5,15 @@ deepspeed --num_gpus 4 dino_ds/train.py --ds_config ds_configs/zero2_fp16.json -
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     # Run as a script, Python put this file's folder first on sys.path; the checkout is wanted, installed or not.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-    from dino_ds.cli.main import main
-
-    main(["train", *sys.argv[1:]])
+    sys.argv.insert(1, "train")
+    runpy.run_module("dino_ds", run_name="__main__")
     sys.exit(0)
 
 import dataclasses
@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.begun_with import holds_out_by_line
-from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, stages_to_train
@@ -35,32 +34,19 @@ from dino_ds.data.held_out import training_images
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.engine import distributed
+from dino_ds.engine.device import release_memory
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.evals.runner import EvalRunner
 from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.backbone_checks import check_start
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
 from dino_ds.method.specs.of_recipe import check_images_at_once, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.options.run import TrainOptions
-from dino_ds.planning.measure.trial import free_memory
-from dino_ds.planning.start import (
-    Machine,
-    Start,
-    agreed,
-    check_fits,
-    find_machine,
-    named_start,
-    planned_start,
-    predict,
-    resumed_start,
-)
-from dino_ds.report.during_run import PeriodicPictures
 from dino_ds.run.announcement import announce, closing_lines
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
+from dino_ds.run.doors import Chosen, build_periodic_tasks, choose_ds_config
 from dino_ds.run.from_recipe import check_lengths, draw_crops, loop_options, nan_inputs
 from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.loggers import open_loggers
@@ -72,6 +58,7 @@ from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.saver import Saver
 from dino_ds.run.teacher_files import TeacherFiles
+from dino_ds.run.train_options import TrainOptions
 
 
 class _Request(NamedTuple):
@@ -134,7 +121,7 @@ def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> 
             recipe = one.of_start(folder, origin, resume == "auto")
         own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
         _train(recipe, request._replace(options=own, given=one))
-        free_memory()
+        release_memory()
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
@@ -144,18 +131,17 @@ def _train(recipe: Recipe, request: _Request) -> None:
         with FolderLock(request.path, guards).held() as lock:
             with lock.starting():
                 _agree_on_folder(request.path)
-                start, machine = _choose_ds_config(recipe, request)
-                memory = predict(recipe, start.config, machine)
-                predicted_gib = memory.gib if memory else None
-                guards.memory.expect(recipe, start.config, predicted_gib)
-                folder, source, notes = _open_folder(recipe, start, machine, request)
-                run, saver, more_notes = _build(folder, source, request, predicted_gib)
+                options, ds, ds_path, overrides, *_ = request
+                chosen = choose_ds_config(recipe, options, ds, ds_path, overrides)
+                guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
+                folder, source, notes = _open_folder(recipe, chosen, request)
+                run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
-                announce(run, folder, memory, [*notes, *more_notes, *lock.notes])
-                if not start.is_named:
-                    run.log.info(f"chosen   {start}")
+                announce(run, folder, chosen, [*notes, *more_notes, *lock.notes])
+                if chosen.said:
+                    run.log.info(f"chosen   {chosen.said}")
                 feed = functools.partial(
-                    build_prefetcher, folder.recipe, source, start.config.micro_batch, run.step.engine.device
+                    build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
                 Loop(run, saver, guards.beat, guards.stop).run(lambda: feed(run.state.position))
                 run.log.info(*closing_lines(run, folder.recipe.model))
@@ -167,33 +153,13 @@ def _agree_on_folder(path: Path) -> None:
         raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
-def _choose_ds_config(recipe: Recipe, request: _Request) -> tuple[Start, Machine]:
-    """The ds config of this start and what the ranks have in common, the same on all of them. Raises ConfigError."""
-    machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
-    options, overrides, before, saved = request.options, request.ds_overrides, None, request.path / "ds_config.json"
-    with distributed.raise_on_all_ranks():
-        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
-            before = load_ds_config(str(saved), {})
-    before = distributed.gather_objects(before)[0]
-
-    def choose() -> Start:
-        start = named_start(recipe, request.ds, request.ds_path, machine)  # in every case: it checks the batch
-        if overrides is not None and before is not None:
-            return resumed_start(recipe, before, str(saved), overrides, machine)
-        return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
-
-    return agreed(recipe, machine, choose), machine
-
-
-def _open_folder(
-    recipe: Recipe, start: Start, machine: Machine, request: _Request
-) -> tuple[RunFolder, Source, list[str]]:
+def _open_folder(recipe: Recipe, chosen: Chosen, request: _Request) -> tuple[RunFolder, Source, list[str]]:
     """The run folder, whose recipe has data.value_range as a number, the training images, and notes for the log.
 
     Raises UserError, before it looks into an image: for images that are not there, then for too few, then ConfigError
     for more memory predicted than there is.
     """
-    data, config, said = recipe.data, start.config, request.given.notes if request.given else []
+    data, config, said = recipe.data, chosen.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
         source = training_images(data, recipe.eval.val_share, holds_out_by_line(request.path))
         recipe.check_count(len(source))
@@ -201,7 +167,7 @@ def _open_folder(
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if found else recipe
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
-            check_fits(recipe, start, machine)
+            chosen.check_fits()
     folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
     with distributed.raise_on_all_ranks():
         check_transform(folder.recipe, source)
@@ -233,8 +199,7 @@ def _build(
     notes = [*begin.notes, *check_lengths(recipe, epoch_steps, len(source)), *same_images(source, images)]
 
     # What is learned, and what is done between steps.
-    evaluations = EvalRunner.build(recipe, source, epoch_steps)
-    pictures = PeriodicPictures.build(recipe, source, epoch_steps)
+    evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_start(recipe)
     check_images_at_once(recipe, config.micro_batch, distributed.world_size())

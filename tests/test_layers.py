@@ -8,6 +8,8 @@ from pathlib import Path
 
 from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, long_signatures, parse
 
+CLOSURE_OF_TRAIN = 180
+"""Files that importing train.py may bring in: no room of the upper storey."""
 CLOSURE_OF_THE_LOOP = (57, 8_000)
 """Files and lines that importing run/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
@@ -16,22 +18,35 @@ LONG_SIGNATURES["api.py:train"] = "the options that most calls give, by name"
 """Functions of more than six parameters, and why."""
 KIND_QUESTIONS = 8
 """Times that the package may ask of which kind a backbone or its spec is."""
-LAYERS = [
+GROUND = [
     {"__init__", "errors", "basics", "models.specs", "engine.schedules"},
     {"config", "method.specs", "engine.distributed", "health"},
-    {"data", "models", "engine.saved_state", "checkpoint", "options"},
+    {"data", "models", "engine.saved_state", "checkpoint"},
     {"weights", "engine"},
     {"method"},
-    {"costs"},
     {"run"},
+    {"train"},
+]
+"""The rooms that train, from the lowest to the highest; a part of a room that lies lower than the rest is named with
+it."""
+UPPER = [
+    {"options"},
+    {"costs"},
     {"evals"},
     {"planning.measure"},
     {"report", "planning"},
-    {"train", "commands", "launching", "examples"},
+    {"commands", "launching", "examples"},
     {"cli"},
     {"__main__", "api"},
 ]
-"""Rooms from the lowest to the highest; a part of a room that lies lower than the rest of it is named with it."""
+"""The rooms that look at runs, weights and machines."""
+DOORS = {
+    "evals": {"run/doors.py"},
+    "planning": {"run/doors.py"},
+    "report": {"run/doors.py"},
+}
+"""Rooms of the upper storey -> files of the ground floor that import of them by name, when a run asks for it."""
+LAYERS = [*GROUND, *UPPER]
 # Rooms of one layer whose files may import each other.
 ROOMS = [{"errors", "basics", "models.specs", "__init__"}, {"config", "method.specs"}]
 
@@ -98,6 +113,18 @@ def test_the_loop_brings_in_no_more_than_it_needs():
     files, lines = CLOSURE_OF_THE_LOOP
     assert len(found) <= files
     assert count_lines(found) <= lines
+
+
+def test_the_ground_floor_knows_the_upper_storey_by_its_doors_alone():
+    upper = {room.partition(".")[0] for rooms in UPPER for room in rooms}
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        room = _room(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
+        if any(room in rooms for rooms in GROUND):
+            for name in set(re.findall(r"\"(?:dino_ds\.)?(\w+)\.[\w.]+:\w+\"", path.read_text())) & upper:
+                found.setdefault(name, set()).add(path.relative_to(PACKAGE).as_posix())
+    assert found == DOORS
+    assert len(closure_of(PACKAGE / "train.py")) <= CLOSURE_OF_TRAIN
 
 
 def test_no_file_imports_itself_through_others():

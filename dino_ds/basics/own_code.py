@@ -48,6 +48,12 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
     return found
 
 
+def by_name(place: str) -> Any:
+    """The object MODULE:NAME of dino_ds itself, whose module is imported now: one that not every run needs."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"dino_ds.{module}"), name)
+
+
 @contextmanager
 def explaining_interrupted(*packages: str) -> Iterator[None]:
     """Wraps an import of `packages`. Raises ConfigError where it fails since an earlier one in this process was

@@ -46,8 +46,8 @@ def torch_as_it_was() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from dino_ds.engine.device import release_memory
     from dino_ds.engine.process import leave
-    from dino_ds.planning.measure.trial import free_memory
 
     cudnn, cuda = torch.backends.cudnn, torch.cuda.is_initialized()
     joined, threads = dist.is_initialized(), torch.get_num_threads()
@@ -79,7 +79,7 @@ def torch_as_it_was() -> Iterator[None]:
                 torch.set_default_device(device)
             if not joined:
                 leave()
-            free_memory()
+            release_memory()
             torch.set_num_threads(threads)
             cudnn.benchmark, cudnn.allow_tf32 = convolutions
             torch.backends.cuda.enable_cudnn_sdp(attention)

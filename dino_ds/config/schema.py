@@ -9,14 +9,17 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import dataclasses as pydantic_dataclasses
 from pydantic.fields import FieldInfo
+from typing_extensions import dataclass_transform
 
 from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.config.fields import Length, Ramp
 
+Options = TypeVar("Options")
 COMMAND_LINE = "command line"
 """The origin of a value that no file has."""
 NONE_WORDS = ("none", "null")
@@ -112,6 +115,13 @@ class Option:
     def _adapter(self) -> TypeAdapter[Any]:
         annotated, parts = typing.cast(Any, typing.Annotated), (self.info.annotation, None, *self.info.metadata)
         return TypeAdapter(annotated[parts], config=ConfigDict(allow_inf_nan=False))
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def options(cls: type[Options]) -> type[Options]:
+    """Make a class a frozen dataclass of settings, whose values are checked."""
+    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return pydantic_dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)  # type: ignore[return-value]
 
 
 def fields_of(schema: object) -> dict[str, FieldInfo]:

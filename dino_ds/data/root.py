@@ -7,31 +7,29 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dino_ds.basics.hubs import hub_id
+from dino_ds.basics.own_code import by_name
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
 from dino_ds.data.formats import EXTENSIONS, HDF5, is_left_out, note_left_out, split_part
-from dino_ds.data.hdf5 import Hdf5Images
 from dino_ds.data.listing import printable
-from dino_ds.data.parquet import ParquetImages
 from dino_ds.data.raster import band_axis
-from dino_ds.data.shards import TarShards
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-ARCHIVES: dict[str, Callable[..., EncodedImages]] = {
-    ".tar": TarShards,
-    ".parquet": ParquetImages,
-    **dict.fromkeys(HDF5, Hdf5Images),
+ARCHIVES = {
+    ".tar": "data.shards:TarShards",
+    ".parquet": "data.parquet:ParquetImages",
+    **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
 }
-"""Endings of files that hold many images, and the source that reads several such files, or a part of each."""
+"""Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
 TRAIN_FOLDERS = ("train", "training")
@@ -192,7 +190,8 @@ def _open_all(paths: list[str], root: str, part: str | None = None) -> EncodedIm
     if others:
         kinds = " and ".join([ending, *others])
         raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
-    return ARCHIVES[ending](paths) if part is None else ARCHIVES[ending](paths, part)
+    opened: EncodedImages = by_name(ARCHIVES[ending])(paths, *([] if part is None else [part]))
+    return opened
 
 
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:

@@ -9,13 +9,12 @@ from typing import Any, Literal
 import numpy as np
 
 from dino_ds.basics.names import did_you_mean
-from dino_ds.basics.own_code import find_own
+from dino_ds.basics.own_code import by_name, find_own
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.sections import DataSection
 from dino_ds.data.balance import draws_of
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.mixture import Mixture
-from dino_ds.data.named_sets import PhotoPatches, TorchvisionImages
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
@@ -57,7 +56,8 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
         return _build_own(source, root)
     check_photos(source, root)
     if source == "photos":
-        return PhotoPatches(split)
+        photos: Source = by_name("data.named_sets:PhotoPatches")(split)
+        return photos
     if source not in SOURCES:
         near = did_you_mean(source, SOURCES)
         raise ConfigError(
@@ -68,7 +68,8 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {what}")
     if source == "folder":
         return open_files(root)
-    return TorchvisionImages(source, root, split, download)
+    images: Source = by_name("data.named_sets:TorchvisionImages")(source, root, split, download)
+    return images
 
 
 def _build_own(path: str, root: str | None) -> Any:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, Field
-from pydantic import dataclasses as pydantic_dataclasses
+from pydantic import Field
 from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
@@ -21,7 +20,7 @@ from dino_ds.basics.names import MODEL_FORMS
 from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import Count, option
 from dino_ds.config.loading import recipe_options
-from dino_ds.config.schema import Option, options_of
+from dino_ds.config.schema import Option, options, options_of
 
 Options = TypeVar("Options")
 
@@ -85,13 +84,6 @@ COMMANDS: dict[str, Command] = {}
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def options(cls: type[Options]) -> type[Options]:
-    """Make a class a frozen dataclass of settings, whose values are checked."""
-    config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    return pydantic_dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)  # type: ignore[return-value]
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True)
 def command(name: str, runs: str, group: str, **facts: Any) -> Callable[[type[Options]], type[Options]]:
     """Make a class the options of a command; its docstring is the summary that help shows.
 
@@ -100,10 +92,15 @@ def command(name: str, runs: str, group: str, **facts: Any) -> Callable[[type[Op
 
     def register(cls: type[Options]) -> type[Options]:
         declared = options(cls)
-        COMMANDS[name] = Command(name, cls.__doc__ or "", runs, declared, group, **facts)
+        declare_command(declared, name, runs, group, **facts)
         return declared
 
     return register
+
+
+def declare_command(declared: type, name: str, runs: str, group: str, **facts: Any) -> None:
+    """As `command`, of a class that is the options of something already."""
+    COMMANDS[name] = Command(name, declared.__doc__ or "", runs, declared, group, **facts)
 
 
 def meaning(option: Option) -> str:

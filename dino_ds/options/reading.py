@@ -29,7 +29,7 @@ from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of
 from dino_ds.options.elsewhere import check_networks
 from dino_ds.options.flags import Flags, check_required
-from dino_ds.options.run import TrainOptions
+from dino_ds.run.train_options import TrainOptions
 
 
 def _no_images(resumes: bool) -> str:

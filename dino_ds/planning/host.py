@@ -1,6 +1,8 @@
-"""Computes what a node's host memory and disk must hold."""
+"""What the machines of a run have in common, and what a node's host memory and disk must hold."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
@@ -17,6 +19,57 @@ _FP32 = 4
 _SAVED = "checkpoint being written"
 # Masters and Adam's two moments.
 _STATE = 12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
+    `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes of a process before it builds
+    anything."""
+
+    ranks: int
+    ranks_per_node: int
+    host_gib: float
+    card_gib: float | None = None
+    bf16: bool = True
+    fp16: bool = True
+    libraries: int = 0
+
+    def in_common(self, other: Machine) -> Machine:
+        """The least of both: every rank trains with the same config."""
+        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
+        return Machine(
+            self.ranks,
+            max(self.ranks_per_node, other.ranks_per_node),
+            min(self.host_gib, other.host_gib),
+            min(cards, default=None),
+            self.bf16 and other.bf16,
+            self.fp16 and other.fp16,
+            max(self.libraries, other.libraries),
+        )
+
+
+def find_machine() -> Machine:
+    """Find what this rank has."""
+    import torch
+
+    from dino_ds.basics.host_memory import host_memory_gib
+    from dino_ds.engine import distributed
+    from dino_ds.engine.device import device, fp16_supported, memory_gib
+    from dino_ds.planning.measure.machine import usable_memory_gib
+
+    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
+    here, libraries = distributed.local_world_size(), memory_gib()
+    return Machine(
+        distributed.world_size(),
+        here,
+        # On a CPU all is taken from there, of which other programs have their part; the ranks have loaded theirs.
+        host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
+        card.total_memory / 2**30 if card else None,
+        bf16=card is None or card.major >= 8,
+        fp16=fp16_supported(),
+        libraries=round(libraries * 2**30),
+    )
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:

@@ -4,76 +4,31 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_config import change_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
-from dino_ds.costs.step_costs import count_parameters
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
+from dino_ds.health.files import Event
+from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
 from dino_ds.planning.gpus import similar_gpu
-from dino_ds.planning.host import needed_bytes
+from dino_ds.planning.host import Machine, find_machine, needed_bytes
 from dino_ds.planning.recommend import recommend
 from dino_ds.planning.speed import Cluster
+from dino_ds.run.doors import Chosen
+from dino_ds.run.train_options import TrainOptions
 
 _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
-    `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes of a process before it builds
-    anything."""
-
-    ranks: int
-    ranks_per_node: int
-    host_gib: float
-    card_gib: float | None = None
-    bf16: bool = True
-    fp16: bool = True
-    libraries: int = 0
-
-    def in_common(self, other: Machine) -> Machine:
-        """The least of both: every rank trains with the same config."""
-        cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
-        return Machine(
-            self.ranks,
-            max(self.ranks_per_node, other.ranks_per_node),
-            min(self.host_gib, other.host_gib),
-            min(cards, default=None),
-            self.bf16 and other.bf16,
-            self.fp16 and other.fp16,
-            max(self.libraries, other.libraries),
-        )
-
-
-def find_machine() -> Machine:
-    """Find what this rank has."""
-    import torch
-
-    from dino_ds.basics.host_memory import host_memory_gib
-    from dino_ds.engine import distributed
-    from dino_ds.engine.device import device, fp16_supported, memory_gib
-    from dino_ds.planning.measure.machine import usable_memory_gib
-
-    card = torch.cuda.get_device_properties(device()) if device().type == "cuda" else None
-    here, libraries = distributed.local_world_size(), memory_gib()
-    return Machine(
-        distributed.world_size(),
-        here,
-        # On a CPU all is taken from there, of which other programs have their part; the ranks have loaded theirs.
-        host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
-        card.total_memory / 2**30 if card else None,
-        bf16=card is None or card.major >= 8,
-        fp16=fp16_supported(),
-        libraries=round(libraries * 2**30),
-    )
 
 
 @dataclass(frozen=True)
@@ -94,6 +49,50 @@ class Start:
         config = self.config
         batch = f"micro-batch {config.micro_batch} x accumulation {config.accumulation}"
         return f"{self.why}: {config.precision}, ZeRO {config.stage}, {batch}"
+
+
+def choose_ds_config(
+    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, str] | None
+) -> Chosen:
+    """The ds config of a start of `train`, the same on all ranks, each of which must call it. Raises ConfigError."""
+    machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
+    before, saved = None, Path(options.run_dir) / "ds_config.json"
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0 and overrides is not None and options.resume is not False and saved.is_file():
+            before = load_ds_config(str(saved), {})
+    before = distributed.gather_objects(before)[0]
+
+    def choose() -> Start:
+        start = named_start(recipe, ds, path, machine)  # in every case: it checks the batch
+        if overrides is not None and before is not None:
+            return resumed_start(recipe, before, str(saved), overrides, machine)
+        return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
+
+    start = agreed(recipe, machine, choose)
+    memory = predict(recipe, start.config, machine)
+    return Chosen(
+        config=start.config,
+        said="" if start.is_named else str(start),
+        memory=_memory_line(memory),
+        trained=_trained_part(recipe),
+        predicted_gib=memory.gib if memory else None,
+        check_fits=lambda: check_fits(recipe, start, machine),
+    )
+
+
+def _memory_line(memory: Memory | None) -> Event:
+    if memory is None:
+        return Event("memory   not estimated for this backbone")
+    parts = {name: size / GIB for name, size in memory.parts.items() if size}
+    return Event(f"memory   predicted peak {memory}", gib=memory.gib, moment=memory.moment, parts=parts)
+
+
+def _trained_part(recipe: Recipe) -> str:
+    """The part of the weights that is trained, where others are frozen, else ""."""
+    if recipe.model.train == ALL:
+        return ""
+    trained = sum(student_facts(recipe).trained.values())
+    return describe_trained(recipe.model.trained, trained, count_parameters(recipe))
 
 
 def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:

@@ -12,15 +12,13 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import GIB, Memory
-from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.health.files import Event
 from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
 from dino_ds.models.attention import chosen_kernel
-from dino_ds.models.specs.trained import ALL, describe_trained
+from dino_ds.run.doors import Chosen
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
@@ -28,7 +26,7 @@ MOST_KEPT = 0.5
 """Part of what a teacher begins as that it may have at the end."""
 
 
-def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable[str]) -> None:
+def announce(run: Run, folder: RunFolder, chosen: Chosen, notes: Iterable[str]) -> None:
     """Write the first lines of a run's log; `notes` are what was found while the run was built."""
     recipe, config, steps, options = folder.recipe, folder.config, run.step.schedules.steps, run.options
     data, device = recipe.data, run.step.engine.device
@@ -51,10 +49,10 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
             last_step=options.last_step,
         ),
         *_objective_lines(recipe),
-        *_trained_line(recipe),
+        *([f"trained  {chosen.trained}"] if chosen.trained else []),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
-        _memory_line(memory),
+        chosen.memory,
         *_changed_values(recipe),
         *(f"note     {text}" for text in balanced),
         *(f"warning  {text}" for text in [*alone, *slow_teachers(recipe, steps)]),
@@ -68,21 +66,6 @@ def announce(run: Run, folder: RunFolder, memory: Memory | None, notes: Iterable
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
-
-
-def _memory_line(memory: Memory | None) -> Event:
-    if memory is None:
-        return Event("memory   not estimated for this backbone")
-    parts = {name: size / GIB for name, size in memory.parts.items() if size}
-    return Event(f"memory   predicted peak {memory}", gib=memory.gib, moment=memory.moment, parts=parts)
-
-
-def _trained_line(recipe: Recipe) -> list[str]:
-    """A line on the part of the weights that is trained, where others are frozen."""
-    if recipe.model.train == ALL:
-        return []
-    trained = sum(student_facts(recipe).trained.values())
-    return [f"trained  {describe_trained(recipe.model.trained, trained, count_parameters(recipe))}"]
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:

@@ -18,10 +18,10 @@ from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.of_recipe import heads_of
-from dino_ds.options.run import TrainOptions
 from dino_ds.run.other_images import OtherImages
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
+from dino_ds.run.train_options import TrainOptions
 from dino_ds.weights.find import teacher_weights
 from dino_ds.weights.sidecar import recipe_of
 from dino_ds.weights.tensors import Weights

@@ -138,7 +138,7 @@ class Run:
     step: TrainingStep
     state: RunState
     evaluations: AtStep | None
-    pictures: AtStep
+    pictures: AtStep | None
     log: RunLog
     nan_inputs: Callable[[], Inputs]
     draw_crops: Callable[[Batch], Tensor]

@@ -27,7 +27,7 @@ from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.definition import Command
 from dino_ds.options.flags import drop_local_rank, parse_flags
 from dino_ds.options.help_text import FIRST_DAY, FIRST_KEYS, FIRST_OPTIONS, GROUPS, configs_markdown, help_text
-from dino_ds.options.run import TrainOptions
+from dino_ds.run.train_options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
 

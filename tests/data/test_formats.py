@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import dino_ds
+from dino_ds.basics.own_code import by_name
 from dino_ds.data import formats
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.encoded import EncodedImages
@@ -35,7 +36,7 @@ def test_a_kind_of_file_is_known_to_itself_and_to_its_list(words, files):
 
 
 def test_archives_are_sources_of_encoded_images():
-    assert all(issubclass(source, EncodedImages) for source in ARCHIVES.values())
+    assert all(issubclass(by_name(source), EncodedImages) for source in ARCHIVES.values())
 
 
 def test_a_format_of_one_s_own_is_read_after_one_line(monkeypatch):

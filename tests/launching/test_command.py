@@ -14,7 +14,7 @@ from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import run
 from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_forwarded, quote_for_pdsh
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.options.run import TrainOptions
+from dino_ds.run.train_options import TrainOptions
 
 WORDS = ("--data.root", "/images")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import re
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+import dino_ds.planning.start as start_module
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs.step_costs import count_parameters
@@ -25,13 +25,21 @@ from dino_ds.planning.fit import FILLED, fit
 from dino_ds.planning.host import checkpoint_bytes
 from dino_ds.planning.measure import machine
 from dino_ds.planning.measure.trial import build_trial, resolve
-from dino_ds.planning.start import Machine, check_fits, find_machine, named_start, planned_start, predict, resumed_start
+from dino_ds.planning.start import (
+    Machine,
+    check_fits,
+    choose_ds_config,
+    find_machine,
+    named_start,
+    planned_start,
+    predict,
+    resumed_start,
+)
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, image_folder, log_of, train_tiny
 from tests.sample import sampled
 
-train = importlib.import_module("dino_ds.train")  # by its name in the package there is the function
 RTX3090 = Machine(1, 1, 64.0, 23.6)
 T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
 
@@ -49,16 +57,16 @@ def _readme_command() -> list[str]:
 
 def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
-    monkeypatch.setattr(train, "find_machine", lambda: RTX3090)
+    monkeypatch.setattr(start_module, "find_machine", lambda: RTX3090)
     words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
-    start, machine = train._choose_ds_config(recipe, train._Request(options, **files))
-    memory = predict(recipe, start.config, machine)
-    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", str(start))
-    again = fit(recipe, start.ds, start.path, 1, RTX3090.card_gib)
-    assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == start.config
-    assert memory.gib < again.memory.gib  # without the margins
+    chosen = choose_ds_config(recipe, options, files["ds"], files["ds_path"], files["ds_overrides"])
+    assert re.search(r"bf16, ZeRO \d, micro-batch 128 x accumulation 4$", chosen.said)
+    planned = planned_start(recipe, {}, RTX3090)
+    again = fit(recipe, planned.ds, planned.path, 1, RTX3090.card_gib)
+    assert again.fits and again.memory.gib <= FILLED * 23.6 and again.config == chosen.config
+    assert chosen.predicted_gib < again.memory.gib  # without the margins
 
 
 @pytest.mark.slow
@@ -158,7 +166,7 @@ def test_a_saved_config_may_be_set_to_auto_by_hand():
 def _train(images, run, card_gib, **options):
     """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
-    with mock.patch.object(train, "find_machine", return_value=mine):
+    with mock.patch.object(start_module, "find_machine", return_value=mine):
         return train_tiny(images, run, ds_overrides={}, **options)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 
+import dino_ds.planning.start as start
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.method.objective import Measured, Needs, Term
@@ -61,15 +61,14 @@ OBJECTIVES = {
 
 
 def _train_all(folder):
-    """One run of each objective in one process, which has its own copy of `train`."""
+    """One run of each objective in one process, which has its own copy of the planner."""
     images = image_folder(folder / "images", classes=2)
     for name, changes in OBJECTIVES.items():
         changes = {key: value.replace("DIR", str(folder)) for key, value in changes.items()}
         said = train_tiny(images, folder / name, max_steps=4, changes={"model.drop_path": "0", **changes})
         assert said is None, (name, said)
-        train = importlib.import_module("dino_ds.train")  # dino_ds.train is a function
-        train.agreed = lambda recipe, machine, choose: choose()
-        train.predict = train.check_fits = lambda *given: None  # the memory of one run is enough
+        start.agreed = lambda recipe, machine, choose: choose()
+        start.predict = start.check_fits = lambda *given: None  # the memory of one run is enough
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from dino_ds.basics.durable import append_whole
 from dino_ds.errors import StorageError
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeats, append_line
-from dino_ds.options.run import TrainOptions
 from dino_ds.run.metrics import RunLog
+from dino_ds.run.train_options import TrainOptions
 from tests.disks import PAGE, fill, mount_disk, small_disk, unmount
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, TINY, image_folder, train_tiny

@@ -7,7 +7,7 @@ from PIL import Image
 
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.options.run import TrainOptions
+from dino_ds.run.train_options import TrainOptions
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, losses_of, read_metrics
 

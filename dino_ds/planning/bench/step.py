@@ -17,7 +17,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
 from dino_ds.costs.step_costs import mean_costs, model_flops
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES, device, memory_gib
+from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import BenchStepOptions
 from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tflops
@@ -28,7 +28,6 @@ from dino_ds.planning.measure.trial import (
     MEMORY_STEPS,
     begin,
     build_trial,
-    free_memory,
     real_feed,
     resolve,
     run_on_data,
@@ -107,7 +106,7 @@ def _measure(
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
     runs.clear()
-    free_memory()
+    release_memory()
     return [
         {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name])}
         for name, pair in resolved.items()

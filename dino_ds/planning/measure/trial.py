@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,11 +133,3 @@ def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[
         ]
         for group in recipe.groups
     }
-
-
-def free_memory() -> None:
-    """Collect what dropped trials and runs held: DeepSpeed's hooks make cycles that wait for the collector."""
-    for _ in range(2):  # an engine that the first finds lets go of DeepSpeed's
-        gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.crops import all_crops
-from dino_ds.engine.device import memory_gib, resident_mib
+from dino_ds.engine.device import memory_gib, release_memory, resident_mib
 from dino_ds.engine.process import init_distributed
 from dino_ds.planning.measure.memory import ChildFailed, _wait_for_all, run_in_child
-from dino_ds.planning.measure.trial import build_trial, free_memory, resolve, synthetic_inputs
+from dino_ds.planning.measure.trial import build_trial, resolve, synthetic_inputs
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.reference import copied
 
@@ -100,7 +100,7 @@ def test_a_dropped_trial_leaves_no_weights(stage):
     trial.run()
     kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.inputs.crops["global"][0])]
     del trial
-    free_memory()
+    release_memory()
     assert not [ref for ref in kept if ref() is not None]
 
 

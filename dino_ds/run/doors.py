@@ -1,0 +1,54 @@
+"""The two doors from the rooms that train to those above them, which are imported by name when a run asks for them.
+
+A start asks which ds config to take, and a recipe for evaluations and pictures. No other file of the ground floor names
+a room of the upper one (`tests/test_layers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dino_ds.basics.own_code import by_name
+from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source
+from dino_ds.health.files import Event
+from dino_ds.run.run import AtStep
+from dino_ds.run.train_options import TrainOptions
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ds config of a start, with its prediction.
+
+    said: how it was chosen, or "" where it was named; memory: the line of the log about it; trained: the part of the
+    weights that is trained, in words, "" for all; predicted_gib: of a rank, None where it is not estimated;
+    check_fits: raises ConfigError, with what fits, where more memory is predicted than there is.
+    """
+
+    config: DsConfig
+    said: str
+    memory: Event
+    trained: str
+    predicted_gib: float | None
+    check_fits: Callable[[], None]
+
+
+def choose_ds_config(
+    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, str] | None
+) -> Chosen:
+    """The ds config of a start, the same on all ranks; `overrides` as `train` has them. Raises ConfigError."""
+    chosen: Chosen = by_name("planning.start:choose_ds_config")(recipe, options, ds, path, overrides)
+    return chosen
+
+
+def build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> tuple[AtStep | None, AtStep | None]:
+    """Evaluations and pictures of a run, each None where the recipe asks for none. Every rank must call it."""
+    evaluations = pictures = None
+    if recipe.eval.every.value:
+        evaluations = by_name("evals.runner:EvalRunner").build(recipe, source, epoch_steps)
+    if recipe.eval.pictures_every.value:
+        pictures = by_name("report.during_run:PeriodicPictures").build(recipe, source, epoch_steps)
+    return evaluations, pictures

@@ -1,0 +1,52 @@
+"""The options of a training: what is asked for beside its recipe and its ds JSON. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from dino_ds.basics.names import as_written
+from dino_ds.config.chosen_weights import WeightsName
+from dino_ds.config.fields import Count, Resume, option
+from dino_ds.config.schema import options
+
+
+def _read_resume(value: object) -> object:
+    words = {"true": True, "false": False, "auto": "auto"}
+    if not isinstance(value, str) or value.lower() in words:
+        return words[value.lower()] if isinstance(value, str) else value
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise ValueError(f"{as_written(value)} is not auto or the step of a checkpoint")
+    return int(value)
+
+
+@options
+class TrainOptions:
+    """train: images in, a teacher out"""
+
+    run_dir: str = option(
+        "", "folder of this run: metrics, checkpoints, teacher", shown="runs/RECIPE, or runs/RECIPE-2, ..."
+    )
+    from_: str | None = option(
+        None, "begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe"
+    )
+    stages: str | None = option(
+        None, "RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ..."
+    )
+    weights: Annotated[
+        WeightsName, Field(description="what --from and each of --stages begins with: newest, best, or step_N")
+    ] = "newest"
+    max_steps: Count | None = option(
+        None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
+    )
+    resume: Annotated[Resume, BeforeValidator(_read_resume)] = option(
+        False,
+        "continue --run_dir from its newest whole checkpoint, without --config by its own recipe; auto: or start; "
+        "N: from that of step N",
+    )
+    allow_change: str | None = option(
+        None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
+    )
+    allow_oversize: bool = option(False, "start though more memory is predicted than there is")
+    print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")
