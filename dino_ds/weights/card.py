@@ -73,7 +73,7 @@ def model_card(model: Backbone, library: str, folder: str) -> str:
             output="last_hidden_state[:, 0]" if model.is_vit else "pooler_output",
         ),
         enlarged=int(side * 256 / 224),
-        normalisation=model.normalisation,
+        normalisation=f"mean {list(model.normalisation.mean)}, std {list(model.normalisation.std)}",
         uncut=_UNCUT[library if model.is_vit else "timm"].format(side=side),
         on_sizes=_ON_SIZES.format(model.vit.options.pos_embed_interpolation)
         if model.is_vit and model.vit.arch.rope is None
