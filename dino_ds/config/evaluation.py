@@ -49,7 +49,9 @@ EvaluationCount = Annotated[Count | None, BeforeValidator(_parse_evaluation_coun
 
 
 class EvalSection(Section):
-    every: LengthField = option(Length(5, "epochs"), "how often the teacher is evaluated; 0 steps = never")
+    every: LengthField = option(
+        Length(5, "epochs"), "how often the teacher is evaluated; not in steps: ten times at least; 0 steps = never"
+    )
     evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
     root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
     k: Count = option(20, "neighbours")
