@@ -22,7 +22,7 @@ PACKAGE = Path(dino_ds.__file__).parent
 @pytest.mark.parametrize(
     ("words", "files"),
     [
-        (r"DICOM|\.dcm", {"data/dicom.py", "data/formats.py"}),
+        (r"DICOM", {"data/dicom.py", "data/formats.py"}),
         (r"\bNPY\b|NUMPY", {"data/raster.py", "data/formats.py"}),
         (r"\.jp2", {"data/images.py"}),
         (r"ParquetImages", {"data/parquet.py", "data/root.py"}),

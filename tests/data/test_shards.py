@@ -61,7 +61,7 @@ def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
     pack(tmp_path / "0.tar", {"a.png": png(1)})
     with pytest.raises(DataError, match=r"2 of its files are not there, such as .*1\.tar"):
         read(tmp_path / "{0..2}.tar")
-    with pytest.raises(DataError, match="1 of its files are not there"):
+    with pytest.raises(DataError, match=r"no file matches data\.root"):
         read(tmp_path / "*.tarr")
     begin = time.process_time()
     with pytest.raises(DataError, match="at least 1000 of its files are not there"):
