@@ -161,7 +161,7 @@ class RankProcess:
     def __init__(self, pid: int, beat: Beat, stacks: int) -> None:
         self.pid, self._beat, self._stacks = pid, beat, stacks
         self._process, self._ends = find_process(pid), [0]  # its end of the pipe to our standard input breaks
-        with contextlib.suppress(OSError):  # old kernels
+        with contextlib.suppress(OSError, AttributeError):  # old kernels, and Pythons built for them
             # Noticed at once, how it ended can still be read: not once its launcher has waited for it.
             self._ends.append(os.pidfd_open(pid))
 
