@@ -19,8 +19,8 @@ from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.hostfile import read_hostfile
 
-_SEVERAL = (".tar", ".parquet", ".h5", ".hdf5", ".he5", ".dcm", ".dicom", ".tif", ".tiff", ".npy")
-"""Endings of files that may hold several images."""
+_ONE = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+"""Endings of files that hold one image; the other kinds of images and archives may hold several."""
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Names of the same variables by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
@@ -131,12 +131,15 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
 
 def _first_files(folder: str, most: int) -> tuple[list[str], bool]:
     """Names of the first `most` files below a folder, and whether they are all, with one image in each at most."""
+    from dino_ds.data.formats import EXTENSIONS
+    from dino_ds.data.root import ENDINGS
+
     names: list[str] = []
-    simple = True
+    several, simple = tuple({*EXTENSIONS, *ENDINGS} - {*_ONE}), True
     for place, folders, files in os.walk(folder):
         names += files
         linked = any(os.path.islink(os.path.join(place, name)) for name in folders)
-        simple = simple and not linked and not any(name.lower().endswith(_SEVERAL) for name in files)
+        simple = simple and not linked and not any(name.lower().endswith(several) for name in files)
         if not simple or len(names) >= most:
             return names[:most], False
     return names, True
