@@ -137,7 +137,8 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 folder, source, notes = _open_folder(recipe, chosen, request)
                 run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
-                announce(run, folder, chosen, [*notes, *more_notes, *lock.notes])
+                hours = chosen.hours(run.step.schedules.steps)
+                announce(run, folder, chosen, [*notes, *more_notes, *hours, *lock.notes])
                 if chosen.said:
                     run.log.info(f"chosen   {chosen.said}")
                 feed = functools.partial(

@@ -1,4 +1,4 @@
-"""ds configs by GPU tier: one of each kind (CASES), as the planner recommends it; `dino-ds plan --write` makes others.
+"""ds configs by GPU tier: one of each kind (CASES), by the planner's rule; `dino-ds plan --write` makes others.
 
 `make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/tiers/README.md and
 docs/scaling.md.
@@ -6,6 +6,7 @@ docs/scaling.md.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,9 @@ from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.planning.fit import FILLED, Fit, fit_with, micro_batches, with_batch
-from dino_ds.planning.gpus import GPUS, Gpu
-from dino_ds.planning.recommend import Shape, ds_of, recommend
-from dino_ds.planning.speed import Cluster, StepTime, estimate_step
+from dino_ds.planning.fit import FILLED, Fit, fit_with
+from dino_ds.planning.gpus import GPUS, Cluster, Gpu
+from dino_ds.planning.recommend import SHAPES, Shape, ds_of, recommend
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
 README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"
@@ -46,9 +46,8 @@ class Case:
     """`gpus` cards of a tier (CARDS) in each of `nodes`, and the recipe that they train, `stage` laid over it.
 
     On several nodes the weights are sharded, with a second copy of the shards in each node (ZeRO++'s hpZ), so that the
-    backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers. `local`: crops of
-    the recipe, and `images`: the micro-batch, where they are given and not the recipe's and the planner's; `clipping`:
-    the largest norm of gradients.
+    backward pass gathers them inside it. `quantized`: ZeRO++'s other two, which change the numbers. `clipping`: the
+    largest norm of gradients.
     """
 
     tier: str
@@ -56,13 +55,11 @@ class Case:
     gpus: int = 1
     nodes: int = 1
     quantized: bool = False
-    local: int | None = None
-    images: int | None = None
     stage: str | None = None
     clipping: float = 3.0
 
     def load(self) -> Recipe:
-        recipe = load_recipe(self.recipe, {} if self.local is None else {"crops.num_local": str(self.local)})
+        recipe = load_recipe(self.recipe, {})
         return recipe if self.stage is None else change_recipe(recipe, {}, self.stage)
 
     @property
@@ -79,14 +76,14 @@ CASES = [
     Case("8gb", "vits16"),
     Case("8gb", "vitl16"),
     Case("12gb", "vitb16"),
-    Case("16gb", "resnet50", local=6, images=32),
+    Case("16gb", "resnet50"),
     Case("24gb", "vitl16"),
     Case("24gb", "vitg14"),
     # A node of several: without bf16, with small cards, and with large ones.
     Case("t4_16gb", "vits16", 4),
     Case("t4_16gb", "vitb16", 4),
     Case("v100_32gb", "vitl16", 8),
-    Case("24gb", "resnet50", 8, images=64),
+    Case("24gb", "resnet50", 8),
     Case("24gb", "vitl16", 8),
     Case("24gb", "vit3b14", 8),
     Case("24gb", "vit7b16", 8),
@@ -123,31 +120,15 @@ def plan_all() -> Planned:
 
 
 def plan_case(case: Case) -> TierConfig | None:
-    """The fastest config of a case by the planner's estimate; None where nothing fits."""
-    recipe, card = case.load(), case.card
-    cluster, limit = Cluster(card, case.gpus, case.nodes, card.network), FILLED * card.memory_gib
-    if case.images is not None:
-        whole = case.images * case.ranks == recipe.data.global_batch
-        shapes = [Shape(1 if whole else 2, "", checkpointing) for checkpointing in (False, True)]
-    elif case.nodes == 1:
-        try:
-            shapes = [recommend(recipe, cluster, limit).shape]
-        except ConfigError:
-            return None
-    else:
-        shapes = [Shape(3, "", False), Shape(3, "", True)]
-    found: list[tuple[StepTime, TierConfig]] = []
-    for shape in shapes:
-        ds, name = _ds_json(case, recipe, shape), _name(case, shape)
-        sizes = micro_batches(recipe.data.global_batch, case.ranks)
-        # Stage 1 would accumulate in low precision.
-        wanted = [size for size in sizes if case.images in (None, size)]
-        for size in wanted[:1] if shape.stage == 1 else wanted:
-            fit = fit_with(recipe, ds, name, case.ranks, limit, size)
-            if fit.fits:
-                time = estimate_step(recipe, fit.config, cluster)
-                found.append((time, TierConfig(name, with_batch(ds, size, "auto"), fit)))
-    return min(found, key=lambda entry: entry[0].seconds_at(found[0][0].once))[1] if found else None
+    """The config of a case by the planner's rule; None where nothing fits."""
+    recipe, cluster = case.load(), Cluster(case.card, case.gpus, case.nodes)
+    shapes = SHAPES if case.nodes == 1 else [Shape(3, "", False), Shape(3, "", True)]
+    make_ds = functools.partial(_ds_json, case, recipe)
+    try:
+        best = recommend(recipe, cluster, FILLED * case.card.memory_gib, shapes, make_ds)
+    except ConfigError:
+        return None
+    return TierConfig(_name(case, best.shape), best.ds, best.fit)
 
 
 def _name(case: Case, shape: Shape) -> str:
@@ -166,9 +147,9 @@ def _name(case: Case, shape: Shape) -> str:
     return "_".join(parts)
 
 
-def _ds_json(case: Case, recipe: Recipe, shape: Shape) -> dict[str, Any]:
+def _ds_json(case: Case, recipe: Recipe, shape: Shape, bf16: bool) -> dict[str, Any]:
     """The planner's ds JSON, with more at stage 3 for large blocks, and on several nodes."""
-    ds = {"train_micro_batch_size_per_gpu": "auto", **ds_of(shape, case.card.bf16)}
+    ds = {"train_micro_batch_size_per_gpu": "auto", **ds_of(shape, bf16)}
     zero, ds["gradient_clipping"] = ds["zero_optimization"], case.clipping
     if shape.stage == 3:
         block = _block_weights(recipe)
@@ -212,7 +193,7 @@ def _cells(case: Case, found: TierConfig | None) -> list[str]:
     name = case.recipe if case.stage is None else f"{case.recipe}, {case.stage}"
     start = [case.tier.replace("_", " "), gpus, name, str(recipe.crops.num_local)]
     if found is None:
-        ds = _ds_json(case, recipe, Shape(3, "", True))
+        ds = _ds_json(case, recipe, Shape(3, "", True), case.card.bf16)
         parts = fit_with(recipe, ds, "", case.ranks, 0.0, 1).memory.parts
         teachers, least = sum(n for part, n in parts.items() if "teacher" in part), sum(parts.values())
         why = f"{least / GIB:.1f} with one image, {teachers / GIB:.1f} of it teachers"
@@ -239,7 +220,7 @@ def parts_table(recipe_name: str, micro_batch: int, nodes: tuple[int, ...] = (1,
     columns = []
     for n in nodes:
         case = Case("80gb", recipe_name, 8, n)
-        fit = fit_with(recipe, _ds_json(case, recipe, shape), "", case.ranks, 0.0, micro_batch)
+        fit = fit_with(recipe, _ds_json(case, recipe, shape, bf16=True), "", case.ranks, 0.0, micro_batch)
         columns.append({name: size / GIB for name, size in fit.memory.parts.items()})
     names = sorted({name for column in columns for name in column}, key=lambda name: -columns[0].get(name, 0.0))
     rows = [(name, [column.get(name, 0.0) for column in columns]) for name in names]

@@ -40,8 +40,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dino_ds
-from dino_ds.costs.recorder import KERNELS
 from dino_ds.models.fused import listen_to_kernels
+from scripts.counting import KERNELS
 
 CUDA = torch.device("cuda", 0)
 

@@ -22,8 +22,16 @@ _found: dict[str, Any] = {}
 
 
 def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
-    """The plain JSON that `make` gives, or gave before for the same `about`, plain JSON too. modules: other code that
-    it runs, by name. A folder that can't be read or written changes nothing but the time that it takes."""
+    """The plain JSON that `make` gives, or gave before for the same `about`.
+
+    A file that was damaged or edited is made anew. A folder that can't be read or written changes nothing but the time
+    that it takes.
+
+    Args:
+        about: what is asked for, plain JSON too.
+        make: called where nothing is kept.
+        modules: other code that `make` runs, by name.
+    """
     text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
@@ -32,7 +40,7 @@ def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, 
         except (*_UNUSABLE, ValueError, TypeError, KeyError):
             _found[name] = make()
             with suppress(*_UNUSABLE):
-                _write(cache_folder() / "steps" / f"{name}.json", {"name": name, "found": _found[name]})
+                _write(cache_folder() / "steps" / f"{name}.json", name, _found[name])
     return _found[name]
 
 
@@ -44,20 +52,24 @@ def share() -> None:
 
 
 def _read(path: Path, name: str) -> Any:
-    """Raises OSError, and ValueError, TypeError or KeyError for a file that `_write` has not written."""
+    """Raises OSError, and ValueError, TypeError or KeyError for a file that is not as `_write` has written it."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    if content["name"] != name:
-        raise ValueError(name)
+    if content["sha256"] != _checksum(name, content["found"]):
+        raise ValueError(f"{path} was changed")
     return content["found"]
 
 
-def _write(path: Path, content: Any) -> None:
+def _write(path: Path, name: str, found: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(content), encoding="utf-8")
+        temporary.write_text(json.dumps({"sha256": _checksum(name, found), "found": found}), encoding="utf-8")
     files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for old in files[:-_MOST_FILES]:
         old.unlink(missing_ok=True)
+
+
+def _checksum(name: str, found: Any) -> str:
+    return hashlib.sha256(f"{name} {json.dumps(found, sort_keys=True)}".encode()).hexdigest()
 
 
 @functools.cache

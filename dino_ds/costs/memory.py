@@ -66,6 +66,8 @@ def estimate_memory(
     scratch = _optimizer_scratch(facts.groups, config, world_size, on_gpu)
     of_stage3 = buckets if config.stage == 3 else 0
     at_end = {"gradients": gradients + scratch, "buckets": of_stage3, "targets": round(costs.held)}
+    window = config.accumulation if facts.whole_step else 1
+    beyond = costs.held * max(0, costs.window - window)  # prepared in the rehearsal, and not in this step
     moments = [Memory("the optimizer", at_end)]
     for name, part in costs.parts.items():
         for done, size in part.moments:
@@ -73,9 +75,9 @@ def estimate_memory(
             if name == "backward":
                 unwritten = late and not on_gpu and done < total
                 own = {"gradients": max(held, round(whole * done / total)), "buckets": 0 if unwritten else buckets}
-            moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | _alive(name, size, costs)))
+            alive = _alive(name, max(size - beyond, 0.0), costs, min(costs.window, window))
+            moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | alive))
     peak = max(moments, key=lambda moment: moment.gib)
-    window = config.accumulation if facts.whole_step else 1
     common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.frozen)
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
     common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
@@ -99,11 +101,11 @@ _MOMENTS = {
 """The moment of a step in words, by part; heads compute their losses in the student's part."""
 
 
-def _alive(name: str, size: float, costs: StepCosts) -> dict[str, int]:
-    """The bytes that a micro-batch holds in the part `name`, by purpose."""
+def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, int]:
+    """The bytes that the first of `window` micro-batches holds in the part `name`, by purpose."""
     if name not in ("student", "loss", "backward"):
         return {"making targets" if name == "targets" else "teacher's activations": round(size)}
-    targets = min(size, costs.held * costs.window)
+    targets = min(size, costs.held * window)
     saved = min(size - targets, costs.saved)
     working = "head and loss" if name != "backward" else "activations' gradients"
     return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.ranges import listen
-from dino_ds.basics.rehearsal import rehearsal, tell_of_collectives
+from dino_ds.basics.rehearsal import rehearsal
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.frozen_spec import frozen_spec
 from dino_ds.costs.recorder import Recorder, fused_attention
-from dino_ds.costs.settings import RehearsalSettings
+from dino_ds.costs.settings import RehearsalSettings, frozen_spec
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
@@ -38,7 +36,6 @@ from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
-from dino_ds.models.fused import listen_to_kernels
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.frozen import FrozenSource
@@ -65,9 +62,17 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
 
 
 def rehearse(
-    recipe: Recipe, settings: RehearsalSettings, groups: Sequence[CropGroup], images: int, on_gpu: bool
+    recipe: Recipe,
+    settings: RehearsalSettings,
+    groups: Sequence[CropGroup],
+    images: int,
+    on_gpu: bool,
+    recorder: Callable[[Iterable[Tensor]], Recorder] = Recorder,
 ) -> dict[str, Any]:
-    """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON."""
+    """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON.
+
+    recorder: makes what records it, of the tensors that are there before.
+    """
     if torch.distributed.is_initialized():  # what a dropped engine computes in its end is not this step's
         for _ in range(2):  # it holds another's
             gc.collect()
@@ -75,7 +80,7 @@ def rehearse(
     with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
-            found = played.run()
+            found = played.run(recorder)
     if source_of(recipe) is not None and frozen_spec(recipe) is None:  # not known: its place was held
         found["parts"].pop(f"teacher {FROZEN}", None)
         found["teachers"].pop(FROZEN, None)
@@ -147,36 +152,31 @@ class _Rehearsal:
         self._step.schedule = dataclasses.replace(last, weights=weights)
         self._network, self._teachers, self._images = network, dict(teachers.items()), images
 
-    def run(self) -> dict[str, Any]:
+    def run(self, make_recorder: Callable[[Iterable[Tensor]], Recorder]) -> dict[str, Any]:
         """Prepare the window's targets, and take its first micro-batch."""
         step, teachers, window = self._step, self._teachers, self._window
         modules = [self._network, *(each for one in teachers.values() for each in (one.network, one._running))]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        recorder = Recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
-        for name, one in teachers.items():
-            recorder.watch(f"teacher {name}", one._running)
-        recorder.free_gradients(p for p in self._network.parameters() if p.requires_grad)
-        recorder.watch_prototypes(part for module in modules for part in module.modules())
+        recorder = make_recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
         self._engine.recorder = recorder
-        seen = listen_to_kernels(recorder.as_kernels), tell_of_collectives(recorder.note_sent), _on_host(recorder)
-        with recorder, listen(recorder), seen[0], seen[1], seen[2]:
+        running = {name: one._running for name, one in teachers.items()}
+        with recorder.listening(self._network, running), _on_host(recorder):
             step.prepare(window)
             held = recorder.live
             step.micro_batch(window[0])
-        parts = recorder.parts
-        for name, part in (*parts.items(), *recorder.prototypes.items()):
-            if name.startswith("teacher") or name == "targets":
-                part.scale(1 / len(window))
+        prepared = [name for name in recorder.parts if name.startswith("teacher") or name == "targets"]
         return {
-            "parts": {name: part.plain() for name, part in parts.items() if part.operators},
-            "prototypes": {name: part.plain() for name, part in recorder.prototypes.items()},
+            "parts": {
+                name: {"flops": part.flops / (len(window) if name in prepared else 1), "moments": part.moments}
+                for name, part in recorder.parts.items()
+                if part.computes
+            },
             "saved": self._engine.saved - held,
             "held": held / len(window),
             "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
             "on_host": recorder.on_host,
             "window": len(window),
             "teachers": {name: _teacher_costs(one) for name, one in teachers.items()},
-            "collectives": recorder.sent,
         }
 
 
@@ -264,12 +264,10 @@ def expected_hidden(recipe: Recipe) -> float:
 
 def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
     network = teacher.network
-    own = [p for name, p in network.named_parameters() if name.startswith("backbone.")]
-    heads = [p for name, p in network.named_parameters() if not name.startswith("backbone.")]
+    sizes = {name: p.nbytes for name, p in network.named_parameters()}
     return {
-        "elements": [p.numel() for p in own],
-        "backbone": sum(p.nbytes for p in own),
-        "heads": sum(p.nbytes for p in heads),
+        "backbone": sum(size for name, size in sizes.items() if name.startswith("backbone.")),
+        "heads": sum(size for name, size in sizes.items() if not name.startswith("backbone.")),
         "segments": len(network.backbone.segments()),
     }
 

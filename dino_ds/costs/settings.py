@@ -1,19 +1,26 @@
-"""The part of a ds config that a rehearsed micro-batch depends on."""
+"""What a rehearsal depends on beside the recipe: settings of the ds config, and a frozen teacher's architecture."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from dino_ds.basics.text_file import read_object
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import home_of
+from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
+from dino_ds.models.specs.base import BackboneSpec
 
 
 @dataclass(frozen=True)
 class RehearsalSettings:
-    """The settings of a rehearsed micro-batch; window: micro-batches of a step.
+    """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step.
 
-    Those that are not rehearsed have one value, so that a rehearsal serves many configs: compiled blocks, a teacher in
-    shards, and a copy of the EMA teacher in low precision, whose matrices are cast at each use here.
+    Settings that are not rehearsed have one value, so that a rehearsal serves many configs: compiled blocks, a teacher
+    in shards, and a copy of the EMA teacher in low precision, whose matrices are cast at each use here.
     """
 
     precision: str
@@ -22,16 +29,48 @@ class RehearsalSettings:
     performance: PerformanceOptions
     window: int
 
+    @staticmethod
+    def from_config(config: DsConfig, on_gpu: bool) -> RehearsalSettings:
+        performance = dataclasses.replace(
+            config.performance,
+            compile="off",
+            frozen_teacher="whole",
+            deterministic=False,
+            attention_backend="auto",
+            teacher_copy=False,
+        )
+        on_host = config.checkpoint_on_cpu and on_gpu and bool(config.checkpoint_blocks)
+        return RehearsalSettings(config.precision, config.checkpoint_blocks, on_host, performance, config.accumulation)
 
-def settings_of(config: DsConfig, on_gpu: bool) -> RehearsalSettings:
-    """The settings of a config's micro-batch."""
-    performance = dataclasses.replace(
-        config.performance,
-        compile="off",
-        frozen_teacher="whole",
-        deterministic=False,
-        attention_backend="auto",
-        teacher_copy=False,
-    )
-    on_host = config.checkpoint_on_cpu and on_gpu and bool(config.checkpoint_blocks)
-    return RehearsalSettings(config.precision, config.checkpoint_blocks, on_host, performance, config.accumulation)
+
+def frozen_spec(recipe: Recipe) -> ViTSpec | None:
+    """The backbone of teacher.source, as far as its name or the JSON beside it says; None: another kind, or unknown."""
+    return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
+
+
+@functools.cache
+def _stated(source: str) -> ViTSpec | None:
+    base, path = source.partition(".")[0], Path(source)
+    spec: BackboneSpec | None = BACKBONES.get(base) if not path.exists() else None
+    if isinstance(spec, ViTSpec):
+        return spec
+    beside = home_of(source).folder / "teacher.json" if path.is_dir() else path.with_suffix(".json")
+    try:
+        about = read_object(beside)
+        return replace(ViTSpec(**about["architecture"]), local_cls_norm=False)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def not_counted(recipe: Recipe) -> list[str]:
+    """Notes on a distilled teacher of which nothing is known before it is read."""
+    teacher = recipe.teacher
+    if teacher.distill is not None and teacher.source is None:
+        return [
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
+        ]
+    if teacher.source is None or frozen_spec(recipe) is not None:
+        return []
+    return [
+        f"teacher.source {teacher.source} does not say its architecture without being read: its memory is not counted"
+    ]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -16,9 +18,8 @@ from typing import Any
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.frozen_spec import frozen_spec
 from dino_ds.costs.kept import kept
-from dino_ds.costs.settings import RehearsalSettings, settings_of
+from dino_ds.costs.settings import RehearsalSettings, frozen_spec
 from dino_ds.errors import NotEstimated, UserError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
@@ -28,37 +29,30 @@ _ELSEWHERE = {
     "save_in_background", "max_bad_steps", "hang_seconds", "data", "eval", "stage_start",
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
-_LINES = {True: (2, 16, 32, 64), False: (2, 8, 64)}
-"""Sizes of micro-batches, on a GPU or not, through which lines go. Scratch for tiles has a largest size, so that the
-last line is at most too high beyond them. Off a GPU, whose tiles are so small that a rehearsal of many images takes
-minutes, it is taken there for every recipe."""
+_LINES = {True: (4, 32, 64), False: (8, 64)}
+"""Sizes of micro-batches, on a GPU or not, through which lines go: within 3 % of a rehearsal for shipped recipes.
+Scratch for tiles has a largest size, so that the last line is at most too high beyond them. Off a GPU, whose tiles are
+so small that a rehearsal of many images takes minutes, it is taken there for all recipes."""
+_NUMBERS = "saved", "held", "crops", "on_host"
+_SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """The work of a part of a micro-batch. flops: of all products; flops_fp32: of those of FP32 numbers; moved: bytes
-    that operators other than products read and write; moved_by_products: those of products; operators: that launch
-    something; launches: kernels of a GPU. moments: bytes alive by the
-    elements of gradients that are finished."""
+    """A part of a micro-batch.
+
+    flops: of all its products.
+    moments: (elements of gradients that are finished, most bytes alive meanwhile).
+    """
 
     flops: float
-    flops_fp32: float
-    moved: float
-    moved_by_products: float
-    operators: float
-    launches: float
     moments: Sequence[tuple[int, float]]
-
-
-_NUMBERS = tuple(one.name for one in dataclasses.fields(Part) if one.name != "moments")
 
 
 @dataclass(frozen=True)
 class TeacherCosts:
-    """A teacher's weights: elements of each of its backbone's tensors, bytes of all of these and of its heads, and the
-    segments of its backbone."""
+    """A teacher's weights: bytes of its backbone and of its heads, and the segments of its backbone."""
 
-    elements: Sequence[int]
     backbone: int
     heads: int
     segments: int
@@ -68,35 +62,35 @@ class TeacherCosts:
 class StepCosts:
     """The costs of one micro-batch of `images`.
 
-    parts: teachers by "teacher NAME", "targets", "student", "loss", "backward"; prototypes: their share of each, of the
-    largest resolution and of more images where costs are means or on a line. saved: bytes that autograd keeps for
-    the backward pass; held: what of teachers' outputs and targets lives until then; crops: the images; both of one
-    micro-batch. window: micro-batches that were prepared together, of all that a step prepares. collectives: (part,
-    operation, bytes of one rank) of what terms send. on_host: bytes that activation checkpointing keeps there.
+    parts: teachers by "teacher NAME", "targets", "student", "loss", "backward".
+    saved: bytes that autograd keeps for the backward pass.
+    held: bytes of a micro-batch's teachers' outputs and targets that live until then.
+    crops: bytes of a micro-batch's images.
+    on_host: bytes that activation checkpointing keeps there.
+    window: micro-batches that were prepared together, of all that a step prepares.
     """
 
     images: int
     parts: Mapping[str, Part]
-    prototypes: Mapping[str, Part]
     saved: float
     held: float
     crops: float
     on_host: float
     window: int
     teachers: Mapping[str, TeacherCosts]
-    collectives: Sequence[tuple[str, str, float]]
-
-    def sum(self, of: str) -> float:
-        """A number of all parts, by its name in `Part`."""
-        return sum(float(getattr(part, of)) for part in self.parts.values())
 
 
 @dataclass(frozen=True)
 class StudentFacts:
-    """The student's weights. sizes: elements by name; frozen: names of those that are never trained; cast: names of
-    those of which a low-precision teacher keeps a copy; groups: elements of each of the optimizer's parameter groups;
-    statistics: elements of each running mean of the objective; whole_step: whether targets depend on all
-    micro-batches."""
+    """The student's weights.
+
+    sizes: elements by name.
+    frozen: names of those that are never trained.
+    cast: names of those of which a low-precision teacher keeps a copy.
+    groups: elements of each of the optimizer's parameter groups.
+    statistics: elements of each running mean of the objective.
+    whole_step: whether targets depend on all micro-batches.
+    """
 
     sizes: Mapping[str, int]
     frozen: frozenset[str]
@@ -120,30 +114,40 @@ def student_facts(recipe: Recipe) -> StudentFacts:
 
         return describe_student(recipe)
 
-    found = kept({"student": _learned(recipe)}, make, _own_code(recipe))
-    sizes = MappingProxyType(found["sizes"])
-    groups, statistics = tuple(found["groups"]), tuple(found["statistics"])
-    names = frozenset(found["frozen"]), frozenset(found["cast"])
-    return StudentFacts(sizes, *names, groups, statistics, found["whole_step"])
+    facts = kept({"student": _learned(recipe)}, make, _own_code(recipe))
+    return StudentFacts(
+        MappingProxyType(facts["sizes"]),
+        frozenset(facts["frozen"]),
+        frozenset(facts["cast"]),
+        tuple(facts["groups"]),
+        tuple(facts["statistics"]),
+        facts["whole_step"],
+    )
+
+
+def count_parameters(recipe: Recipe) -> int:
+    """Elements of the student's parameters."""
+    return sum(student_facts(recipe).sizes.values())
 
 
 def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
-    """The costs of the config's micro-batch in the largest of the recipe's resolutions; exact: rehearsed with just its
-    images, not by the line, unless they are many on a CPU. Raises NotEstimated for networks that want the values of
-    tensors."""
+    """The costs of the config's micro-batch in the largest of the recipe's resolutions.
+
+    exact: rehearsed with just its images, unless they are many on a CPU; otherwise by the line, for a search, and with
+    two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that want the values
+    of tensors.
+    """
     return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
 
 
-def mean_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
-    """The costs of a micro-batch as of `step_costs`, in the mean over the steps of all resolutions; without moments."""
-    each = [(one.share, _of_groups(recipe, config, recipe.groups_of(one), on_gpu, exact)) for one in recipe.resolutions]
-    if len(each) == 1:
-        return each[0][1]
-    parts: dict[str, Part] = {}
-    for name in each[0][1].parts:
-        numbers = {of: sum(share * getattr(costs.parts[name], of) for share, costs in each) for of in _NUMBERS}
-        parts[name] = Part(**numbers, moments=())
-    return dataclasses.replace(each[0][1], parts=parts)
+def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, float]:
+    """FLOPs of a micro-batch by part, in the mean over the steps of all resolutions. Raises NotEstimated."""
+    mean: dict[str, float] = {}
+    for resolution in recipe.resolutions:
+        costs = _of_groups(recipe, config, recipe.groups_of(resolution), on_gpu, exact=True)
+        for name, part in costs.parts.items():
+            mean[name] = mean.get(name, 0.0) + resolution.share * part.flops
+    return mean
 
 
 def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
@@ -153,43 +157,37 @@ def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
     whole = recipe.model_copy(update={"model": model})
     performance = PerformanceOptions(cls_only_last_block=False)
     config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, False, performance)
-    costs = mean_costs(whole, config, on_gpu=True)
-    return {name: part.flops / images for name, part in costs.parts.items() if part.flops}
+    return {name: flops / images for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
 
 
 def _of_groups(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool, exact: bool) -> StepCosts:
     images, sizes = config.micro_batch, _LINES[on_gpu]
-    if (exact and (on_gpu or images <= sizes[-1])) or images in sizes:
-        return _rehearsed(recipe, settings_of(config, on_gpu), groups, images, on_gpu)
-    pair = next((pair for pair in itertools.pairwise(sizes) if images <= pair[1]), sizes[-2:])
-    few, many = (
-        _of_groups(recipe, dataclasses.replace(config, micro_batch=size), groups, on_gpu, True) for size in pair
-    )
+    exact = exact and (on_gpu or images <= sizes[-1])
+    window = 1
+    if student_facts(recipe).whole_step:  # a third micro-batch costs as much as the second
+        window = min(config.accumulation, 2) if exact else 2
+    settings = dataclasses.replace(RehearsalSettings.from_config(config, on_gpu), window=window)
+    if exact or images in sizes:
+        return _rehearsed(recipe, settings, groups, images, on_gpu)
+    pair = sizes[:2] if images <= sizes[1] else sizes[-2:]
+    few, many = (_rehearsed(recipe, settings, groups, size, on_gpu) for size in pair)
     return _on_line(few, many, images)
-
-
-def count_parameters(recipe: Recipe) -> int:
-    """Elements of the student's parameters."""
-    return sum(student_facts(recipe).sizes.values())
 
 
 @functools.cache
 def _rehearsed(
     recipe: Recipe, settings: RehearsalSettings, groups: tuple[CropGroup, ...], images: int, on_gpu: bool
 ) -> StepCosts:
-    # A third micro-batch costs as much as the second.
-    window = min(settings.window, 2) if student_facts(recipe).whole_step else 1
-    settings = dataclasses.replace(settings, window=window)
-
     def make() -> Any:
-        from dino_ds.costs.rehearse import rehearse
+        with _said(f"rehearsing a step of {images} images on tensors without memory, to predict what it needs"):
+            from dino_ds.costs.rehearse import rehearse
 
-        try:
-            return rehearse(recipe, settings, groups, images, on_gpu)
-        except UserError:
-            raise
-        except Exception as error:  # whatever a foreign network raises
-            raise NotEstimated(f"memory and time are not estimated: {one_line(error)}") from None
+            try:
+                return rehearse(recipe, settings, groups, images, on_gpu)
+            except UserError:
+                raise
+            except Exception as error:  # whatever a foreign network raises
+                raise NotEstimated(f"memory is not estimated: {one_line(error)}") from None
 
     about = {
         "recipe": _learned(recipe),
@@ -198,15 +196,26 @@ def _rehearsed(
         "images": images,
         "on_gpu": on_gpu,
     }
-    found = dict(kept(about, make, _own_code(recipe)))
-    for each in ("parts", "prototypes"):
-        found[each] = {name: Part(**part) for name, part in found[each].items()}
-    found["teachers"] = {name: TeacherCosts(**one) for name, one in found["teachers"].items()}
-    return StepCosts(images=images, **found)
+    costs = dict(kept(about, make, _own_code(recipe)))
+    costs["parts"] = {name: Part(**part) for name, part in costs["parts"].items()}
+    costs["teachers"] = {name: TeacherCosts(**teacher) for name, teacher in costs["teachers"].items()}
+    return StepCosts(images=images, **costs)
+
+
+@contextmanager
+def _said(text: str) -> Iterator[None]:
+    """A context that says what is being done when it takes longer than people wait for without a word."""
+    timer = threading.Timer(_SILENT_SECONDS, print, [f"dino_ds: {text}"], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
-    """The costs of so many images on the line through those of fewer and of more."""
+    """The costs of `images` on the line through those of fewer and of more."""
     along = (images - few.images) / (many.images - few.images)
 
     def between(a: float, b: float) -> float:
@@ -215,25 +224,12 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
     parts = {}
     for name, part in many.parts.items():
         other = few.parts[name]
-        numbers = {of: between(getattr(other, of), getattr(part, of)) for of in _NUMBERS}
         if len(other.moments) != len(part.moments):
-            raise NotEstimated("memory and time are not estimated: the network does other things for other batches")
+            raise NotEstimated("memory is not estimated: the network does other things for other batches")
         moments = [(done, between(a, b)) for (_, a), (done, b) in zip(other.moments, part.moments, strict=True)]
-        parts[name] = Part(**numbers, moments=moments)
-    numbers = {of: between(getattr(few, of), getattr(many, of)) for of in ("saved", "held", "crops", "on_host")}
-    sent = [
-        (part, operation, between(a, b))
-        for (_, _, a), (part, operation, b) in zip(few.collectives, many.collectives, strict=True)
-    ]
-    return StepCosts(
-        images=images,
-        parts=parts,
-        prototypes=many.prototypes,
-        window=many.window,
-        teachers=many.teachers,
-        collectives=sent,
-        **numbers,
-    )
+        parts[name] = Part(between(other.flops, part.flops), moments)
+    numbers: dict[str, Any] = {of: between(getattr(few, of), getattr(many, of)) for of in _NUMBERS}
+    return dataclasses.replace(many, images=images, parts=parts, **numbers)
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:

@@ -40,13 +40,12 @@ class DoctorOptions:
     "plan", "dino_ds.planning.command:run", "train", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False
 )
 class PlanOptions:
-    """whether a model fits on given GPUs, by part, how fast it would be, and the ds config to take; needs no GPU"""
+    """whether a model fits on given GPUs, by part, and the ds config to take; needs no GPU"""
 
     backbone: str | None = option(None, "as --model.backbone, with crops that fit it", shown="the recipe's")
     gpu: str | None = option(None, "kind of GPU, such as a100-40g (an unknown one lists them all)")
     gpus: Count = option(1, "GPUs of a node")
     nodes: Count = option(1, "nodes")
     memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
-    network_gbit: Positive | None = option(None, "of a node to others, each way, Gbit/s", shown="vendor default")
     write: str | None = option(None, "new file for the recommended ds JSON")
     json: Json = False

@@ -1,1 +1,1 @@
-"""Plans of runs: what one needs, and how fast it would be, before there is a GPU."""
+"""Plans of runs: what one needs, before there is a GPU."""

@@ -1,23 +1,35 @@
-"""`dino-ds plan`: does it fit, how fast would it be, which ds config to take. Needs no GPU."""
+"""`dino-ds plan`: does it fit, and which ds config to take. Needs no GPU."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_ds.config.ds_values import offloads_optimizer, offloads_weights
+from dino_ds.config.crops import describe_crops
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.step_costs import count_parameters
+from dino_ds.costs.memory import GIB
+from dino_ds.costs.settings import not_counted
+from dino_ds.costs.step_costs import count_parameters, mean_flops, step_costs, student_facts
 from dino_ds.errors import ConfigError
+from dino_ds.method.specs.of_recipe import accumulation_notes
+from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.models.specs.trained import ALL
 from dino_ds.options.machine import PlanOptions
-from dino_ds.planning.fit import Fit, Setup, micro_batches, with_backbone
-from dino_ds.planning.gpus import named_gpu
-from dino_ds.planning.measure.tables import print_result
-from dino_ds.planning.recommend import RECOMMENDED, recommend, write_ds
-from dino_ds.planning.report import describe, page
-from dino_ds.planning.speed import Cluster
+from dino_ds.planning.fit import FRAGMENTATION, Fit, Setup, micro_batches, with_backbone
+from dino_ds.planning.gpus import REACHED, Cluster, describe_hours, hours, named_gpu
+from dino_ds.planning.host import checkpoint_bytes, host_bytes
+from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_ds
+
+_WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
+_TOGGLE = "activation_checkpointing"
+_IMAGES = 1_000_000
+"""Images of which hours are said where the recipe counts in epochs: the planner sees none."""
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
@@ -30,19 +42,17 @@ def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_
     """Describe this ds JSON, or recommend one if it is None. Raises ConfigError."""
     if ds is not None and options.write:
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
+    if options.write:
+        check_new(Path(options.write))
     stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     recipe = with_backbone(recipe, options.backbone)
-    card = named_gpu(options.gpu, options.memory_gib)
-    network = card.network if options.network_gbit is None else options.network_gbit / 8
-    cluster = Cluster(card, options.gpus, options.nodes, network)
+    cluster = Cluster(named_gpu(options.gpu, options.memory_gib), options.gpus, options.nodes)
     recipe, warnings = _divisible(recipe, cluster.world_size)
     if stage_alone and options.backbone is None:
         warnings.append(
             f"the recipe is a stage and names no backbone: planned with {recipe.model.backbone}; --config RECIPE,STAGE "
             "plans it over the recipe of the run that it begins with"
         )
-    if options.gpu is None:
-        warnings.append(f"no --gpu is given: speed is estimated as of {card.name}")
     if ds is None or ds_path is None:
         result = _recommended(recipe, cluster)
     else:
@@ -67,7 +77,7 @@ def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
 def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
     limit = cluster.gpu.memory_gib
     best = recommend(recipe, cluster, limit)
-    result = describe(Setup(recipe, best.ds, RECOMMENDED, cluster), best.fit, best.time)
+    result = describe(Setup(recipe, best.ds, RECOMMENDED, cluster), best.fit)
     verdict = (
         f"recommended: {best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}: "
         f"{best.fit.memory.gib:.1f} of {limit:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
@@ -77,7 +87,7 @@ def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
 
 def _given(setup: Setup) -> dict[str, Any]:
     found = setup.fit()
-    result = describe(setup, found, setup.time())
+    result = describe(setup, found)
     return result | {"verdict": _verdict(setup, found), "refused": [], "warnings": costly_settings(setup)}
 
 
@@ -92,8 +102,8 @@ def _verdict(setup: Setup, found: Fit) -> str:
         if size <= largest:
             accumulation = recipe.data.global_batch // cluster.world_size // size
             return f"fits with micro-batch {size}, accumulation {accumulation}: as it is it needs {needs}"
-    if "activation_checkpointing" not in setup.ds:
-        lighter = setup.with_ds({**setup.ds, "activation_checkpointing": {}})
+    if _TOGGLE not in setup.ds:
+        lighter = setup.with_ds({**setup.ds, _TOGGLE: {}})
         for size in sizes:
             if size <= found.config.micro_batch and lighter.fit(size).fits:
                 return f"fits with activation checkpointing and micro-batch {size}: as it is it needs {needs}"
@@ -118,32 +128,114 @@ def costly_settings(setup: Setup) -> list[str]:
         found.append("fp16 needs a loss scale and skips steps: these GPUs have bf16, which needs neither")
     if ds.get("bf16", {}).get("enabled") and not gpu.bf16:
         found.append(f"{gpu.name} has no bf16 units: use fp16")
-    seconds = setup.time().seconds
-    if "activation_checkpointing" in ds:
-        other = {key: value for key, value in ds.items() if key != "activation_checkpointing"}
-        found += _unneeded("activation checkpointing", setup.with_ds(other), seconds)
+    if _TOGGLE in ds:
+        other = {key: value for key, value in ds.items() if key != _TOGGLE}
+        found += _unneeded("activation checkpointing is not needed: without it", setup.with_ds(other))
     if offloads_optimizer(zero) or offloads_weights(zero):
         other = copy.deepcopy(dict(ds))
         for key in ("offload_optimizer", "offload_param"):
             other["zero_optimization"].pop(key, None)
-        found += _unneeded("offloading", setup.with_ds(other), seconds)
+        found += _unneeded("offloading is not needed: without it", setup.with_ds(other))
     if zero.get("stage") == 3 and not offloads_weights(zero):
         kept = {key: value for key, value in zero.items() if not key.startswith(("stage3_", "zero_", "sub_group"))}
         lower = setup.with_ds({**ds, "zero_optimization": {**kept, "stage": 2}})
-        needed, faster = lower.fit(), seconds - lower.time().seconds
-        if needed.fits and faster >= 0:
-            found.append(
-                f"ZeRO 3 gathers every weight for each micro-batch: ZeRO 2 needs {needed.memory.gib:.1f} of "
-                f"{gpu.memory_gib:g} GiB and is about {100 * faster / seconds:.0f} % faster"
-            )
+        found += _unneeded("ZeRO 3 gathers every weight for each micro-batch: with ZeRO 2", lower)
     return found
 
 
-def _unneeded(name: str, without: Setup, seconds: float) -> list[str]:
+def _unneeded(why: str, without: Setup) -> list[str]:
     needed = without.fit()
-    if not needed.fits:
-        return []
-    gain = 1 - without.time().seconds / seconds
-    shorter = f", and the step is about {100 * gain:.0f} % shorter" if gain > 0.005 else ""
-    limit = f"{needed.limit_gib:g} GiB"
-    return [f"{name} is not needed: without it this micro-batch needs {needed.memory.gib:.1f} of {limit}{shorter}"]
+    need = f"this micro-batch needs {needed.memory.gib:.1f} of {needed.limit_gib:g} GiB"
+    return [f"{why} {need}"] if needed.fits else []
+
+
+def describe(setup: Setup, found: Fit) -> dict[str, Any]:
+    """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and hours."""
+    recipe, cluster, config = setup.recipe, setup.cluster, found.config
+    world, largest = cluster.world_size, setup.largest_micro_batch()
+    notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
+    whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
+    flops = sum(mean_flops(recipe, config, on_gpu=True).values()) * config.accumulation
+    by_epochs, batch = recipe.length.unit == "epochs", recipe.data.global_batch
+    steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
+    work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"
+    return {
+        "fits": found.fits,
+        "backbone": recipe.model.backbone,
+        "our_vit": isinstance(recipe.model.spec(), ViTSpec),
+        "weights": count_parameters(recipe),
+        "trained_weights": sum(student_facts(recipe).trained.values()),
+        "trained": recipe.model.train,
+        "crops": describe_crops(recipe.groups),
+        "gpu": cluster.gpu.name,
+        "gpus_per_node": cluster.gpus,
+        "nodes": cluster.nodes,
+        "limit_bytes": round(found.limit_gib * GIB),
+        "moment": found.memory.moment,
+        "bytes_per_gpu": found.memory.parts,
+        "activation_bytes": _activations(setup, config),
+        "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
+        "checkpoint_bytes": checkpoint_bytes(recipe),
+        "global_batch": batch,
+        "micro_batch": config.micro_batch,
+        "accumulation": config.accumulation,
+        "max_micro_batch": largest,
+        "max_micro_batch_of_global_batch": max(whole, default=0),
+        "flops_per_gpu": flops,
+        "hours": hours(cluster.gpu, flops * steps),
+        "time": describe_hours(cluster.gpu, flops * steps, work),
+        "assumptions": {"fragmentation": FRAGMENTATION, "share_of_peak": REACHED},
+        "ds_config": dict(setup.ds),
+        "ds_path": setup.path,
+        "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],
+    }
+
+
+def _activations(setup: Setup, config: DsConfig) -> dict[str, int]:
+    """The bytes that autograd keeps of one micro-batch without and with checkpointing."""
+    without = dataclasses.replace(config, checkpoint_blocks=0, checkpoint_on_cpu=False)
+    all_blocks = dataclasses.replace(without, checkpoint_blocks="all")
+    variants = {"without_checkpointing": without, "with_checkpointing": all_blocks}
+    return {name: round(step_costs(setup.recipe, variant, True).saved) for name, variant in variants.items()}
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The result as text for people."""
+    gpus = result["gpus_per_node"] * result["nodes"]
+    total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
+    nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""
+    batch = f"micro-batch {result['micro_batch']} x accumulation {result['accumulation']} x {gpus} GPU(s)"
+    learning = f", {result['trained_weights'] / 1e6:.1f} M trained ({result['trained']} and heads)"
+    weights = f"{result['weights'] / 1e6:.1f} M weights{learning if result['trained'] != ALL else ''}"
+    activations = [f"{result['activation_bytes'][f'{word}_checkpointing'] / GIB:.2f}" for word in ("without", "with")]
+    lines = [
+        f"plan: {result['backbone']}, {weights}, crops {result['crops']}",
+        f"on {gpus} x {result['gpu']}{nodes}, {limit / GIB:.1f} GiB each; {result['ds_path']}",
+        f"global batch {result['global_batch']} = {batch}",
+        "",
+        f"{result['verdict']}",
+        "",
+        markdown_table(
+            (f"a GPU at {result['moment']}", "GiB"),
+            [*_sizes(result["bytes_per_gpu"]), ("sum", f"{total / GIB:.2f}")],
+        ),
+        "",
+        f"activations without checkpointing {activations[0]} GiB, with {activations[1]}",
+        f"a node's host memory {sum(result['bytes_per_node'].values()) / GIB:.1f} GiB: "
+        + ", ".join(f"{name} {gib}" for name, gib in _sizes(result["bytes_per_node"])),
+        f"a checkpoint {result['checkpoint_bytes'] / GIB:.2f} GiB",
+        result["time"],
+        *([] if result["our_vit"] else [f"note: {_WORKSPACES}"]),
+        *[f"warning: {line}" for line in result["warnings"]],
+        *[f"note: {line}" for line in result["notes"]],
+    ]
+    if result["refused"]:
+        lines += ["", "Simpler, if there were memory, and why not:", *[f"- {r}" for r in result["refused"]]]
+    if result["written"]:
+        lines.append(f"written: {result['written']}")
+    return "\n".join(lines)
+
+
+def _sizes(parts: Mapping[str, int]) -> list[tuple[str, str]]:
+    ordered = sorted(parts.items(), key=lambda entry: -entry[1])
+    return [(name, f"{size / GIB:.2f}") for name, size in ordered]

@@ -14,7 +14,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.planning.speed import Cluster, StepTime, estimate_step
+from dino_ds.planning.gpus import Cluster
 
 # Assumptions, not measured: what the driver and the libraries' kernels take of a device, NCCL's channels where there
 # are several ranks, and the part of the tensors' size that the allocator can't use between them.
@@ -59,9 +59,6 @@ class Setup:
     def largest_micro_batch(self) -> int:
         cluster = self.cluster
         return largest_micro_batch(self.recipe, self.ds, self.path, cluster.world_size, cluster.gpu.memory_gib)
-
-    def time(self) -> StepTime:
-        return estimate_step(self.recipe, self.fit().config, self.cluster)
 
 
 def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:

@@ -1,94 +1,96 @@
-"""The planner's table of graphics cards: vendors' figures, and one marked assumption.
+"""The planner's table of graphics cards, and the hours that their peak allows.
 
-Dense TFLOP/s of bf16 (fp16 where there is no bf16) with FP32 accumulation, memory bandwidth and links are NVIDIA's:
-data sheets of T4, V100, A10, A100, A6000, L4, L40S, H100, H200 and HGX B200; whitepapers of the GeForce cards (Turing,
-Ampere GA102, Ada, Blackwell). `memory_gib` is what torch finds on such a card, as its out-of-memory errors print it:
-less than the number on the box.
+Dense TFLOP/s of bf16 (fp16 where there is no bf16) with FP32 accumulation are NVIDIA's: data sheets of T4, V100, A10,
+A100, A6000, L4, L40S, H100, H200 and HGX B200; whitepapers of the GeForce cards (Turing, Ampere GA102, Ada, Blackwell).
+`memory_gib` is what torch finds on such a card, as its out-of-memory errors print it: less than the number on the box.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 
+from dino_ds.basics.digits import short
 from dino_ds.basics.names import did_you_mean, suggestion
 from dino_ds.errors import ConfigError
+
+REACHED = 0.3, 0.5
+"""Parts of a card's peak that trainings of such networks reach, from published runs; nothing was measured here."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """tflops: dense, 10^12/s; bandwidth: of its memory, link: to the other GPUs of its node, each way, pcie: to the
-    host, each way, network: of its node with 8 of them, each way; all 10^9 bytes/s.
-
-    matmul_share: ASSUMED part of `tflops` that the matrix products of a training step reach. From published runs of
-    comparable networks: docs/scaling.md.
-    """
+    """A card. tflops: its dense peak, 10^12/s; None where the card is not known."""
 
     name: str
     memory_gib: float
-    tflops: float
-    bandwidth: float
-    link: float
-    pcie: float
-    network: float
-    matmul_share: float
+    tflops: float | None = None
     bf16: bool = True
 
 
-# Nodes as vendors sell them: DGX-1 4 x 100 Gbit/s, DGX A100 8 x 200, DGX H100 and later 8 x 400; others 100 Gbit/s.
-_ETHERNET = 12.5
-_GEN3, _GEN4, _GEN5 = 16.0, 32.0, 64.0
-_VOLTA, _AMPERE, _GEFORCE, _HOPPER = 0.40, 0.46, 0.55, 0.31
+@dataclass(frozen=True)
+class Cluster:
+    """`gpus` cards of a kind in each of `nodes`."""
+
+    gpu: Gpu
+    gpus: int
+    nodes: int
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("rtx3070-8g", 7.7, 40.6, 448, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("rtx4060-8g", 7.6, 30.2, 272, _GEN4 / 2, _GEN4 / 2, _ETHERNET, _GEFORCE),
-        Gpu("rtx3080-10g", 9.7, 59.5, 760, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("rtx2080ti-11g", 10.7, 53.8, 616, _GEN3, _GEN3, _ETHERNET, _GEFORCE, bf16=False),
-        Gpu("rtx5070-12g", 11.4, 61.7, 672, _GEN5, _GEN5, _ETHERNET, _GEFORCE),
-        Gpu("rtx3060-12g", 11.6, 25.5, 360, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("rtx3080-12g", 11.6, 61.3, 912, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("rtx4070-12g", 11.6, 58.3, 504, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("t4-16g", 14.5, 65.0, 320, _GEN3, _GEN3, _ETHERNET, 0.35, bf16=False),
-        Gpu("v100-16g", 15.7, 125.0, 900, 150, _GEN3, 50, _VOLTA, bf16=False),
-        Gpu("rtx4080-16g", 15.6, 97.5, 717, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("a10-24g", 22.0, 125.0, 600, _GEN4, _GEN4, _ETHERNET, 0.35),
-        Gpu("l4-24g", 22.0, 121.0, 300, _GEN4 / 2, _GEN4 / 2, _ETHERNET, 0.35),
-        Gpu("rtx3090-24g", 23.6, 71.0, 936, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("rtx4090-24g", 23.6, 165.2, 1008, _GEN4, _GEN4, _ETHERNET, _GEFORCE),
-        Gpu("v100-32g", 31.7, 125.0, 900, 150, _GEN3, 50, _VOLTA, bf16=False),
-        Gpu("rtx5090-32g", 31.3, 209.5, 1792, _GEN5, _GEN5, _ETHERNET, _GEFORCE),
-        Gpu("a100-40g", 39.4, 312.0, 1555, 300, _GEN4, 200, _AMPERE),
-        Gpu("l40s-48g", 44.4, 362.0, 864, _GEN4, _GEN4, _ETHERNET, 0.35),
-        Gpu("a6000-48g", 47.4, 154.8, 768, _GEN4, _GEN4, _ETHERNET, _AMPERE),
-        Gpu("a100-80g", 79.1, 312.0, 2039, 300, _GEN4, 200, _AMPERE),
-        Gpu("h100-80g", 79.1, 989.0, 3350, 450, _GEN5, 400, _HOPPER),
-        Gpu("h200-141g", 139.7, 989.0, 4800, 450, _GEN5, 400, _HOPPER),
-        Gpu("b200-180g", 178.3, 2250.0, 7670, 900, _GEN5, 400, _HOPPER),
+        Gpu("rtx3070-8g", 7.7, 40.6),
+        Gpu("rtx4060-8g", 7.6, 30.2),
+        Gpu("rtx3080-10g", 9.7, 59.5),
+        Gpu("rtx2080ti-11g", 10.7, 53.8, bf16=False),
+        Gpu("rtx5070-12g", 11.4, 61.7),
+        Gpu("rtx3060-12g", 11.6, 25.5),
+        Gpu("rtx3080-12g", 11.6, 61.3),
+        Gpu("rtx4070-12g", 11.6, 58.3),
+        Gpu("t4-16g", 14.5, 65.0, bf16=False),
+        Gpu("v100-16g", 15.7, 125.0, bf16=False),
+        Gpu("rtx4080-16g", 15.6, 97.5),
+        Gpu("a10-24g", 22.0, 125.0),
+        Gpu("l4-24g", 22.0, 121.0),
+        Gpu("rtx3090-24g", 23.6, 71.0),
+        Gpu("rtx4090-24g", 23.6, 165.2),
+        Gpu("v100-32g", 31.7, 125.0, bf16=False),
+        Gpu("rtx5090-32g", 31.3, 209.5),
+        Gpu("a100-40g", 39.4, 312.0),
+        Gpu("l40s-48g", 44.4, 362.0),
+        Gpu("a6000-48g", 47.4, 154.8),
+        Gpu("a100-80g", 79.1, 312.0),
+        Gpu("h100-80g", 79.1, 989.0),
+        Gpu("h200-141g", 139.7, 989.0),
+        Gpu("b200-180g", 178.3, 2250.0),
     )
 }
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a card by its name in the table. Raises ConfigError with the nearest names."""
-    if name not in GPUS:
-        known = f"there is {', '.join(GPUS)}, or give --memory_gib"
-        inside = suggestion([gpu for gpu in GPUS if name.lower() in gpu][:3]) if len(name) > 1 else ""
-        raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{inside or did_you_mean(name, GPUS)}")
-    return GPUS[name]
-
-
-def similar_gpu(memory_gib: float, bf16: bool = True) -> Gpu:
-    """The card of the table with the nearest memory, with `memory_gib` in its place: speed as of that card."""
-    cards = [gpu for gpu in GPUS.values() if gpu.bf16 == bf16] or [*GPUS.values()]
-    nearest = min(cards, key=lambda gpu: abs(gpu.memory_gib - memory_gib))
-    return dataclasses.replace(nearest, memory_gib=memory_gib)
+    """Find a card by its name in the table, without its memory where that says which. Raises ConfigError with the
+    nearest names."""
+    if name in GPUS:
+        return GPUS[name]
+    word = re.sub(r"[^a-z0-9]", "", name.lower())
+    models = {card: card.partition("-")[0] for card in GPUS}
+    same = [card for card, model in models.items() if word in (model, model.removeprefix("rtx"), card.replace("-", ""))]
+    if len(same) == 1:
+        return GPUS[same[0]]
+    near = same or ([card for card in GPUS if word in card][:3] if len(word) > 1 else [])
+    known = f"there is {', '.join(GPUS)}, or give --memory_gib"
+    hint = suggestion(near) if near else did_you_mean(name, GPUS)
+    raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{hint}")
 
 
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """A card of the table, with `memory_gib` if that is given; without a name the one with the nearest memory.
+    """A card of the table, with `memory_gib` if that is given; without a name one of which only that is known.
 
     Raises ConfigError.
     """
@@ -97,4 +99,32 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
         return card if memory_gib is None else dataclasses.replace(card, memory_gib=memory_gib)
     if memory_gib is None:
         raise ConfigError(f"no GPU is given: --gpu NAME ({', '.join(GPUS)}) or --memory_gib N")
-    return similar_gpu(memory_gib)
+    return Gpu("a GPU", memory_gib)
+
+
+def installed_gpu(name: str, memory_gib: float) -> Gpu:
+    """The card that torch calls `name`, with the table's peak where the name has one of its models as a word."""
+    words = re.sub(r"\brtx ", "rtx", name.lower())
+    same = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.name.partition('-')[0]}\b(?! *(ti|super))", words)]
+    nearest = min(same, key=lambda gpu: abs(gpu.memory_gib - memory_gib), default=None)
+    return dataclasses.replace(nearest, memory_gib=memory_gib) if nearest else Gpu(name, memory_gib)
+
+
+def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
+    """The least and the most hours that so many FLOPs of one card take by `REACHED`; None where its peak is unknown."""
+    if gpu.tflops is None:
+        return None
+    least, most = (flops / (part * gpu.tflops * 1e12) / 3600 for part in reversed(REACHED))
+    return least, most
+
+
+def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
+    """A sentence on the hours of `work`, which takes so many FLOPs of each card."""
+    found = hours(gpu, flops)
+    if found is None:
+        return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"
+    low, high = (f"{100 * part:.0f}" for part in REACHED)
+    return (
+        f"{work}: {short(found[0])} to {short(found[1])} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to "
+        f"{low} % of the peak of {gpu.name}; not measured"
+    )

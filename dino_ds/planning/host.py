@@ -107,7 +107,7 @@ def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: 
     """Bytes of a frozen teacher's backbone where the ds config says that it lies on the host."""
     if config.performance.frozen_teacher != "offloaded":
         return 0
-    teachers, specs = step_costs(recipe, config, on_gpu=True, exact=False).teachers, teachers_of(recipe)
+    teachers, specs = step_costs(recipe, config, on_gpu=True).teachers, teachers_of(recipe)
     found = sum(teachers[one.name].backbone for one in specs if one.of_file and one.name in teachers)
     return found * gpus // world_size
 

@@ -1,25 +1,25 @@
-"""Finds the fastest ds config that fits, and why each faster one does not."""
+"""Chooses a ds config by rule: lowest ZeRO stage that fits, recomputation before offload, largest micro-batch."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_ds.basics.digits import short
 from dino_ds.basics.durable import replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.planning.fit import Fit, fit_with, micro_batches, rehearsed, with_batch
-from dino_ds.planning.speed import Cluster, StepTime, estimate_step
+from dino_ds.planning.gpus import Cluster
 
-# Estimates that are nearer than this are taken as equal: the simpler config wins.
-_EQUAL = 0.03
 RECOMMENDED = "the recommended config"
+_ENOUGH = 8
+"""Images at a time with which nothing is recomputed: with fewer, more at once are worth a second forward pass."""
 _FP16 = {
     "enabled": True,
     "loss_scale": 0,
@@ -33,7 +33,7 @@ _CPU = {"device": "cpu", "pin_memory": True}
 
 @dataclass(frozen=True)
 class Shape:
-    """The settings of a ds config that decide memory and speed. offload: "", "optimizer" or "optimizer and weights"."""
+    """The settings of a ds config that decide memory. offload: "", "optimizer" or "optimizer and weights"."""
 
     stage: int
     offload: str
@@ -44,74 +44,110 @@ class Shape:
         return f"ZeRO {self.stage}{', checkpointing' if self.checkpointing else ''}{offload}"
 
 
-# The simplest first.
 SHAPES = [
-    Shape(stage, offload, checkpointing)
-    for stage, offload in ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "optimizer and weights"))
-    for checkpointing in (False, True)
+    Shape(1, "", False),
+    *(
+        Shape(stage, offload, checkpointing)
+        for stage, offload in ((2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "optimizer and weights"))
+        for checkpointing in (False, True)
+    ),
 ]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """fits: every micro-batch that makes up the global batch and fits, with its seconds at the work of the whole batch
-    at once, `work`; unlimited: seconds of the whole batch, if memory were no limit."""
-
-    shape: Shape
-    fits: list[tuple[Fit, float]]
-    work: float
-    unlimited: float
+"""In the order of the rule. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
+    """A ds JSON, its `fit`, and why each shape before its own was `refused`."""
+
     ds: dict[str, Any]
     shape: Shape
     fit: Fit
-    time: StepTime
     refused: list[str]
 
 
-def recommend(recipe: Recipe, cluster: Cluster, limit_gib: float) -> Recommendation:
-    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits."""
+def recommend(
+    recipe: Recipe,
+    cluster: Cluster,
+    limit_gib: float,
+    shapes: Sequence[Shape] = SHAPES,
+    make_ds: Callable[[Shape, bool], dict[str, Any]] | None = None,
+) -> Recommendation:
+    """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits.
+
+    make_ds: makes the ds JSON of a shape for GPUs with bf16 or without, None: `ds_of`.
+    """
     # DeepSpeed clips an offloaded optimizer's gradients itself, by one norm.
-    shapes = [shape for shape in SHAPES if not shape.offload or recipe.optimizer.clip_by == "network"]
-    candidates = [_try(shape, recipe, cluster, limit_gib) for shape in shapes]
-    fitting = [(i, fit, seconds) for i, candidate in enumerate(candidates) for fit, seconds in candidate.fits]
-    while fitting:
-        best = min(seconds for _, _, seconds in fitting)
-        equal = [entry for entry in fitting if entry[2] <= best * (1 + _EQUAL)]
-        choice = min(equal, key=lambda entry: (entry[0], entry[2]))
-        index, fit, _ = choice
-        fit = rehearsed(fit, recipe, cluster.world_size)
-        if fit.fits:
-            break
-        fitting.remove(choice)
-    if not fitting:
-        least = min((_at(shape, recipe, cluster, limit_gib, 1).memory.gib, str(shape)) for shape in shapes)
-        offload = "" if len(shapes) == len(SHAPES) else ", or optimizer.clip_by network, which allows offloading"
-        raise ConfigError(
-            f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
-            f"Take more GPUs, larger ones or a smaller model{offload}"
-        )
-    time = estimate_step(recipe, fit.config, cluster)
-    seconds = time.seconds_at(candidates[index].work)
-    better = [c for i, c in enumerate(candidates) if i < index or c.unlimited < seconds * (1 - _EQUAL)]
-    return Recommendation(
-        with_batch(ds_of(shapes[index], cluster.gpu.bf16), fit.config.micro_batch, "auto"),
-        shapes[index],
-        fit,
-        time,
-        [_reason(candidate, recipe, cluster, fit) for candidate in better if candidate.shape != shapes[index]],
+    allowed = [shape for shape in shapes if not shape.offload or recipe.optimizer.clip_by == "network"]
+    search, refused = _Search(recipe, cluster, limit_gib, make_ds or ds_of), dict[Shape, str]()
+    for shape in allowed:
+        fit = search.largest(shape)
+        recomputed = dataclasses.replace(shape, checkpointing=True)
+        if fit and recomputed in allowed and fit.config.micro_batch < min(_ENOUGH, search.sizes[0]):
+            other = search.largest(recomputed)
+            if other and other.config.micro_batch > fit.config.micro_batch:
+                refused[shape] = f"{shape}: micro-batch {fit.config.micro_batch} at most"
+                shape, fit = recomputed, other
+        if fit:
+            ds = with_batch(search.ds(shape), fit.config.micro_batch, "auto")
+            return Recommendation(ds, shape, fit, list(refused.values()))
+        refused[shape] = search.reason(shape)
+    least = min((search.at(shape, 1).memory.gib, str(shape)) for shape in allowed)
+    offload = "" if len(allowed) == len(shapes) else ", or optimizer.clip_by network, which allows offloading"
+    raise ConfigError(
+        f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
+        f"Take more GPUs, larger ones or a smaller model{offload}"
     )
 
 
-def write_ds(ds: Mapping[str, Any], path: Path) -> None:
-    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
+@dataclass(frozen=True)
+class _Search:
+    recipe: Recipe
+    cluster: Cluster
+    limit_gib: float
+    make_ds: Callable[[Shape, bool], dict[str, Any]]
+
+    @property
+    def sizes(self) -> list[int]:
+        return micro_batches(self.recipe.data.global_batch, self.cluster.world_size)
+
+    def ds(self, shape: Shape) -> dict[str, Any]:
+        return self.make_ds(shape, self.cluster.gpu.bf16)
+
+    def at(self, shape: Shape, micro_batch: int) -> Fit:
+        return fit_with(self.recipe, self.ds(shape), RECOMMENDED, self.cluster.world_size, self.limit_gib, micro_batch)
+
+    def largest(self, shape: Shape) -> Fit | None:
+        """The fit of the largest micro-batch: found by the line, then rehearsed; None for none."""
+        for size in self.sizes[: 1 if shape.stage == 1 else None]:
+            if (fit := self.at(shape, size)).fits:
+                fit = rehearsed(fit, self.recipe, self.cluster.world_size)
+                if fit.fits:
+                    return fit
+        return None
+
+    def reason(self, shape: Shape) -> str:
+        """Why a shape before the chosen one is not taken."""
+        size = self.sizes[0] if shape.stage == 1 else 1
+        needed = f"needs {self.at(shape, size).memory.gib:.1f} GiB of {self.limit_gib:g}"
+        if shape.stage == 1:
+            return (
+                f"{shape}: the whole batch of {size} at once {needed}, and in parts it would be accumulated in low "
+                "precision"
+            )
+        return f"{shape}: {needed} with 1 image"
+
+
+def check_new(path: Path) -> None:
+    """Raises ConfigError where no new file can be written."""
     if path.exists():
         raise ConfigError(f"--write {path} exists: name a new file")
     if not (path.absolute().parent.is_dir() and os.access(path.absolute().parent, os.W_OK)):
         raise ConfigError(f"--write {path}: its folder is missing or can't be written to")
+
+
+def write_ds(ds: Mapping[str, Any], path: Path) -> None:
+    """Write a new file that `load_ds_config` accepts. Raises ConfigError if that is not possible."""
+    check_new(path)
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(ds, indent=2) + "\n", encoding="utf-8")
         load_ds_config(str(temporary), {})
@@ -142,35 +178,3 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
     return change_ds_config(ds, RECOMMENDED, {})
-
-
-def _try(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float) -> _Candidate:
-    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
-    found = [_at(shape, recipe, cluster, limit_gib, size) for size in sizes]
-    times = [estimate_step(recipe, fit.config, cluster, exact=False) for fit in found]
-    # Stage 1 would accumulate in low precision.
-    allowed = slice(0, 1 if shape.stage == 1 else None)
-    work = times[0].once
-    tried = zip(found[allowed], times[allowed], strict=True)
-    return _Candidate(shape, [(fit, time.seconds_at(work)) for fit, time in tried if fit.fits], work, times[0].seconds)
-
-
-def _at(shape: Shape, recipe: Recipe, cluster: Cluster, limit_gib: float, micro_batch: int) -> Fit:
-    ds = ds_of(shape, cluster.gpu.bf16)
-    return fit_with(recipe, ds, RECOMMENDED, cluster.world_size, limit_gib, micro_batch)
-
-
-def _reason(candidate: _Candidate, recipe: Recipe, cluster: Cluster, chosen: Fit) -> str:
-    """Why a candidate is not recommended, though it is simpler or, with enough memory, faster."""
-    shape, limit = candidate.shape, chosen.limit_gib
-    if candidate.fits:
-        fit, seconds = min(candidate.fits, key=lambda entry: entry[1])
-        return f"{shape}: {short(seconds)} s at best, with micro-batch {fit.config.micro_batch}"
-    if shape.stage == 1:
-        whole = recipe.data.global_batch // cluster.world_size
-        needed = _at(shape, recipe, cluster, limit, whole).memory.gib
-        return (
-            f"{shape}: the whole batch of {whole} at once needs {needed:.1f} GiB of {limit:g}, "
-            "and in parts it would be accumulated in low precision"
-        )
-    return f"{shape}: needs {_at(shape, recipe, cluster, limit, 1).memory.gib:.1f} GiB of {limit:g} with 1 image"

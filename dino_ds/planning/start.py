@@ -15,16 +15,15 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
-from dino_ds.costs.step_costs import count_parameters, student_facts
+from dino_ds.costs.step_costs import count_parameters, mean_flops, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.health.files import Event
 from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
-from dino_ds.planning.gpus import similar_gpu
+from dino_ds.planning.gpus import Cluster, Gpu, describe_hours, installed_gpu
 from dino_ds.planning.host import Machine, find_machine, needed_bytes
 from dino_ds.planning.recommend import recommend
-from dino_ds.planning.speed import Cluster
 from dino_ds.run.doors import Chosen
 from dino_ds.run.train_options import TrainOptions
 
@@ -77,6 +76,7 @@ def choose_ds_config(
         trained=_trained_part(recipe),
         predicted_gib=memory.gib if memory else None,
         check_fits=lambda: check_fits(recipe, start, machine),
+        hours=lambda steps: expected_hours(recipe, start.config, steps),
     )
 
 
@@ -104,8 +104,8 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, str], machine: Machine
     """The start with the planner's ds config for these GPUs and `overrides` of single keys. Raises ConfigError, also if
     nothing fits."""
     assert machine.card_gib is not None
-    card, path = similar_gpu(machine.card_gib, machine.bf16), "the planner's choice"
-    cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node), card.network)
+    card, path = Gpu("a GPU", machine.card_gib, bf16=machine.bf16), "the planner's choice"
+    cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node))
     try:
         best = recommend(recipe, cluster, FILLED * machine.card_gib)
     except NotEstimated as error:
@@ -177,6 +177,23 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
         return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
     except NotEstimated:
         return None
+
+
+def expected_hours(recipe: Recipe, config: DsConfig, steps: int) -> list[str]:
+    """A note on the hours of so many steps on rank 0's GPU; none without one, or where its peak is not known."""
+    import torch
+
+    from dino_ds.engine.device import device
+
+    if device().type != "cuda" or distributed.rank() != 0:
+        return []
+    about = torch.cuda.get_device_properties(device())
+    gpu = installed_gpu(about.name, about.total_memory / GIB)
+    try:
+        flops = steps * config.accumulation * sum(mean_flops(recipe, config, on_gpu=True).values())
+    except NotEstimated:
+        return []
+    return [] if gpu.tflops is None else [describe_hours(gpu, flops, f"{steps} steps")]
 
 
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:

@@ -2,30 +2,106 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dino_ds.costs import kept
+from dino_ds.costs import step_costs as costs_of_a_step
+from dino_ds.costs.memory import estimate_memory
+from dino_ds.planning.measure.trial import resolve
+from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 
 
-@pytest.mark.parametrize("place", ["no home", "a file", "not JSON", "another JSON", "nothing"])
-def test_a_cache_that_can_not_be_used_is_done_without(place, tmp_path, monkeypatch):
-    """Training starts in a container whose user has no home, and with a cache that something else has written to."""
-    monkeypatch.setenv("DINO_DS_CACHE", "" if place == "no home" else str(tmp_path / "dino_ds"))
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    if place == "no home":
-        monkeypatch.setattr(Path, "home", _no_home)
-    elif place == "a file":
-        (tmp_path / "dino_ds").write_text("")
-    else:
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Asks as a new process would; each answer counts how often one was made."""
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "dino_ds"))
+    calls = []
+
+    def ask(about="this"):
         monkeypatch.setattr(kept, "_found", {})
-        assert kept.kept({"place": place}, lambda: 2) == 2
-        (file,) = (tmp_path / "dino_ds/steps").iterdir()
-        file.write_text({"not JSON": "{", "another JSON": "[1]", "nothing": '{"found": null}'}[place])
-    monkeypatch.setattr(kept, "_found", {})
-    assert kept.kept({"place": place}, lambda: 3) == 3
+        return kept.kept({"about": about}, lambda: calls.append(about) or {"n": len(calls), "sizes": [1, 2.5]})["n"]
+
+    return ask
+
+
+@pytest.mark.parametrize("place", ["no home", "a file"])
+def test_a_folder_that_can_not_be_used_is_done_without(place, ask, tmp_path, monkeypatch):
+    """Training starts in a container whose user has no home."""
+    if place == "no home":
+        monkeypatch.setenv("DINO_DS_CACHE", "")
+        monkeypatch.setenv("XDG_CACHE_HOME", "")
+        monkeypatch.setattr(Path, "home", _no_home)
+    else:
+        (tmp_path / "dino_ds").write_text("")
+    assert ask() == 1
 
 
 def _no_home() -> None:
     raise RuntimeError("Could not determine home directory.")
+
+
+def test_it_is_kept_by_what_was_asked_and_by_the_code(ask, monkeypatch):
+    assert [ask(), ask(), ask("that"), ask()] == [1, 1, 2, 1]
+    monkeypatch.setattr(kept, "_versions", lambda: ["other"])
+    assert ask() == 3
+
+
+EDITS = {
+    "cut off": lambda text: text[:-3],
+    "empty": lambda text: "",
+    "not JSON": lambda text: "{",
+    "a list": lambda text: "[1]",
+    "nothing found": lambda text: '{"found": null}',
+    "a number": lambda text: text.replace("2.5", "2.6"),
+    "a text for a number": lambda text: text.replace("2.5", '"2.5"'),
+    "NaN": lambda text: text.replace("2.5", "NaN"),
+    "a key less": lambda text: text.replace('"n": 1, ', ""),
+    "of another question": lambda text: text.replace('"n": 1', '"n": 7'),
+    "nested": lambda text: "[" * 100_000,
+    "bytes": lambda text: "\udcff",
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_a_file_that_was_damaged_or_edited_is_made_anew(edit, ask, tmp_path):
+    assert ask() == 1
+    (file,) = (tmp_path / "dino_ds/steps").iterdir()
+    file.write_text(edit(file.read_text()), errors="surrogateescape")
+    assert (ask(), ask()) == (2, 2)
+
+
+@pytest.mark.parametrize("what", ["found", "sizes", "parts", "moments", "teachers"])
+def test_an_edited_rehearsal_does_not_stop_a_prediction(what, tmp_path, monkeypatch):
+    """Whichever value of it is another kind of thing."""
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path))
+
+    def predict() -> float:
+        monkeypatch.setattr(kept, "_found", {})
+        for function in (costs_of_a_step.student_facts, costs_of_a_step._rehearsed):
+            function.cache_clear()
+        recipe = tiny_recipe()
+        return estimate_memory(recipe, resolve(recipe, tiny_ds(0), "test.json", 4)[1], 1, on_gpu=False).gib
+
+    first = predict()
+    for file in (tmp_path / "steps").iterdir():
+        file.write_text(json.dumps(_spoilt(json.loads(file.read_text()), what)))
+    assert predict() == first
+
+
+def _spoilt(content, key):
+    if isinstance(content, dict):
+        return {name: "?" if name == key else _spoilt(value, key) for name, value in content.items()}
+    return content
+
+
+def test_a_slow_rehearsal_says_what_is_being_done(monkeypatch, capfd):
+    monkeypatch.setattr(costs_of_a_step, "_SILENT_SECONDS", 0.0)
+    costs_of_a_step._rehearsed.cache_clear()
+    monkeypatch.setattr(kept, "_found", {})
+    monkeypatch.setattr(kept, "_read", lambda *_: kept.Path("missing").read_text())
+    recipe = tiny_recipe()
+    costs_of_a_step.step_costs(recipe, resolve(recipe, tiny_ds(0), "test.json", 5)[1], on_gpu=False)
+    assert "dino_ds: rehearsing a step of 5 images" in capfd.readouterr().err

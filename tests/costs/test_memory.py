@@ -12,7 +12,6 @@ import torch
 from dino_ds.basics.ranges import tell
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs import kept
 from dino_ds.costs import step_costs as costs_of_a_step
 from dino_ds.costs.memory import GIB, Memory, bucket_bytes, estimate_memory, gradient_bytes, state_bytes
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs, student_facts
@@ -268,7 +267,8 @@ def test_a_users_own_term_and_teacher_move_the_prediction():
     without, both = (estimate_memory(recipe, config, 1, on_gpu=False) for recipe in recipes)
     assert both.gib > without.gib
     costs = [step_costs(recipe, config, on_gpu=False) for recipe in recipes]
-    assert costs[1].sum("flops") > 1.1 * costs[0].sum("flops") and "teacher slow" in costs[1].parts
+    flops = [sum(part.flops for part in one.parts.values()) for one in costs]
+    assert flops[1] > 1.1 * flops[0] and "teacher slow" in costs[1].parts
 
 
 def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
@@ -282,12 +282,12 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("on_gpu", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third(on_gpu):
     """At most 15 % below it, and 30 % above: scratch for tiles grows no more where they are full. What a search
     has found by the line is rehearsed exactly before it is recommended."""
     recipe = tiny_recipe(**SMALL | IBOT)
-    for images in (6, 24, 80):
+    for images in (6, 80):
         config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
         line = estimate_memory(recipe, config, 1, on_gpu, exact=False).gib
         with mock.patch.dict(costs_of_a_step._LINES, {on_gpu: (2, images)}):
@@ -330,29 +330,6 @@ def test_what_is_offloaded_is_not_on_the_gpu():
     here, host = (estimate_memory(recipe, config, 1, on_gpu=on_gpu) for on_gpu in (True, False))
     assert "masters and moments" not in here.parts
     assert host.parts["masters and moments"] == 12 * count_parameters(recipe)
-
-
-def test_a_rehearsal_is_kept_and_a_cache_that_is_spoilt_does_no_harm(tmp_path, monkeypatch):
-    """Of another code or another recipe it is another one."""
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "dino_ds"))
-    calls = []
-
-    def ask(about="this"):
-        monkeypatch.setattr(kept, "_found", {})
-        return kept.kept({"about": about}, lambda: calls.append(about) or {"n": len(calls)})
-
-    assert [ask(), ask(), ask("that")] == [{"n": 1}, {"n": 1}, {"n": 2}]
-    files = sorted((tmp_path / "dino_ds/steps").glob("*.json"))
-    assert len(files) == 2
-    for text in ("{", "[]", '{"found"'):
-        files[0].write_text(text)
-        files[1].write_text(text)
-        assert ask()["n"] == len(calls)
-    assert len(calls) == 5 and ask() == {"n": 5}
-    monkeypatch.setattr(kept, "_versions", lambda: ["other"])
-    assert ask() == {"n": 6}
-    monkeypatch.setenv("DINO_DS_CACHE", str(files[0]))
-    assert ask() == {"n": 7}
 
 
 def test_the_prediction_reads_as_one_line():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 from dino_ds.cli.main import main
 from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from tests.sample import sampled
+
+LARGE = "--config", "vitl16", "--model.depth", "2"
 
 
 def _plan(capsys, *words: str):
@@ -23,78 +23,70 @@ def _plan(capsys, *words: str):
 @pytest.mark.slow
 def test_a_plan_that_is_asked_again_and_reports_load_no_torch(capsys):
     """What was rehearsed is kept."""
-    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--backbone", "vit_giant_patch14_dinov2"]
+    words = ["plan", "--gpu", "a100-40g", "--gpus", "8", "--model.depth", "2"]
     main(words)
     code = f"import sys, dino_ds.report.command; from dino_ds.cli.main import main; main({words!r})"
     code += "; assert 'torch' not in sys.modules"
     page = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert "recommended: ZeRO" in page and "fragmentation margin" in page and "all-reduce" in page
+    assert "recommended: ZeRO" in page and "fragmentation margin" in page and "hours" in page
 
 
 def test_one_json_object_with_all_that_was_asked(capsys):
-    found = _plan(capsys, "--config", "vitl16", "--gpu", "a100-80g", "--gpus", "8", "--nodes", "2")
+    found = _plan(capsys, *LARGE, "--gpu", "a100-80g", "--gpus", "8", "--nodes", "2")
     assert found["fits"] and found["max_micro_batch"] >= found["micro_batch"]
     assert sum(found["bytes_per_gpu"].values()) <= found["limit_bytes"]
     assert {"student", "teacher", "activations", "masters and moments"} <= found["bytes_per_gpu"].keys()
     assert found["micro_batch"] * found["accumulation"] * 16 == found["global_batch"] == 1024
     assert found["activation_bytes"]["with_checkpointing"] < found["activation_bytes"]["without_checkpointing"]
-    assert {one["name"] for one in found["traffic"]} >= {"gradients", "teacher", "center and votes"}
+    least, most = found["hours"]
+    assert most == pytest.approx(5 / 3 * least) and "not measured" in found["time"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "card"), sampled(itertools.product(["vits16", "vitb16", "vitl16"], ["a10-24g", "a100-80g"]))
-)
+@pytest.mark.full
+@pytest.mark.parametrize("card", ["a10-24g", "a100-80g"])
+@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
 def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
     found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
     page = (CHECKOUT / "docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
-    first = 2 if card == "a10-24g" else 4
-    cells = [int(cell) for cell in row.split("|")[first : first + 2]]
-    assert cells == [found["max_micro_batch"], round(found["images_per_second"])]
-
-
-@pytest.mark.parametrize(
-    ("word", "cards"), [("rtx3080", ("rtx3080-10g", "rtx3080-12g")), ("rtx5070", ("rtx5070-12g",))]
-)
-def test_a_card_named_without_its_memory_is_answered_with_its_names(word, cards, capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", "--gpu", word])
-    assert f"Did you mean {' or '.join(cards)}?" in capsys.readouterr().err
+    assert int(row.split("|")[2 if card == "a10-24g" else 3]) == found["max_micro_batch"]
 
 
 def test_the_written_config_is_the_planned_one(capsys, tmp_path):
     path = tmp_path / "mine.json"
-    found = _plan(capsys, "--config", "vitl16", "--gpu", "a100-40g", "--gpus", "8", "--write", str(path))
+    found = _plan(capsys, *LARGE, "--gpu", "rtx3060-12g", "--gpus", "8", "--write", str(path))
     ds = load_ds_config(str(path), {})
     assert ds == found["ds_config"]
     config = resolve_ds_config(ds, str(path), load_recipe("vitl16", {}).data.global_batch, 8)
     assert (config.micro_batch, config.accumulation) == (found["micro_batch"], found["accumulation"])
-    again = _plan(capsys, "--config", "vitl16", "--gpu", "a100-40g", "--gpus", "8", "--ds_config", str(path))
+    again = _plan(capsys, *LARGE, "--gpu", "rtx3060-12g", "--gpus", "8", "--ds_config", str(path))
     assert again["bytes_per_gpu"] == found["bytes_per_gpu"] and again["verdict"].startswith("fits: ")
 
 
-def test_a_config_that_does_not_fit_says_what_would(capsys):
-    common = ("--config", "vitl16", "--gpu", "rtx3090-24g", "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json")
-    found = _plan(capsys, *common)
-    assert not found["fits"] and found["verdict"].startswith("fits with micro-batch 32, accumulation 4")
-    giant = ("--gpu", "rtx3060-12g", "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json")
-    giant += ("--ds.dino_ds.teacher_copy", "false")
-    found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", *giant)
-    assert not found["fits"] and found["verdict"].startswith("fits with activation checkpointing")
-    found = _plan(capsys, "--backbone", "vit_giant_patch14_dinov2", "--memory_gib", "5", *giant[2:])
-    assert not found["fits"] and found["verdict"].startswith("does not fit")
+@pytest.mark.parametrize(
+    ("memory_gib", "verdict"),
+    [
+        ("80", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73"),
+        ("23.6", "fits with micro-batch 8, accumulation 8: as it is it needs 78.7 of 23.6 GiB"),
+        ("11", "fits with activation checkpointing and micro-batch 4: as it is"),
+        ("8", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with micro-batch 4 would"),
+        ("1", "does not fit: it needs 78.7 of 1 GiB; nothing fits 1 GiB"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_what_would(memory_gib, verdict, invented, capsys):
+    given = "--memory_gib", memory_gib, "--gpus", "8", "--ds_config", "ds_configs/zero2_bf16.json", "--model.depth", "1"
+    assert _plan(capsys, *given)["verdict"].startswith(verdict)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
-    found = _plan(capsys, "--gpu", "v100-32g", "--gpus", "8", "--nodes", "3")
+    found = _plan(capsys, "--gpu", "v100-32g", "--gpus", "8", "--nodes", "3", "--model.depth", "1")
     assert found["global_batch"] == 504
     assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
 
 
 @pytest.mark.slow
 def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
-    alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g")
+    alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g", "--model.depth", "1")
     assert "stage" in alone["warnings"][0] and "vit_small" in alone["warnings"][0]
     _no_word_of_a_stage(capsys, "dinov3_gram", "--backbone", "vit_tiny_patch16_224")
 
@@ -105,13 +97,16 @@ def test_a_stage_after_another_is_planned_with_its_backbone(capsys):
 
 
 def _no_word_of_a_stage(capsys, *words):
-    assert not any("stage" in line for line in _plan(capsys, "--config", *words, "--gpu", "h100-80g")["warnings"])
+    assert not any(
+        "stage" in line
+        for line in _plan(capsys, "--config", *words, "--gpu", "h100-80g", "--model.depth", "1")["warnings"]
+    )
 
 
 def test_crops_follow_the_patches_of_a_named_backbone(capsys):
-    found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2")
+    found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2", "--model.depth", "1")
     assert found["crops"] == "2x224 + 8x98"
-    assert "speed is estimated as of a100-80g" in found["warnings"][0] or "h100-80g" in found["warnings"][0]
+    assert found["hours"] is None and "images/s" not in str(found)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +114,7 @@ def test_crops_follow_the_patches_of_a_named_backbone(capsys):
     [
         ([], "no GPU is given: --gpu NAME"),
         (["--gpu", "a100"], "Did you mean a100-40g"),
-        (["--gpu", "4090"], "Did you mean rtx4090-24g?"),
+        (["--gpu", "a100-80g", "--network_gbit", "400"], "no time is predicted"),
         (["--gpu", "t4-16g", "--backbone", "vit_gigant"], "is neither timm's nor a class of yours"),
         (["--gpu", "t4-16g", "--ds.bf16.enabled", "true"], "none is given: name it with --ds_config"),
         (["--gpu", "t4-16g", "--write", "config.yaml"], "config.yaml exists"),

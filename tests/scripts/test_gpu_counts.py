@@ -32,14 +32,10 @@ def test_ceilings(config: str, images: int, launches: int, gigabytes: float, of_
     assert sum(found["launches"].values()) <= launches, found["launches"]
     assert sum(found["gigabytes"].values()) <= gigabytes, found["gigabytes"]
     assert found["executed_tflop"] < found["credited_tflop"]
-    assert 0 < found["milliseconds"]["h200"] < found["milliseconds"]["h100"] and found["peak_gib"] > 0
+    assert found["peak_gib"] > 0
 
 
 def test_one_line_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    """Compiled blocks are estimated to take less time."""
     monkeypatch.setattr(gpu_counts, "load_recipe", lambda config, _: load_recipe(config, BLOCKS))
     gpu_counts.main("vits16", 64, json=True)
-    gpu_counts.main("vits16", 64, compile=True, json=True)
-    eager, compiled = map(json.loads, capsys.readouterr().out.splitlines())
-    assert compiled["milliseconds"]["h200"] < eager["milliseconds"]["h200"]
-    assert compiled["launches"] == eager["launches"]
+    assert list(json.loads(capsys.readouterr().out)["launches"]) == PARTS

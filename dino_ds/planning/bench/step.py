@@ -15,7 +15,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import estimate_memory
-from dino_ds.costs.step_costs import mean_costs, model_flops
+from dino_ds.costs.step_costs import mean_flops, model_flops
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
@@ -129,7 +129,7 @@ def _summary(
     predicted = estimate_memory(recipe, config, distributed.world_size(), cuda, libraries)
     images = config.micro_batch * config.accumulation
     flops = sum(model_flops(recipe).values())
-    executed = mean_costs(recipe, config, cuda).sum("flops") / config.micro_batch
+    executed = sum(mean_flops(recipe, config, cuda).values()) / config.micro_batch
     tflops = flops * images / timing.seconds / 1e12
     peak = matmul_tflops(device(), DTYPES[config.precision])
     shares = {part: spent.get(part, 0.0) / sum(timing.all_seconds) for part in PARTS}

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from dino_ds.costs.communication import Traffic, recipe_traffic, step_traffic
 from dino_ds.models.specs.trained import TrainedPart
 from dino_ds.models.trained import keep_trained
 from dino_ds.planning.measure.trial import build_trial, resolve
+from scripts.collectives import Traffic, recipe_traffic, step_traffic
 from tests.engine import harness
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks

@@ -1,7 +1,8 @@
 """The bytes that ranks send each other in one optimizer step, by arithmetic, as DeepSpeed 0.19 and our teacher do it.
 
-Tested against every collective that two real ranks call. What surprises: at stages 1 and 2 DeepSpeed all-reduces the
-gradients (`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch.
+`python -m scripts.collectives --config C --ds_config FILE --ranks N`. Tested against every collective that two real
+ranks call. What surprises: at stages 1 and 2 DeepSpeed all-reduces the gradients
+(`use_multi_rank_bucket_allreduce`), at stage 2 after each micro-batch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import fire
+
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import element_bytes, persistent_below
-from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.method.specs.distill import FROZEN
 from dino_ds.method.specs.of_recipe import teachers_of
+from dino_ds.planning.measure.tables import markdown_table
+from scripts.counting import StepCounts, count_step
 
 _FP32, _FP64 = 4, 8
 # DeepSpeed's defaults, elements.
@@ -35,17 +42,13 @@ _VOTES = 3
 @dataclass(frozen=True)
 class Traffic:
     """One kind of collective. `payload`: bytes of what is all-reduced, of a gathered result or of what is scattered,
-    summed over its `calls` in a step; `ranks` take part in each.
-
-    `during`: the part of the step that runs at the same time ("backward", "micro-batch"), "" for none.
-    """
+    summed over its `calls` in a step; `ranks` take part in each."""
 
     name: str
     operation: str
     payload: int
     calls: int
     ranks: int
-    during: str = ""
 
     @property
     def sent(self) -> int:
@@ -54,13 +57,24 @@ class Traffic:
         return passes * self.payload * (self.ranks - 1) // self.ranks
 
 
-def recipe_traffic(
-    recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool = True, exact: bool = True
-) -> list[Traffic]:
-    """The collectives of each rank in one optimizer step of a recipe; none on one rank. Raises NotEstimated."""
+def main(config: str, ds_config: str, ranks: int) -> None:
+    """Print a table of the collectives of a step."""
+    recipe = load_recipe(config, {})
+    ds, batch = load_ds_config(ds_config, {}), recipe.data.global_batch
+    resolved = resolve_ds_config(ds, ds_config, batch, ranks, parameters=count_parameters(recipe))
+    rows = [
+        (one.name, one.operation, f"{one.payload / 2**20:.1f}", f"{one.sent / 2**20:.1f}", str(one.calls))
+        for one in recipe_traffic(recipe, resolved, ranks)
+    ]
+    header = ("collectives of a step", "", "payload MiB", "sent by a rank, MiB", "calls")
+    print(markdown_table(header, rows))
+
+
+def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool = True) -> list[Traffic]:
+    """The collectives of each rank in one optimizer step of a recipe; none on one rank."""
     if world_size == 1:
         return []
-    facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
+    facts, costs = student_facts(recipe), count_step(recipe, config, recipe.groups, on_gpu)
     heads = {name.partition(".")[0] for name in facts.sizes}
     parts = len(heads) if recipe.optimizer.clip_by == "part" else 1
     of_engine = step_traffic(facts.trained, facts.statistics, config, world_size, len(facts.groups), parts)
@@ -81,20 +95,20 @@ def recipe_traffic(
 _IN_PASSES = "weights, forward", "weights, backward"
 
 
-def _frozen_traffic(costs: StepCosts, config: DsConfig, world_size: int) -> list[Traffic]:
+def _frozen_traffic(costs: StepCounts, config: DsConfig, world_size: int) -> list[Traffic]:
     """The weights of a distilled teacher that is in shards, for each micro-batch."""
     if config.performance.frozen_teacher == "whole" or FROZEN not in costs.teachers:
         return []
-    sizes = costs.teachers[FROZEN].elements
+    sizes = costs.teachers[FROZEN]
     sharded = sum(n for n in sizes if n > _FROZEN_PERSISTENT)
     payload, calls = config.accumulation * element_bytes(config) * sharded, config.accumulation * len(sizes)
-    return [Traffic("frozen teacher", "all-gather", payload, calls, world_size, "micro-batch")] if sharded else []
+    return [Traffic("frozen teacher", "all-gather", payload, calls, world_size)] if sharded else []
 
 
-def _of_terms(costs: StepCosts, whole_step: bool, config: DsConfig, world_size: int) -> list[Traffic]:
+def _of_terms(costs: StepCounts, whole_step: bool, config: DsConfig, world_size: int) -> list[Traffic]:
     """The collectives of the terms in one optimizer step: once with targets of a whole step, else by micro-batch."""
     found: dict[tuple[str, str], Traffic] = {}
-    for part, operation, size in costs.collectives:
+    for part, operation, size in costs.sent:
         times = 1 if part == "targets" and whole_step else config.accumulation
         gathered = operation != "all-reduce"
         kind = "all-gather" if operation == "all-gather" else "all-reduce"
@@ -156,14 +170,13 @@ def _gradients(total: int, config: DsConfig, zero: Mapping[str, Any], world_size
     """Stages 0 and 1 reduce once a window; stage 0 in FP32, as it trains."""
     on_wire = {"fp32": 4, "bf16": 2, "fp16": 2}[config.raw.get("communication_data_type", config.precision)]
     times = config.accumulation if config.stage >= 2 else 1
-    during = "backward" if config.stage and zero.get("overlap_comm", config.stage == 3) else ""
     calls = times * -(-total // int(zero.get("reduce_bucket_size", _BUCKET)))
     payload = times * on_wire * total
     if config.stage < 3:
-        return Traffic("gradients", "all-reduce", payload, calls, world_size, during)
+        return Traffic("gradients", "all-reduce", payload, calls, world_size)
     if zero.get("zero_quantized_gradients"):
         payload //= 2 * on_wire  # int4
-    return Traffic("gradients", "reduce-scatter", payload, calls, world_size, during)
+    return Traffic("gradients", "reduce-scatter", payload, calls, world_size)
 
 
 def _gathers(sizes: Mapping[str, int], config: DsConfig, zero: Mapping[str, Any], world_size: int) -> list[Traffic]:
@@ -177,12 +190,12 @@ def _gathers(sizes: Mapping[str, int], config: DsConfig, zero: Mapping[str, Any]
     element, times = element_bytes(config), config.accumulation
     on_wire = 1 if zero.get("zero_quantized_weights") else element
     second = int(zero.get("zero_hpz_partition_size", 1))
-    calls, during = times * -(-sharded // max(ahead, 1_000_000)), "micro-batch"
-    forward = Traffic("weights, forward", "all-gather", times * on_wire * sharded, calls, world_size, during)
+    calls = times * -(-sharded // max(ahead, 1_000_000))
+    forward = Traffic("weights, forward", "all-gather", times * on_wire * sharded, calls, world_size)
     if second > 1:  # ZeRO++: from a second copy, whole among these ranks
-        backward = Traffic("weights, backward", "all-gather", times * element * again, calls, second, during)
+        backward = Traffic("weights, backward", "all-gather", times * element * again, calls, second)
     else:
-        backward = Traffic("weights, backward", "all-gather", times * on_wire * again, calls, world_size, during)
+        backward = Traffic("weights, backward", "all-gather", times * on_wire * again, calls, world_size)
     small = Traffic("new small weights", "all-gather", element * sum(whole), len(whole), world_size)
     return [traffic for traffic in (forward, backward, small) if traffic.payload]
 
@@ -193,3 +206,7 @@ def _teacher(total: int, groups: int, config: DsConfig, world_size: int) -> list
         return []
     calls = groups + total // _TEACHER_CHUNK if config.stage == 3 else 1
     return [Traffic("teacher", "all-gather", _FP32 * total, calls, world_size)]
+
+
+if __name__ == "__main__":
+    fire.Fire(main)
