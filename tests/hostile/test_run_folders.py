@@ -76,7 +76,7 @@ DAMAGES = {
     "zeros": _replaced(lambda path: path.write_bytes(bytes(3000))),
 }
 FILES = (
-    "config.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "evaluations.json", "log.txt",
+    "config.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "evaluations.json", "events.jsonl", "log.txt",
     "checkpoints/latest",
 )  # fmt: skip
 READERS = {
