@@ -10,7 +10,7 @@ from scripts.measures import PACKAGE, closure_of, count_lines, import_cycles, lo
 
 CLOSURE_OF_TRAIN = 180
 """Files that importing train.py may bring in: no room of the upper storey."""
-CLOSURE_OF_THE_LOOP = (57, 8_000)
+CLOSURE_OF_THE_LOOP = (57, 8_050)
 """Files and lines that importing run/loop.py may bring in."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dino_ds.config.crops import Masks
 from dino_ds.engine.schedules import ScheduleValues
+from dino_ds.errors import ConfigError
 from dino_ds.method.running import RunningMean
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.network import Output, Query
@@ -141,6 +142,10 @@ class Objective:
     ) -> list[dict[str, Any]]:
         """For each micro-batch of a window every term's targets, by its name; their rows join the statistics."""
         by_term = {name: term.targets(window, masks, schedule) for name, term in self.terms.items()}
+        for name, made in by_term.items():
+            if not isinstance(made, Sequence) or len(made) != len(window):
+                count = f"{len(made)} of" if isinstance(made, Sequence) else f"a {type(made).__name__}, not"
+                raise ConfigError(f"loss term {name}: targets() gave {count} {len(window)}, one for each micro-batch")
         return [{name: targets[i] for name, targets in by_term.items()} for i in range(len(window))]
 
     def comparisons(self, targets: Mapping[str, Any]) -> dict[str, Comparison]:
@@ -157,7 +162,7 @@ class Objective:
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
-            loss, own = term.loss(student, targets[name], schedule)
+            loss, own = _checked(name, term, term.loss(student, targets[name], schedule))
             scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
             weight = schedule.weights.get(name, 1.0)
             weighted = loss if weight == 1 else weight * loss
@@ -197,3 +202,19 @@ class Objective:
         """Put back what `state` gave. Raises KeyError for a statistic that is not there."""
         for name, statistic in self.statistics.items():
             statistic.load(state[name])
+
+
+def _checked(name: str, term: Term, found: object) -> Measured:
+    """The result of a term's `loss`. Raises ConfigError unless it is one number with the scalars that it declares."""
+    what = f"loss term {name}: loss() gave"
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+        raise ConfigError(f"{what} a {type(found).__name__}: return Measured(loss, {{scalar: value}})")
+    loss, scalars = found
+    for key, value in {"loss": loss, **scalars}.items():
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            kind = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ConfigError(f"{what} {kind} as its {key}: give a tensor of one number, such as a mean")
+    if scalars.keys() != set(term.scalars):
+        given, declared = (", ".join(sorted(names)) or "none" for names in (scalars, term.scalars))
+        raise ConfigError(f"{what} the scalars {given}, and its class declares {declared}: name them in `scalars`")
+    return Measured(loss, scalars)

@@ -7,6 +7,7 @@ import json
 import re
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
+from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.method.term_checks import OF_EVERY_RUN
 from dino_ds.options.run import ReportOptions
@@ -200,3 +202,45 @@ def test_the_files_that_are_to_be_touched_exist():
     for word in named:
         name = "vit" if word.startswith("models") else "koleo"
         assert (FLOW.parents[1] / "dino_ds" / word.replace("NAME", name)).is_file(), word
+
+
+ONE, THREE = torch.zeros(()), torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("targets", "found", "says"),
+    [
+        (None, None, "targets() gave a NoneType, not 1, one for each micro-batch"),
+        ([1, 2], None, "targets() gave 2 of 1"),
+        ([1], None, "loss() gave a NoneType: return Measured"),
+        ([1], "much", "loss() gave a str: return Measured"),
+        ([1], (ONE, ONE), "loss() gave a tuple: return Measured"),
+        ([1], (THREE, {"spread": ONE}), "loss() gave a tensor (3,) as its loss: give a tensor of one number"),
+        ([1], (0.5, {"spread": ONE}), "loss() gave a float as its loss"),
+        ([1], (ONE, {"spread": THREE}), "loss() gave a tensor (3,) as its spread"),
+        ([1], (ONE, {}), "loss() gave the scalars none, and its class declares spread"),
+        (
+            [1],
+            (ONE, {"spread": ONE, "more": ONE}),
+            "loss() gave the scalars more, spread, and its class declares spread",
+        ),
+    ],
+)
+def test_what_a_term_gives_is_checked_and_the_term_named(targets, found, says):
+    class Mine(Term):
+        needs, scalars = Needs((), {}), ("spread",)
+
+        def targets(self, window, masks, schedule):
+            return targets
+
+        def loss(self, student, targets, schedule):
+            return found
+
+    objective, schedule = Objective({"mine": Mine()}), SimpleNamespace(weights={})
+
+    def step():
+        (made,) = objective.targets([{}], [{}], schedule)
+        objective.loss({}, made, schedule)
+
+    with pytest.raises(ConfigError, match=re.escape(f"loss term mine: {says}")):
+        step()
