@@ -97,7 +97,7 @@ def rehearsed(found: Fit, recipe: Recipe, world_size: int) -> Fit:
 
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
     """The most images per GPU and micro-batch that fit, whether they divide the global batch or not; 0 for none."""
-    low, high = 0, 1
+    low, high = 0, 64  # the line to smaller ones is only asked for where this does not fit
     while high <= _MOST_IMAGES and fit_with(recipe, ds, ds_path, world_size, limit_gib, high).fits:
         low, high = high, 2 * high
     while high - low > 1:
