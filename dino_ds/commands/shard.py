@@ -135,12 +135,13 @@ class _Shards(Dataset[dict[str, Any]]):
         try:
             with replacing(path) as part:
                 record = self._write(part, self.range_of(number))
-        except OSError as error:  # torch would give its number as text
-            return {"name": path.name, "problem": error.strerror or str(error)}
+        except (OSError, DataError) as error:  # torch would give numbers as text, and lines of code with any error
+            said = error if isinstance(error, DataError) else OSError(0, error.strerror or str(error))
+            return {"name": path.name, "problem": said}
         return {"name": path.name, **record}
 
     def _write(self, path: Path, indices: range) -> dict[str, Any]:
-        bad, taken, keys = [], set[str](), set[str]()
+        bad, taken, keys = [], set[str](), dict[str, int]()
         with tarfile.open(path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8", errors="surrogateescape") as archive:
             for index in indices:
                 try:
@@ -153,9 +154,11 @@ class _Shards(Dataset[dict[str, Any]]):
                 folder, slash, base = name.rpartition("/")
                 key = folder + slash + base.partition(".")[0]
                 labels = self.images.labels
-                if labels is not None and labels[index] >= 0 and key not in keys:
-                    keys.add(key)
-                    _add(archive, f"{key}.cls", str(labels[index]).encode())
+                label = -1 if labels is None else int(labels[index])
+                if label >= 0 and keys.get(key) != label:  # a.1.jpg and a.2.jpg have one key, and perhaps two classes
+                    owner = os.path.splitext(name)[0] if key in keys else key
+                    keys.setdefault(key, label)
+                    _add(archive, f"{owner}.cls", str(label).encode())
         digest = hashlib.sha256()
         with open(path, "rb") as file:
             while block := file.read(2**20):
@@ -195,7 +198,7 @@ def _next(records: Any) -> list[dict[str, Any]]:
             "try fewer --workers"
         ) from None
     if "problem" in found[0]:
-        raise OSError(0, found[0]["problem"])
+        raise found[0]["problem"]
     return found
 
 

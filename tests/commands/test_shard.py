@@ -240,6 +240,30 @@ def test_a_list_that_names_an_image_twice_keeps_both(made, tmp_path):
     assert [Path(source.member(i)).name for i in range(2)] == ["01.png", "01~2.png"]
 
 
+def test_images_of_one_key_keep_their_own_classes(made, tmp_path):
+    """KEY.cls would be that of the first."""
+    (tmp_path / "list.txt").write_text(f"{made[0]}/images/dog/a.b.jpg\tb\n{made[0]}/images/dog/a.c.jpg\tc\n")
+    make(tmp_path / "list.txt", tmp_path / "shards")
+    source = read(tmp_path / "shards")
+    assert [source.classes[source.labels[i]] for i in range(2)] == ["b", "c"]
+
+
+def test_what_is_no_image_is_said_in_one_line(tmp_path, monkeypatch):
+    """A loader process would add its lines of code to an error."""
+    (tmp_path / "deep.py").write_text(
+        "import numpy\n\nclass Deep:\n    def __init__(self, root): pass\n    def __len__(self): return 3\n"
+        "    def name(self, index): return str(index)\n"
+        "    def load(self, index): return numpy.zeros((4, 4, 3), numpy.float32)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(DataError) as error:
+        make(None, tmp_path / "shards", source="deep:Deep")
+    assert (
+        str(error.value)
+        == "0 is an array of float32 of shape (4, 4, 3); only RGB images of 8 bits can be put into shards"
+    )
+
+
 def test_shards_are_not_continued_with_other_images_of_the_same_names(tmp_path):
     """By size, time and content; a damaged description of what was begun with is refused too."""
     images, out = tmp_path / "images", tmp_path / "out"
