@@ -113,6 +113,11 @@ def _read_train(
         raise ConfigError(
             f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
         )
+    if options.print is not None and (options.from_ or options.stages or options.resume is not False):
+        raise ConfigError(
+            "--print writes what --config and keys of the recipe say: leave out --from, --stages and --resume; the "
+            "recipe of a run is RUN/config.yaml"
+        )
     if options.weights != NEWEST and options.from_ is None and options.stages is None:
         raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it, or --stages")
     if not options.run_dir and config is None and options.from_ is not None and options.stages is None:

@@ -111,6 +111,16 @@ def test_a_recipe_to_edit_is_written_and_nothing_is_trained(calls: list[Any], tm
     assert load_recipe(f"{tmp_path}/mine.yaml", {}) == load_recipe("small", {"optimizer.lr": "1e-3"})
 
 
+@pytest.mark.parametrize("words", [["--resume"], ["--from", "runs/a"], ["--stages", "small,quickstart"]])
+def test_a_recipe_to_edit_is_never_another_than_what_is_named(
+    calls: list[Any], tmp_path: Path, capsys, words: list[str]
+):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--print", f"{tmp_path}/mine.yaml", "--run_dir", f"{tmp_path}/run", *words])
+    assert stop.value.code == 2 and "RUN/config.yaml" in capsys.readouterr().err
+    assert not (tmp_path / "mine.yaml").exists() and not calls
+
+
 def test_run_folder_is_named_after_the_recipe(calls: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("data: {source: photos}")
