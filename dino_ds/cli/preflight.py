@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -134,15 +135,22 @@ def _first_files(folder: str, most: int) -> tuple[list[str], bool]:
     from dino_ds.data.formats import EXTENSIONS
     from dino_ds.data.root import ENDINGS
 
-    names: list[str] = []
-    several, simple = tuple({*EXTENSIONS, *ENDINGS} - {*_ONE}), True
-    for place, folders, files in os.walk(folder):
-        names += files
-        linked = any(os.path.islink(os.path.join(place, name)) for name in folders)
-        simple = simple and not linked and not any(name.lower().endswith(several) for name in files)
-        if not simple or len(names) >= most:
-            return names[:most], False
-    return names, True
+    several = tuple({*EXTENSIONS, *ENDINGS} - {*_ONE})
+    names, folders = list[str](), [folder]
+    with contextlib.suppress(OSError):  # of a file; the images' source says what else is wrong
+        while folders:
+            with os.scandir(folders.pop()) as entries:  # ends in the middle of millions of files
+                for entry in entries:
+                    if not entry.is_dir():
+                        names.append(entry.name)
+                    elif entry.is_symlink():
+                        return names, False
+                    else:
+                        folders.append(entry.path)
+                    if len(names) >= most or entry.name.lower().endswith(several):
+                        return names, False
+        return names, True
+    return names, False
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:

@@ -170,6 +170,6 @@ def canonical_place(path: str, folder: str) -> str:
     return path
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 18)  # a list may name images of many folders in any order
 def _real_folder(path: str) -> str:
     return os.path.realpath(path)

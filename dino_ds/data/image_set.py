@@ -51,13 +51,15 @@ class ImageSet:
     def of(source: Source, root: str | None) -> ImageSet:
         """The description of a source; names count as they are below `root`, which may move."""
         order, lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
+        is_list = hasattr(source, "place")
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
                 digest = hashlib.blake2b(name_of(source, index, root), digest_size=8).digest()
                 order.update(digest)
-                line = name_of(source, index, root, as_listed=True)
-                lines.update(hashlib.blake2b(line, digest_size=8).digest())
+                if is_list:
+                    line = name_of(source, index, root, as_listed=True)
+                    lines.update(hashlib.blake2b(line, digest_size=8).digest())
                 yield int.from_bytes(digest, "little"), index
 
         chosen = heapq.nsmallest(_SAMPLE, hashes())
@@ -67,7 +69,7 @@ class ImageSet:
         draws = draws_in(source)
         groups = "" if draws is None else draws.digest
         found = _contents(source, chosen[:_READ])
-        names, listed = order.hexdigest(), lines.hexdigest()
+        names, listed = order.hexdigest(), lines.hexdigest() if is_list else ""
         return ImageSet(len(source), names, sizes, found, parts, groups, listed if listed != names else "")
 
     def to_json(self) -> dict[str, Any]:
