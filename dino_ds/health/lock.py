@@ -187,6 +187,8 @@ class RunLock:
             return ""
         if problem := self._in_use(text):
             raise ConfigError(problem)
+        if self._read() != text:  # it took a while to judge, and another machine was faster
+            return ""
         self._path.unlink(missing_ok=True)
         holder = _parse(text)
         whose = f" of pid {holder.pid} on {holder.host}, which is gone," if holder else ", which could not be read,"

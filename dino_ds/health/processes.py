@@ -107,15 +107,14 @@ def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
     and leave their jobs behind), and the supervisor.
     """
     found: list[Process] = []
-    try:
-        for process in psutil.Process(pid).parents():
-            by_name = _is_launcher(process.cmdline())
-            is_parent = not found and "RANK" in environment and process.name() not in _SHELLS
-            if process.pid == 1 or not (by_name or is_parent):
+    with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
+        above = psutil.Process(pid).parent()
+        while above is not None and above.pid != 1:
+            is_parent = not found and "RANK" in environment and above.name() not in _SHELLS
+            if not (is_parent or _is_launcher(above.cmdline())):
                 break
-            found.append(find_process(process.pid))
-    except psutil.Error:
-        pass
+            found.append(find_process(above.pid))
+            above = above.parent()
     supervisor = [int(part) for part in environment.get(SUPERVISOR, "").split(".") if part.isdecimal()]
     return [*found, Process(*supervisor)] if len(supervisor) == 2 else found
 

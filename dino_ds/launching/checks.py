@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,11 @@ def _ask(command: list[str], question: Question) -> Answer | str:
     if done.returncode == 255:
         return f"not reachable by ssh ({last}); `ssh -o BatchMode=yes HOST true` must work without a password"
     if done.returncode == 0:
-        return Answer(**json.loads(done.stdout.splitlines()[-1]))  # before it a shell may have greeted
+        # A shell may greet and take its leave; another version of this module answers otherwise, or nothing.
+        for line in reversed(done.stdout.splitlines()):
+            with suppress(ValueError, TypeError):
+                return Answer(**json.loads(line))
+        last = "its dino_ds is of another version, which does not answer"
     return f"{last}: this checkout ({CHECKOUT}) and its environment ({sys.executable}) must work on every machine"
 
 

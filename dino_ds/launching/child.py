@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -94,7 +95,7 @@ class Output:
         if code == STOPPED:
             return Stopped(f"stopped {self._stopped}; the same with resume=True continues it")
         text = "\n".join(dict.fromkeys(self._errors)) or f"dino-ds launch has ended with code {code}"
-        kinds = {kind.exit_code: kind for kind in reversed(UserError.__subclasses__())}
+        kinds = {kind.exit_code: kind for kind in reversed(UserError.__subclasses__()) if kind.exit_code > 1}
         return kinds[code](text) if code in kinds else RuntimeError(f"{text} (exit code {code})")
 
 
@@ -123,4 +124,7 @@ class NewLines:
 
 
 def _inode(path: Path) -> int:
-    return path.stat().st_ino if path.exists() else 0
+    """0 if there is none, or the disk does not answer at this moment: the run goes on."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_ino
+    return 0

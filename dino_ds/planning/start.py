@@ -201,42 +201,27 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
     problem = _problem(recipe, start.config, machine)
     if not problem:
         return
-    flags, _ = _fitting(recipe, start, machine) or ({}, start)
+    flags = _fitting(recipe, start, machine)
     cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
     cure = cure if flags else _other(recipe, machine)
     raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
 
 
-def fitting_start(recipe: Recipe, start: Start, machine: Machine) -> Start:
-    """`start`, with smaller micro-batches where it would not fit. Raises ConfigError where these don't help."""
-    _, smaller = _fitting(recipe, start, machine) or ({}, start)
-    if smaller is start:
-        check_fits(recipe, start, machine)
-    return smaller
+def _fitting(recipe: Recipe, start: Start, machine: Machine) -> dict[str, str]:
+    """The first overrides with which a start fits that does not; {} for none."""
 
-
-def _fitting(recipe: Recipe, start: Start, machine: Machine) -> tuple[dict[str, str], Start] | None:
-    """The first overrides with which a start fits that does not, and what they make of it."""
-    if not _problem(recipe, start.config, machine):
-        return None
-
-    def smaller(flags: Mapping[str, str]) -> Start | None:
-        """The start with these overrides, or None if it does not fit either."""
+    def fits(flags: Mapping[str, str]) -> bool:
         ds = change_ds_config(dict(start.ds), start.path, flags)
         try:
-            found = Start(ds, start.path, start.why, _resolve(recipe, ds, start.path, machine))
+            return not _problem(recipe, _resolve(recipe, ds, start.path, machine), machine)
         except ConfigError:
-            return None
-        return None if _problem(recipe, found.config, machine) else found
+            return False
 
     for choices in _smaller(recipe, start, machine):
         # A smaller batch takes less, and each one takes a rehearsal: first whether any fits, then which is the largest.
-        if choices and smaller(choices[-1]):
-            flags = choices[bisect.bisect_left(choices[:-1], True, key=lambda flags: smaller(flags) is not None)]
-            fitting = smaller(flags)  # rehearsed already
-            assert fitting is not None
-            return flags, fitting
-    return None
+        if choices and fits(choices[-1]):
+            return choices[bisect.bisect_left(choices[:-1], True, key=fits)]
+    return {}
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:

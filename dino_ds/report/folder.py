@@ -17,6 +17,7 @@ from dino_ds.config.stages import near_run
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS
 from dino_ds.health.lock import RunLock
+from dino_ds.health.records import Heartbeats
 from dino_ds.method.specs.of_recipe import known_terms, teachers_of, terms_of
 from dino_ds.report.curves import Metrics, read_metrics
 
@@ -250,12 +251,19 @@ def _checkpoints(folder: Path) -> dict[int, float]:
     return sizes
 
 
+def _ended_by_ranks(path: Path) -> str:
+    """The end of a run of a version without events.jsonl, by what its ranks have left; "" where that is not one."""
+    ends = {_ENDS.get(beat.ended, "") for beat in Heartbeats(path).read()}
+    return "failed" if "failed" in ends else ends.pop() if len(ends) == 1 else ""
+
+
 def _state(run: RunFiles) -> str:
     is_whole = run.step >= (run.planned_steps or 0)
-    if run.events.ended == "finished" and not is_whole:
+    ended = run.events.ended or ("" if run.events.newest else _ended_by_ranks(run.path))
+    if ended == "finished" and not is_whole:
         return "stopped"
-    if run.events.ended:
-        return "finished" if run.events.ended == "ended" else run.events.ended
+    if ended:
+        return "finished" if ended == "ended" else ended
     try:
         RunLock(run.path).check_free(0)
     except ConfigError:

@@ -128,6 +128,21 @@ def test_a_holder_that_was_replaced_is_told(tmp_path):
     assert (tmp_path / "lock").exists()
 
 
+def test_a_lock_that_another_machine_has_made_meanwhile_stays(tmp_path, monkeypatch):
+    RunLock(tmp_path).acquire()
+    change(tmp_path, machine="gone")
+    os.utime(tmp_path / "lock", (1, 1))
+    judge = RunLock._in_use
+
+    def slowly(lock, text):
+        found = judge(lock, text)
+        change(tmp_path, machine="faster")
+        return found
+
+    monkeypatch.setattr(RunLock, "_in_use", slowly)
+    assert RunLock(tmp_path)._remove_stale() == "" and RunLock(tmp_path).holder().machine == "faster"
+
+
 def test_half_a_lock_is_stale_only_when_it_is_old(tmp_path):
     (tmp_path / "lock").write_text('{"host"')
     with pytest.raises(ConfigError, match="can't be read: remove"):

@@ -291,6 +291,20 @@ def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_pat
         os.killpg(shell.pid, signal.SIGKILL)
 
 
+def test_a_launcher_below_a_hidden_process_is_found(monkeypatch):
+    """/proc may be mounted so that another user's processes, such as sshd's, can't be looked at."""
+    parent = psutil.Process.parent
+
+    def guarded(process):
+        if process.pid != os.getpid():
+            raise psutil.AccessDenied(process.pid)
+        return parent(process)
+
+    monkeypatch.setattr(psutil.Process, "parent", guarded)
+    monkeypatch.setattr(psutil.Process, "name", lambda _: "srun")
+    assert launchers_above(os.getpid(), {"RANK": "0"}) == [find_process(os.getppid())]
+
+
 def _limits_of_groups(root, run, ds):
     """Time limits in seconds of all process groups when training has ended."""
     import torch.distributed as dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import socket
 import sys
@@ -74,8 +75,15 @@ def test_images_of_every_form_are_counted(tmp_path):
 
 def test_why_a_machine_is_silent():
     question = checks.Question((), None, "x", 0)
-    for script, says in (("exit 255", "not reachable by ssh"), ("no_such_program", "no_such_program: not found: this")):
+    for script, says in (
+        ("exit 255", "not reachable by ssh"),
+        ("no_such_program", "no_such_program: not found: this"),
+        ("true", "its dino_ds is of another version, which does not answer: this checkout"),
+        ('echo welcome; echo \'{"torch": "2.11"}\'', "of another version"),
+    ):
         assert says in checks._ask(["sh", "-c", script], question)
+    answer = json.dumps(dataclasses.asdict(ANSWER))
+    assert checks._ask(["sh", "-c", f"echo welcome; echo '{answer}'; echo bye"], question) == ANSWER
 
 
 @pytest.mark.parametrize(("nodes", "fits"), [((1, 2), True), ((1, 4), False)])

@@ -15,6 +15,7 @@ from PIL import Image
 from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
+from dino_ds.health.records import Heartbeat, Heartbeats
 from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.run import ReportOptions
@@ -207,6 +208,21 @@ def test_a_run_of_an_older_version_has_no_events(tmp_path):
     page = _report(folder)
     assert read_run(folder).state == "finished" and read_run(folder).planned_steps == 100
     assert "there is no events.jsonl: what happened when is not known" in page.text
+
+
+@pytest.mark.usefixtures("no_charts")
+@pytest.mark.parametrize(
+    ("ends", "state"),
+    [(("done", "done"), "finished"), (("stopped",), "stopped"), (("stopped", "error"), "failed"), (("", "done"), None)],
+)
+def test_the_ranks_of_an_older_version_tell_how_a_run_in_epochs_ended(tmp_path, ends, state):
+    folder = make_run(tmp_path / "run", recipe={"length": "30 epochs"})
+    (folder / "events.jsonl").unlink()
+    heartbeats = Heartbeats(folder)
+    heartbeats.prepare()
+    for rank, ended in enumerate(ends):
+        heartbeats.publish(Heartbeat(rank, "here", 10, 0.0, 0.0, 100, "step", "step", 40, 0.0, ended=ended))
+    assert read_run(folder).state == (state or "unfinished")
 
 
 @pytest.mark.slow
