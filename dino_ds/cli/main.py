@@ -180,9 +180,9 @@ def _no_command(words: list[str]) -> str:
     if group:
         given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
         near = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
-        return f"{given!r} is not a command: {words_elsewhere('commands').get(given, near)}"
-    answer = answers.get(words[0])
-    return f"{words[0]!r} is not a command: {answer or 'dino-ds --help lists them.'}{did_you_mean(words[0], COMMANDS)}"
+        return f"{given!r} is not a command: {answers.get(given, near)}"
+    near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
+    return f"{words[0]!r} is not a command: {answers.get(words[0]) or near}"
 
 
 def check_software(command: Command, options: Any) -> None:

@@ -36,7 +36,7 @@ class AdviseOptions:
 
 @command("shard", "dino_ds.commands.shard:run", "cluster")
 class ShardOptions:
-    """images of any source -> tar shards with an index and checksums; continues after an interruption"""
+    """images of any source -> tar shards with checksums; continues after an interruption"""
 
     source: str = option("folder", "as data.source of a recipe")
     root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5")

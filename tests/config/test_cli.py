@@ -333,6 +333,9 @@ def test_what_dino_ds_had_is_answered_by_what_to_type(typed: str, do: str, error
 
 
 def test_wrong_commands(errors: Callable[..., list[str]]):
+    assert errors("find-workers") == [
+        "'find-workers' is not a command: dino-ds bench workers measures loader processes"
+    ]
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
     assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
