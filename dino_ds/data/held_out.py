@@ -52,10 +52,10 @@ class Part:
 def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
     """The images of a recipe to train on, without those held out by eval.val_share. Raises ConfigError, DataError.
 
-    as_listed: as `split_off` has it.
+    as_listed: of a run that an earlier version began: as `split_off` has it, and parts of a mixture may overlap.
     """
     if not share:
-        return training_source(data)
+        return training_source(data, may_overlap=as_listed)
     if data.mixture or data.balance != "none":
         raise ConfigError(
             "eval.val_share is for one source whose images are drawn equally often, not for data."

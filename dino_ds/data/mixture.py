@@ -27,16 +27,20 @@ _LISTED = 1000
 class Mixture(EncodedImages, Joined):
     """The images of all parts, part after part, with classes of the same name as one.
 
-    Raises ConfigError for a place that is named twice or lies nowhere, DataError where one holds no images.
+    Raises ConfigError for a place that is named twice or lies nowhere, DataError where one holds no images; also for
+    places with images in common, unless they `may_overlap`, of which a note tells.
     """
 
-    def __init__(self, parts: Sequence[Part], root: str | None) -> None:
+    def __init__(self, parts: Sequence[Part], root: str | None, may_overlap: bool = False) -> None:
         self.parts = tuple(parts)
         self.sources = [_open(part, root) for part in parts]
         self.ends = list(itertools.accumulate(map(len, self.sources)))
-        self._check_different(root)
+        overlap = self._overlap(root)
+        if overlap and not may_overlap:
+            raise ConfigError(f"data.mixture: {overlap}")
         self.labels, self.classes = self._join_labels()
-        self.notes = [
+        self.notes = [overlap] if overlap else []
+        self.notes += [
             f"{part.place}: {note}"
             for part, source in zip(parts, self.sources, strict=True)
             for note in getattr(source, "notes", ())
@@ -97,24 +101,21 @@ class Mixture(EncodedImages, Joined):
             raise OSError(f"{type(source).__name__} has no {what}")
         return int(ask(place))
 
-    def _check_different(self, root: str | None) -> None:
-        """Raises ConfigError where two parts have images in common: each would have more than its share of them."""
+    def _overlap(self, root: str | None) -> str:
+        """Which two parts have images in common, of which each would have more than its share; "" for none."""
         owners: dict[tuple[bool, str], str] = {}
         for part, source in zip(self.parts, self.sources, strict=True):
             loose = isinstance(source, ListedFiles)
             for place in _real_places(place_of(part, root), source):
                 if (same := owners.setdefault((loose, place), part.place)) != part.place:
-                    raise ConfigError(
-                        f"data.mixture: {same} and {part.place} are the same place, or both have {place}: give it "
-                        "once, with the sum of its shares"
-                    )
+                    both = f"{same} and {part.place} are the same place, or both have {place}"
+                    return f"{both}: give it once, with the sum of its shares"
         for (loose, place), inner in owners.items():
             for folder in map(str, Path(place).parents):
                 if (outer := owners.get((loose, folder), inner)) != inner:
-                    raise ConfigError(
-                        f"data.mixture: images of {inner} lie in {outer} too, and would have the shares of both: give "
-                        "places without images in common"
-                    )
+                    both = f"images of {inner} lie in {outer} too, and would have the shares of both"
+                    return f"{both}: give places without images in common"
+        return ""
 
     def _join_labels(self) -> tuple[Any, list[str] | None]:
         """Labels of all images, -1 for those of a part without labels, and the names of all classes."""

@@ -24,12 +24,14 @@ _METHODS = ("__len__", "load", "name")
 _MOST_IMAGES = 10**9
 
 
-def training_source(data: DataSection) -> Source:
+def training_source(data: DataSection, may_overlap: bool = False) -> Source:
     """The images of a recipe, with `draws` where they are not all drawn equally often; its notes say how.
+
+    may_overlap: as `Mixture` has it.
 
     Raises ConfigError and DataError as `recipe_images` does, and where data.balance does not fit.
     """
-    source = recipe_images(data)
+    source = recipe_images(data, may_overlap)
     draws, notes = draws_of(source, data.balance)
     if draws is not None:
         for name, value in {"draws": draws, "notes": [*getattr(source, "notes", ()), *notes]}.items():
@@ -37,13 +39,13 @@ def training_source(data: DataSection) -> Source:
     return source
 
 
-def recipe_images(data: DataSection) -> Source:
+def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
     """The images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture` do."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root)
+    return Mixture(data.parts, data.root, may_overlap)
 
 
 def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:

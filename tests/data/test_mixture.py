@@ -18,6 +18,7 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
+from dino_ds.data.held_out import training_images
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
@@ -118,6 +119,8 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
         ("tars/a.tar=0.5,tars=0.5", "tars/a.tar", "tars"),
     ):
         assert f"images of {inner} lie in {outer} too" in refused(mixture), mixture
+    begun = training_images(recipe_with(root, "mine/class0=0.5,link=0.5").data, 0.0, as_listed=True)
+    assert "images of mine/class0 lie in link too" in begun.notes[0], "a run of an earlier version goes on"
     assert "have " in refused("tars/*.tar=0.5,tars/a.tar=0.5") and "both" in refused(
         "tars/{a,b}.tar=0.5,tars/b.tar=0.5"
     )
