@@ -9,10 +9,12 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.ports import find_free_port, port_is_free
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.stages import stages_to_train
@@ -59,10 +61,14 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
 
 def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
-    """The command of a start: `command`, or one that resumes, on another port if that was not given."""
-    return (
-        build_command(build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))) if resumes else command
-    )
+    """The command of a start: `command`, or one that resumes, on another port where its own is taken and nobody else
+    must know it."""
+    if not resumes:
+        return command
+    plan = build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))
+    if not plan.hosts and plan.nodes[1] == 1 and not port_is_free(plan.master_port):
+        plan = replace(plan, master_port=find_free_port())
+    return build_command(plan)
 
 
 def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:

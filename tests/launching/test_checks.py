@@ -65,12 +65,15 @@ def test_gpus_and_images_that_a_machine_lacks(answers, says, monkeypatch):
     assert checks._lacking(_answers({"images": 0}), None) == []
 
 
-def test_images_of_every_form_are_counted(tmp_path):
+def test_images_of_every_form_are_counted(tmp_path, monkeypatch):
     image_folder(tmp_path / "images", 7)
     for number in range(3):
         (tmp_path / f"train-{number:03d}.tar").touch()
     roots = {"images": 7, "train-{000..002}.tar": 3, "train-*.tar": 3, "train-{000..005}.tar": 0, "none": 0}
     assert {root: checks._count_images(str(tmp_path / root)) for root in roots} == roots
+    monkeypatch.setattr(checks, "_MOST_ENTRIES", 5)
+    monkeypatch.delattr(os, "listdir")  # which would read millions of entries first
+    assert checks._count_images(str(tmp_path / "images")) == 5
 
 
 def test_why_a_machine_is_silent():

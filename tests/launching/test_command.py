@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import socket
 import subprocess
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
-from dino_ds.launching.launch import run
+from dino_ds.launching.launch import _start, run
 from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_forwarded, quote_for_pdsh
 from dino_ds.options.machine import LaunchOptions
 from dino_ds.run.train_options import TrainOptions
@@ -46,6 +47,18 @@ def test_one_machine(monkeypatch):
     assert 1024 < args.master_port < 65536
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     assert _deepspeed(_plan(ranks=2)).include == "localhost:2,3"
+
+
+def test_a_run_that_is_started_again_leaves_a_port_that_is_taken():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        options = LaunchOptions(ranks=1, master_port=taken)
+        again = _start(["first"], options, ("--resume", "1000", "--seed", "1"), True)
+    assert _start(["first"], options, (), False) == ["first"]
+    assert f"--master_port={taken}" not in again and again[-4:] == ["--seed", "1", "--resume", "auto"]
+    assert f"--master_port={taken}" in _start([], options, (), True)  # free now
 
 
 def test_machines_of_a_hostfile(hostfile):
