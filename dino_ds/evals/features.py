@@ -53,10 +53,11 @@ class ImageMemory:
         kept, taken = list[Any](), 0
         with closing(read()) as batches:
             for batch in batches:
-                copy, size = copied(batch)
-                taken += size
-                kept.append(copy)
-                if taken > self._room:
+                if taken <= self._room:
+                    copy, size = copied(batch)
+                    taken += size
+                    kept.append(copy)
+                else:
                     kept.clear()
                 yield batch
         if taken <= self._room:

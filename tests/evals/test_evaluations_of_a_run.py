@@ -190,6 +190,14 @@ def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypa
     assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
+def test_images_beyond_the_memory_are_not_copied():
+    memory, copies = ImageMemory(25), list[int]()
+    for _ in range(2):
+        batches = memory.batches("k", lambda: (n for n in range(9)), lambda n: (copies.append(n), 10))
+        assert list(batches) == [*range(9)]
+    assert copies == [0, 1, 2] * 2
+
+
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     """With what to try; none where nothing was evaluated."""
     knn = Knn()
