@@ -90,7 +90,7 @@ class ListFile(ListedFiles):
                 "after a tab"
             )
 
-    def place(self, index: int) -> str:
+    def listed_place(self, index: int) -> str:
         return canonical_place(self._path(index), self._folder)
 
 

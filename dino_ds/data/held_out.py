@@ -15,7 +15,7 @@ from dino_ds.data.image_set import name_of
 from dino_ds.data.sources import build_source, training_source
 from dino_ds.errors import ConfigError, DataError
 
-_FORWARDED = ("read", "member", "place", "file_bytes", "file_time")
+_FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
 """Methods of one image's index, of which a source may lack some."""
 
 

@@ -51,7 +51,7 @@ class ImageSet:
     def of(source: Source, root: str | None) -> ImageSet:
         """The description of a source; names count as they are below `root`, which may move."""
         order, lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
-        is_list = hasattr(source, "place")
+        is_list = hasattr(source, "listed_place")
 
         def hashes() -> Iterator[tuple[int, int]]:
             for index in range(len(source)):
@@ -203,7 +203,7 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
 def name_of(source: Source, index: int, root: str | None, as_listed: bool = False) -> bytes:
     """The name that identifies an image of a source, as it is below `root`; of a list that of its place, or the line
     `as_listed`."""
-    if not as_listed and (place := getattr(source, "place", None)):
+    if not as_listed and (place := getattr(source, "listed_place", None)):
         name: str = place(index)
     elif member := getattr(source, "member", None):
         name = member(index)
