@@ -81,7 +81,7 @@ class ListFile(ListedFiles):
             raise DataError(f"{printable(str(listed))} cannot be read: {error.strerror or error}") from None
         self.notes: list[str] = self._listing.about.get("notes", [])
         if not len(self):
-            raise DataError(f"{printable(str(listed))} lists no images: it must have one path a line")
+            raise DataError(f"{printable(str(listed))} lists no images: {(*self.notes, 'it has no path in a line')[0]}")
         some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
         if not any(os.path.lexists(path) for path in some):
             raise DataError(

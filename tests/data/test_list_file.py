@@ -75,6 +75,10 @@ def test_lists_of_nothing_are_an_error(root, tmp_path):
         DataError, match=r"none of 2 lines .* is a file, such as .*/elsewhere/a\.png; a line is a path, abs"
     ):
         read(root / "list.txt", "elsewhere/a.png\nelsewhere/b.png\n")
+    with pytest.raises(
+        DataError, match=r"lists no images: 1 lines are left out, such as \.cache/a\.png: its name, or a"
+    ):
+        read(root / "list.txt", ".cache/a.png\n")
 
 
 def test_a_line_without_an_end_is_cut(tmp_path):
