@@ -10,11 +10,11 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 50_000,
-    "package files": 380,
-    "test lines": 43_000,
-    "recipe keys": 160,
-    "words of pages": 27_000,
+    "package lines": 46_400,
+    "package files": 319,
+    "test lines": 42_300,
+    "recipe keys": 144,
+    "words of pages": 26_100,
 }
 
 

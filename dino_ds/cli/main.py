@@ -6,6 +6,7 @@ Help and checks import neither torch nor deepspeed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import importlib
 import os
@@ -35,6 +36,7 @@ from dino_ds.errors import (
     UserError,
     is_out_of_memory,
     lines_for_people,
+    one_line,
 )
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
@@ -94,6 +96,10 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
     if isinstance(error, PermissionError) and error.filename:
         place = os.fsdecode(error.filename)
         _say_error(f"{place}: permission denied; name another place, or have it opened to you", True, debug=debug)
+        return ConfigError.exit_code
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
+        place = one_line(os.fsdecode(error.filename), 60)
+        _say_error(f"{place} is too long for a name of a file: name a place that there is", debug=debug)
         return ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1

@@ -7,6 +7,7 @@ places than plain operators round them, a few units of 2^-8 or 2^-11.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from dino_ds.method.gram import gram_loss
 from dino_ds.models import attention, batch_norm, blocks, network, residual, rope
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept
+from dino_ds.models.fused import Fused
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.models.specs.backbones import ViTSpec
@@ -36,6 +38,13 @@ GROUPS, HEADS = ((2, 5), (1, 4)), 2
 """Two sequences of a CLS token and four patches, and one that has its patches alone: 14 tokens of width 8."""
 ROWS = torch.tensor([0, 2, 5])
 TABLES = tuple(torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+
+@pytest.fixture(autouse=True)
+def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU fuses is traced as there; a CPU's operators compute what Inductor's kernels would."""
+    traced = functools.cache(lambda fused: torch.compile(fused.function, backend="aot_eager"))
+    monkeypatch.setattr(Fused, "_compiled", property(traced))
 
 
 def _tokens(*shape: int, seed: int = 0) -> Tensor:
