@@ -36,7 +36,7 @@ def chart_svg(chart: Chart) -> str:
     width, height = (340, 190) if chart.small else (520, 270)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "path.simplify": True}):
         figure = Figure(figsize=(width / 72, height / 72), frameon=False)
-        axes = figure.add_axes((52 / width, 22 / height, (width - 62) / width, (height - 42) / height))
+        axes = figure.add_axes((52 / width, 22 / height, (width - 70) / width, (height - 42) / height))
         axes.patch.set_visible(False)
         axes.set_title("", y=1.0)  # else each drawing looks four times for a place above the ticks
         _plot(axes, chart)
