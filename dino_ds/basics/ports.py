@@ -13,7 +13,7 @@ from multiprocessing import util
 from dino_ds.errors import ConfigError
 
 _LONGEST_TMPDIR = 60
-"""Of the 107 bytes of a socket's path."""
+"""Longest folder, in bytes, that leaves room for a socket's name: the whole path may have 107."""
 _random = random.SystemRandom()  # a seed must not make two jobs of a machine choose alike
 
 

@@ -28,7 +28,7 @@ from dino_ds.options.data import ShardOptions
 
 _CHECKSUMS, _BAD = "checksums.sha256", "unreadable.txt"
 _PLAN, _FINISHED = "shards.json", "shards.jsonl"
-"""What the shards are made from, and a line for each finished one: the same command continues by them."""
+"""Files by which the same command continues: the images and options, and a line for each finished shard."""
 _BEGUN_WITH = "begun_with"
 """The plan's key for `facts_of_images`."""
 _UNITS = {"": 1, "images": 1, "mib": 2**20, "gib": 2**30, "mb": 10**6, "gb": 10**9}

@@ -259,7 +259,7 @@ Side = Annotated[int, Field(ge=1, le=16384)]
 Width = Annotated[int, Field(ge=1, le=131072)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
 PATH = AfterValidator(_usable)
-"""What makes a text a path or a name of something: keys of this type are found again from any working folder."""
+"""Type of keys whose text is a path or a name: relative paths stay those of the folder in which the run began."""
 PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
 Temperature = Annotated[float, Field(gt=0, le=100)]

@@ -1,4 +1,4 @@
-"""What a rehearsal depends on beside the recipe: settings of the ds config, and a frozen teacher's architecture."""
+"""Inputs of a rehearsal beside the recipe: settings of the ds config, and a frozen teacher's architecture."""
 
 from __future__ import annotations
 

@@ -25,14 +25,14 @@ class UnreadableImage(Exception):
 
 
 def find_placeholder(path: str) -> str | None:
-    """What stands in the place of a file; None for anything else."""
+    """Name the placeholder at `path`, such as a Git LFS pointer or a web page; None for any other file."""
     with suppress(OSError), open(path, "rb") as file:
         return what_else_it_is(file.read(_HEAD))
     return None
 
 
 def what_else_it_is(head: bytes) -> str | None:
-    """What stands in the place of a file, by its first bytes; None for anything else."""
+    """Name the placeholder, such as a Git LFS pointer, that begins with `head`; None for any other file."""
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS in place of the file: git lfs pull fetches it"
     if re.match(rb"\s*(<\?xml[^>]*>\s*)?<(!doctype\s+html|html)", head[:_HEAD], re.IGNORECASE):

@@ -81,7 +81,7 @@ def _open(data: bytes, wanted: int | None) -> Raster:
 
 
 def _transforms(found: Any) -> list[Any]:
-    """Where the numbers of the rescaling may stand: of the frame, of all frames, of the file."""
+    """Data sets that may hold the numbers of the rescaling: those of the frame, of all frames, and the file itself."""
     groups = (found.get(name) or () for name in ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"))
     items = (item.get("PixelValueTransformationSequence") or () for group in groups for item in group[:1])
     return [*(one for some in items for one in some[:1]), found]

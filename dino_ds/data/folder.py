@@ -34,7 +34,7 @@ from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _VERSION = 2
-"""Of what is listed: lists in the cache with another number are made anew."""
+"""Version of lists in the cache: those with another number are made anew."""
 _LOOKED_AT = 20
 """Number of lines of a list that are looked at."""
 _THREADS = 16

@@ -25,7 +25,7 @@ from dino_ds.errors import DataError
 CLASSES = "classes.txt"
 """Beside the shards: the name of class n is line n."""
 _VERSION = 2
-"""Of what is listed: lists in the cache with another number are made anew."""
+"""Version of lists in the cache: those with another number are made anew."""
 _OPEN_SHARDS = 128
 """Files a process keeps open at most."""
 _THREADS = 16

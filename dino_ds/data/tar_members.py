@@ -178,7 +178,7 @@ class Members:
         return sum(stem in stems for stem in self._texts)
 
     def kinds(self) -> Counter[bytes]:
-        """What follows the key of an image, where a key has several images, and how often."""
+        """Count the endings, such as "input.png", that images have behind their key, where a key has several images."""
         keys = Counter(map(_key, self.images))
         return Counter(_ending(name) for name in self.images if keys[_key(name)] > 1)
 
@@ -199,7 +199,7 @@ def _key(name: bytes) -> bytes:
 
 
 def _ending(name: bytes) -> bytes:
-    """What follows the key and a dot."""
+    """The part of a member's name behind its key and a dot."""
     return name.rpartition(b"/")[2].partition(b".")[2]
 
 

@@ -20,7 +20,7 @@ from dino_ds.errors import ConfigError
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """mallopt's numbers for them."""
 _COMPILE_PROCESSES = 4
-"""Of Inductor for each rank; by itself it keeps up to 32, and a step has some 15 small kernels."""
+"""Inductor's compile processes for each rank; by itself it keeps up to 32, and a step has some 15 small kernels."""
 _LARGEST_THRESHOLD = 32 * 2**20
 """Bytes of an allocation up to which glibc looks for room in what was freed; it takes no larger number."""
 

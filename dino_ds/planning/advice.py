@@ -27,7 +27,6 @@ from dino_ds.planning.rules import (
     tiny_patch,
 )
 
-RULE = "rule of thumb"
 _NETWORKS = {"small_vits16": "ViT-S/16", "vits16": "ViT-S/16", "vitb16": "ViT-B/16", "dinov2_vitl16_short": "ViT-L/16"}
 _LIGHTLY_LENGTHS = "LightlyTrain: 200-2000 below 100,000 images, 100-500 to 1 million, 5-100 above 10 million"
 _KNN_OF_BATCHES = "DINO's k-NN at 128, 256, 512, 1024: 57.9, 59.1, 59.6, 59.9 % (arXiv 2104.14294, table 9)"

@@ -9,7 +9,7 @@ import pytest
 from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
-from dino_ds.planning.advice import RULE, advise
+from dino_ds.planning.advice import advise
 from dino_ds.planning.rules import (
     Data,
     Gpus,
@@ -27,7 +27,7 @@ from dino_ds.planning.rules import (
 from dino_ds.run.from_recipe import check_lengths
 
 COUNTS = [100, 101, 300, 1000, 2999, 10_000, 49_999, 50_000, 99_999, 100_000, 999_999, 10**6, 1_280_000, 10**7, 10**9]
-SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", RULE, "released weights")
+SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", "rule of thumb", "released weights")
 CARDS = [Gpus(), Gpus(1, 23.6), Gpus(3, 7.6), Gpus(8, 79.1), Gpus(64, 79.1)]
 
 
