@@ -28,22 +28,23 @@ TESTS ?=
 test-fast: setup
 	$(VENV)/bin/python -m pytest -q -m fast $(TESTS)
 
-# Every property, tables by a sample of their cells; test-all: with every cell. Two at a time: what starts ranks, and what
-# does not, whose output comes at the end. That one then runs what compares rounded arithmetic once more, without AVX:
-# other sums than this CPU's own. One thread each: idle ones that wait for work would take the other's core.
+# Every property, tables by a sample of their cells; test-all: with every cell. Two processes, one thread each, as idle
+# ones that wait for work would take the other's core. The first runs what starts ranks, then files of the second, whose
+# output comes at the end; that one begins with what compares rounded arithmetic, without AVX: other sums than this CPU's.
 MARKS = not soak$(if $(filter test-all,$@), , and not full)
 NO_AVX := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 test test-all: setup
-	@$(MAKE) --no-print-directory -k -j2 MARKS="$(MARKS)" test-ranks test-alone
+	@taken=$$(mktemp -d); export DINO_DS_TESTS_TAKEN=$$taken; \
+	$(MAKE) --no-print-directory -k -j2 MARKS="$(MARKS)" test-ranks test-alone; failed=$$?; rm -r $$taken; exit $$failed
 
 PYTEST := env -u MAKEFLAGS -u MFLAGS OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 test-ranks:
-	@$(PYTEST) -m "$(MARKS) and ranks"
+	@$(PYTEST) -m "$(MARKS)$(if $(DINO_DS_TESTS_TAKEN),, and ranks)"
 
 test-alone:
 	@log=$$(mktemp); failed=; \
-	$(PYTEST) -m "$(MARKS) and not ranks" > $$log 2>&1 || failed="tests"; \
-	$(NO_AVX) $(PYTEST) -m "numerical and not gpu and $(MARKS)" >> $$log 2>&1 || failed="$$failed tests-without-AVX"; \
+	$(NO_AVX) DINO_DS_TESTS_TAKEN= $(PYTEST) -m "numerical and not gpu and $(MARKS)" > $$log 2>&1 || failed="tests-without-AVX"; \
+	$(PYTEST) -m "$(MARKS) and not ranks" >> $$log 2>&1 || failed="$$failed tests"; \
 	cat $$log; rm $$log; [ -z "$$failed" ] || { echo "failed, see above: $$failed" >&2; exit 1; }
 
 # Two real ranks and every kind of fault; malformed and hostile files.

@@ -1,9 +1,11 @@
-"""Marks that follow from what a test does; fast tests run first; only tests marked `gpu` see a GPU."""
+"""Marks that follow from what a test does; two processes share the tests; only tests marked `gpu` see a GPU."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,6 +23,8 @@ STARTS_RANKS = {
     ("tests.launching.cluster", "dino_ds"),
 }
 NOT_FAST = ("ranks", "slow", "faults", "full", "soak", "gpu")
+TAKEN = os.environ.get("DINO_DS_TESTS_TAKEN", "")
+"""A folder that the two processes of `make test` share: a file in it for each file of tests that one has taken."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,12 +79,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return f"mark.{mark}" not in collection_path.read_text() or None
 
 
-def pytest_collection_finish() -> None:
-    """Freeze the objects of imports and collection: each full garbage collection over them would take half a second."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # else bindings of C++ report all that is left at exit as leaked
 
@@ -96,12 +94,51 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and pytest -m gpu"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze the objects of imports and collection: each full garbage collection over them would take half a second."""
+    gc.collect()
+    gc.freeze()
+    if TAKEN:
+        session.items[:] = _ranks_first(session.items)
+
+
+def _ranks_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """With tests that start ranks: these, then the files of all others from the last to the first."""
+    ranks, others = ([item for item in items if _has_ranks(item) == has] for has in (True, False))
+    files = [list(tests) for _, tests in itertools.groupby(others, lambda item: item.path)]
+    return [*ranks, *itertools.chain(*(reversed(files) if ranks else files))]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leave out the tests of a file that the other process of `make test` has taken, but for those with ranks."""
+    return None if not TAKEN or _has_ranks(item) or _take(item.path) else True
+
+
+@functools.cache
+def _take(path: Path) -> bool:
+    try:
+        (Path(TAKEN) / str(path).replace(os.sep, "_")).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _has_ranks(item: pytest.Item) -> bool:
+    return item.get_closest_marker("ranks") is not None
+
+
 def starts_ranks(item: pytest.Item) -> bool:
     """Whether the code of a test, its fixtures and their helpers below tests/ mentions what starts ranks."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     fixtures = [fixture.func for name in item._fixtureinfo.name2fixturedefs.values() for fixture in name]
-    todo: list[Any] = [item.function, *fixtures, *parameters]
-    seen: set[int] = set()
+    code = [value for value in (*fixtures, *parameters) if isinstance(value, FunctionType | type)]
+    return _mentions_ranks(item.cls, item.function, *code)
+
+
+@functools.cache
+def _mentions_ranks(cls: type | None, *code: Any) -> bool:
+    todo, seen = list(code), set[int]()
     while todo:
         value = inspect.unwrap(todo.pop())
         if id(value) in seen or not isinstance(value, FunctionType | type) or not _is_ours(value):
@@ -109,7 +146,7 @@ def starts_ranks(item: pytest.Item) -> bool:
         seen.add(id(value))
         if (value.__module__, value.__qualname__) in STARTS_RANKS:
             return True
-        todo += vars(value).values() if isinstance(value, type) else _mentioned(value, item.cls)
+        todo += vars(value).values() if isinstance(value, type) else _mentioned(value, cls)
     return False
 
 
