@@ -206,11 +206,12 @@ class Recipe(Section):
         ]
 
     def _optimizer_problems(self) -> list[str]:
-        defaults = OptimizerSection()
+        defaults, adam = OptimizerSection(), dict.fromkeys(("beta1", "beta2", "eps"), "of adamw and muon")
         unused = {
-            "adamw": {"momentum": "of sgd and lars", "trust": "of lars"},
-            "sgd": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw") | {"trust": "of lars"},
-            "lars": dict.fromkeys(("beta1", "beta2", "eps"), "of adamw"),
+            "adamw": {"momentum": "of muon, sgd and lars", "trust": "of lars", "scale": "of muon"},
+            "muon": {"trust": "of lars"},
+            "sgd": adam | {"trust": "of lars", "scale": "of muon"},
+            "lars": adam | {"scale": "of muon"},
         }
         return [
             f"optimizer.{name} {getattr(self.optimizer, name):g} is {owners} and has no effect with optimizer.kind "

@@ -229,7 +229,9 @@ class ObjectiveSection(Section):
 
 
 class OptimizerSection(Section):
-    kind: Literal["adamw", "sgd", "lars"] = option("adamw", "sgd and lars (with momentum) are for ResNets")
+    kind: Literal["adamw", "muon", "sgd", "lars"] = option(
+        "adamw", "muon: orthogonalized momentum for weight matrices, AdamW for the rest; sgd and lars are for ResNets"
+    )
     lr: Positive = option(0.0005, "peak learning rate for as many images as lr_scaling says")
     lr_scaling: Literal["linear", "sqrt"] = option(
         "linear", "with data.global_batch: linear from 256 (DINO), or its root from 1024 (DINOv2)"
@@ -248,8 +250,9 @@ class OptimizerSection(Section):
     beta1: BelowOne = option(0.9, "AdamW's decay of the mean")
     beta2: BelowOne = option(0.999, "AdamW's decay of the mean square")
     eps: Annotated[float, Field(gt=0, le=1)] = option(1e-8, "AdamW's epsilon")
-    momentum: BelowOne = option(0.9, "of sgd and lars")
+    momentum: BelowOne = option(0.9, "of muon, sgd and lars")
     trust: Annotated[float, Field(gt=0, le=1)] = option(0.001, "of lars: a layer's step / its weights, at lr 1")
+    scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "of muon: length of its steps / AdamW's")
 
 
 SNAPSHOT = "snapshot"

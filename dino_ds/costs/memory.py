@@ -6,7 +6,7 @@ on top. The engine's part is arithmetic. Tested against the tensors that a DeepS
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dino_ds.config.crops import EMA
@@ -18,7 +18,7 @@ from dino_ds.method.specs.of_recipe import teachers_of
 
 GIB = 2**30
 _FP32 = 4
-MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4}
+MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
 """Bytes that each kind of optimizer keeps of a weight."""
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
@@ -78,7 +78,7 @@ def estimate_memory(
             alive = _alive(name, max(size - beyond, 0.0), costs, min(costs.window, window))
             moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | alive))
     peak = max(moments, key=lambda moment: moment.gib)
-    common = state_bytes(sizes, config, world_size, on_gpu, recipe.optimizer.kind, facts.frozen)
+    common = state_bytes(sizes, config, world_size, on_gpu, facts.frozen, moment_bytes(facts.groups))
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
     common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
     common |= teacher_bytes(costs.teachers, teachers_of(recipe), config, world_size) | {
@@ -136,13 +136,14 @@ def state_bytes(
     config: DsConfig,
     world_size: int,
     on_gpu: bool,
-    optimizer: str = "adamw",
     frozen: Collection[str] = (),
+    moments: int | None = None,
 ) -> dict[str, int]:
     """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
 
-    frozen: names of the weights that are never trained. ZeRO 1 and 2 keep a copy of FP32 weights as masters too; stage
-    0 trains FP32 weights in place. Frozen FP32 weights that are whole are the teacher's own.
+    frozen: names of the weights that are never trained. moments: bytes of all moments, AdamW's if not given. ZeRO 1 and
+    2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights that are
+    whole are the teacher's own.
     """
     total = sum(sizes.values())
     trained = total - sum(sizes[name] for name in frozen)
@@ -155,15 +156,21 @@ def state_bytes(
     masters = 4 * trained if config.stage else 0
     zero = config.raw["zero_optimization"]
     on_host = on_gpu and offloads_optimizer(zero)
+    moments = MOMENT_BYTES["adamw"] * trained if moments is None else moments
     params_on_host = on_gpu and offloads_weights(zero)
     # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
         "second copy of the student": element_bytes(config) * total // node if node > 1 else 0,
-        "masters and moments": 0 if on_host else (masters + MOMENT_BYTES[optimizer] * trained) // shards,
+        "masters and moments": 0 if on_host else (masters + moments) // shards,
         "teacher": _FP32 * total,
     }
+
+
+def moment_bytes(groups: Iterable[tuple[str, int]]) -> int:
+    """Bytes of the moments of parameter groups, given as (kind of optimizer, elements)."""
+    return sum(MOMENT_BYTES[kind] * elements for kind, elements in groups)
 
 
 def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
@@ -201,12 +208,16 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
     return element_bytes(config) * min(sharded, live)
 
 
-def _optimizer_scratch(groups: Sequence[int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
-    """DeepSpeed's flat copy of the gradients of the largest parameter group, and its FP32 form."""
+def _optimizer_scratch(groups: Sequence[tuple[str, int]], config: DsConfig, world_size: int, on_gpu: bool) -> int:
+    """DeepSpeed's flat copy of the gradients of the largest group, and its FP32 form; or what Muon holds."""
+    orthogonalized = max((elements for kind, elements in groups if kind == "muon"), default=0)
+    # The updates, four matrices of each in a batch, and what ranks exchange.
+    of_muon = 5 * orthogonalized if config.stage == 0 else (5 + 2 * (world_size > 1)) * orthogonalized // world_size
     if config.stage == 0 or (on_gpu and offloads_optimizer(config.raw["zero_optimization"])):
-        return 0
+        return _FP32 * of_muon
     element = _gradient_element(config)
-    return max(groups) * (element + (_FP32 if element < _FP32 else 0)) // world_size
+    flat = max(elements for _, elements in groups) * (element + (_FP32 if element < _FP32 else 0)) // world_size
+    return max(flat, _FP32 * (orthogonalized // world_size + of_muon))
 
 
 def _gradient_element(config: DsConfig) -> int:

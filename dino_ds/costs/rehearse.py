@@ -55,7 +55,7 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
         "sizes": sizes,
         "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
         "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
-        "groups": [sum(p.numel() for p in group["params"]) for group in groups],
+        "groups": [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups],
         "statistics": [one.value.numel() for one in objective.statistics.values()],
         "whole_step": objective.whole_step,
     }

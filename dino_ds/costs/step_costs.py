@@ -87,7 +87,7 @@ class StudentFacts:
     sizes: elements by name.
     frozen: names of those that are never trained.
     cast: names of those of which a low-precision teacher keeps a copy.
-    groups: elements of each of the optimizer's parameter groups.
+    groups: (kind of optimizer, elements) of each parameter group.
     statistics: elements of each running mean of the objective.
     whole_step: whether targets depend on all micro-batches.
     """
@@ -95,7 +95,7 @@ class StudentFacts:
     sizes: Mapping[str, int]
     frozen: frozenset[str]
     cast: frozenset[str]
-    groups: tuple[int, ...]
+    groups: tuple[tuple[str, int], ...]
     statistics: tuple[int, ...]
     whole_step: bool
 
@@ -119,7 +119,7 @@ def student_facts(recipe: Recipe) -> StudentFacts:
         MappingProxyType(facts["sizes"]),
         frozenset(facts["frozen"]),
         frozenset(facts["cast"]),
-        tuple(facts["groups"]),
+        tuple((kind, elements) for kind, elements in facts["groups"]),
         tuple(facts["statistics"]),
         facts["whole_step"],
     )

@@ -22,10 +22,11 @@ from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_o
 from dino_ds.engine.deepspeed_engine import initialize
 from dino_ds.engine.lars import Lars, check_lars
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
+from dino_ds.engine.muon import Muon, check_muon, matrices_of
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
-from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, partitions_of
+from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, lay_out_matrices, partitions_of
 from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
@@ -72,6 +73,8 @@ class Engine:
 
         if isinstance(optimizer, Lars) and config.stage:
             lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
+        if isinstance(optimizer, Muon) and config.stage:
+            lay_out_matrices(optimizer, self._optimizer, matrices_of(network), self._name_of, self._shapes)
         norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = unsynced_statistics(network)
         self._stage0_parts = parts_of(self._optimizer, network) if config.stage == 0 else []
@@ -206,8 +209,7 @@ class Engine:
     def state(self) -> EngineState:
         """This rank's part of the training state, by reference: copy it before the next step. Between windows only."""
         assert self._engine.micro_steps % self.config.accumulation == 0, "a window of micro-batches is open"
-        common = {"optimizer": self._kind, **self._dynamic_state()}
-        return export_state(self._flats(), self._shapes, self.config.stage > 0, common)
+        return export_state(self._flats(), self._shapes, self.config.stage > 0, self._kind, self._dynamic_state())
 
     def load_state(self, saved: SavedState) -> None:
         """Put back what the `state` of all ranks gave, in place, whatever stage, ranks, precision and offload saved it.
@@ -246,6 +248,8 @@ def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
         check_clip_by_part(config)
     if options.kind == "lars":
         check_lars(config)
+    if options.kind == "muon":
+        check_muon(config)
 
 
 class _Buffers:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dino_ds.engine.lars import Lars
+from dino_ds.engine.muon import Muon, matrices_of
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
 from dino_ds.models.network import Network
@@ -32,7 +33,8 @@ PATCH_EMBED = "patch_embed"
 class OptimizerOptions:
     """Options of the recipe's section `optimizer`. By default a network has one learning rate and one norm (DINO).
 
-    kind: adamw, with `betas` and `eps`; sgd, with `momentum`; or lars, with `momentum` and `trust`.
+    kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
+    `momentum` and `scale` for weight matrices, and AdamW's for the rest.
     """
 
     layer_decay: float = 1.0
@@ -43,38 +45,55 @@ class OptimizerOptions:
     eps: float = 1e-8
     momentum: float = 0.9
     trust: float = 0.001
+    scale: float = 1.0
 
 
 ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of what `network` trains, at learning rate 0; `fused`: AdamW and SGD in one kernel."""
+    """The optimizer of what `network` trains, at learning rate 0; `fused`: AdamW and SGD in one kernel.
+
+    Raises ConfigError where Muon has no matrix to orthogonalize.
+    """
     groups = parameter_groups(network, options)
     if options.kind == "lars":
         return Lars(groups, options.momentum, options.trust)
     if options.kind == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=options.momentum, fused=fused, foreach=False)
-    return torch.optim.AdamW(groups, lr=0.0, betas=options.betas, eps=options.eps, fused=fused, foreach=False)
+    adamw: dict[str, Any] = {"betas": options.betas, "eps": options.eps, "fused": fused, "foreach": False}
+    if options.kind == "muon":
+        named = dict(network.named_parameters())
+        blocks = {named[name]: count for name, count in matrices_of(network).items()}
+        return Muon(groups, blocks, options.momentum, options.scale, **adamw)
+    return torch.optim.AdamW(groups, lr=0.0, **adamw)
 
 
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
     """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them, and frozen weights.
 
-    Each has a "name", the key of its lr and weight decay in `group_settings`; an "lr_multiplier" of that lr; and the
-    "part" of the network that its gradient is clipped with. Groups of one name differ in the other two. Raises
-    ConfigError for a learning rate of a patch embedding that is not there.
+    Each has a "name", the key of its lr and weight decay in `group_settings`; an "lr_multiplier" of that lr; the "part"
+    of the network that its gradient is clipped with; and the "kind" of optimizer that moves it. Groups of one name
+    differ in the others. Raises ConfigError for a learning rate of a patch embedding that is not there, and where Muon
+    has no matrix to orthogonalize.
     """
-    groups: dict[tuple[str, str, float], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
+    matrices = matrices_of(network) if options.kind == "muon" else {}
     multipliers = _backbone_multipliers(network, options)
     for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
         own = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
-        key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0)
+        kind = "adamw" if options.kind == "muon" and name not in matrices else options.kind
+        key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
         groups.setdefault(key, []).append(parameter)
-    parts = list(dict.fromkeys(part for part, _, _ in groups))
-    order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), key[2]))
-    return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2]} for k in order]
+    if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
+        raise ConfigError(
+            "optimizer.kind muon orthogonalizes matrices of linear layers and convolutions, and this network trains "
+            "none: set optimizer.kind adamw"
+        )
+    parts = list(dict.fromkeys(part for part, *_ in groups))
+    order = sorted(groups, key=lambda key: (parts.index(key[0]), NAMES.index(key[1]), *key[2:]))
+    return [{"params": groups[k], "name": k[1], "part": k[0], "lr_multiplier": k[2], "kind": k[3]} for k in order]
 
 
 def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[str, float]:

@@ -3,7 +3,8 @@
 A layout is plain JSON. Each rank has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
 offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its
 moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0 also has the values that all share: the
-"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (adamw if absent, once the only one).
+"shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (adamw if absent, once the only one);
+a flat that another kind moves, as AdamW does what Muon leaves to it, has a "kind" of its own.
 Nothing depends on how many ranks saved or how they shared the work: whoever loads takes the elements it needs from
 wherever they lie.
 """
@@ -20,8 +21,9 @@ from torch import Tensor
 from dino_ds.errors import CheckpointError
 
 MASTER, STEP = "master", "step"
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lars": ("momentum_buffer",)}
-"""Names of the moments that each kind of optimizer keeps of every weight."""
+_ADAM, _ONE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+MOMENTS = {"adamw": _ADAM, "sgd": _ONE, "lars": _ONE, "muon": _ONE}
+"""Names of the moments that each kind of optimizer keeps of a weight."""
 # Elements read at a time: bounds the extra memory of loading to 64 MiB.
 _READ_ELEMENTS = 16 * 2**20
 
@@ -65,10 +67,16 @@ class _Place(NamedTuple):
     offset: int
 
 
-def layout_of(flats: Iterable[tuple[str, int, Iterable[Piece]]], shared: dict[str, Any] | None) -> dict[str, Any]:
-    """The layout of one rank, from (name, step, pieces) of its flat tensors; rank 0 gives what is `shared` by all."""
-    listed = [{"name": name, "step": step, "pieces": [list(p) for p in pieces]} for name, step, pieces in flats]
-    return {"flats": listed, **(shared or {})}
+def layout_of(
+    flats: Iterable[tuple[str, int, str, Iterable[Piece]]], optimizer: str, shared: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The layout of one rank, from (name, step, kind, pieces) of its flat tensors; rank 0 gives what is `shared` by
+    all, the kind of `optimizer` among it."""
+    listed = []
+    for name, step, kind, pieces in flats:
+        own = {} if kind == optimizer else {"kind": kind}
+        listed.append({"name": name, "step": step, **own, "pieces": [list(p) for p in pieces]})
+    return {"flats": listed, **({"optimizer": optimizer} | shared if shared else {})}
 
 
 class SavedParameters:
@@ -78,16 +86,19 @@ class SavedParameters:
         self._read = saved.read
         self._places: dict[str, list[_Place]] = {}
         self._steps: dict[str, int] = {}
+        self.kinds: dict[str, str] = {}
         try:
             shared = self.shared = {key: value for key, value in saved.layouts[0].items() if key != "flats"}
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in shared["shapes"].items()}
             self.counters: dict[str, int] = {name: int(count) for name, count in shared["counters"].items()}
             self.optimizer: str = shared.get("optimizer", "adamw")
-            self.moments = MOMENTS[self.optimizer]
             self.loss_scaler: dict[str, float] = dict(shared["loss_scaler"] or {})
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:
+                    kind = flat.get("kind", self.optimizer)
+                    MOMENTS[kind]  # a kind that is known
                     for name, start, stop, offset in flat["pieces"]:
+                        self.kinds[name] = kind
                         place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
                         self._places.setdefault(name, []).append(place)
                         if self._steps.setdefault(name, int(flat["step"])) != flat["step"]:

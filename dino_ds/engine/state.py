@@ -7,7 +7,7 @@ Here every engine is a list of flat FP32 tensors with the names of what lies in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from dino_ds.engine.masters import (
     shard_groups,
     sharded_masters_of,
 )
+from dino_ds.engine.muon import Matrix, Muon, Slice
 from dino_ds.engine.saved_state import (
     MASTER,
     MOMENTS,
@@ -45,11 +46,13 @@ from dino_ds.errors import CheckpointError
 class Flat:
     """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
 
-    group: the name of its parameter group; pieces: the elements in it, in order; places between them are padding.
+    group: the name of its parameter group; kind: of the optimizer that moves it; pieces: the elements in it, in order;
+    places between them are padding.
     """
 
     name: str
     group: str
+    kind: str
     master: Tensor
     state: dict[str, Any]
     pieces: list[Piece]
@@ -64,23 +67,27 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
     """The tensors of `optimizer`, which deepspeed.initialize gave for `network`: one a parameter at stage 0, else one a
     shard. shapes: of the whole parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        group_of = {id(p): group["name"] for group in optimizer.param_groups for p in group["params"]}
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        trained = [(name, p, group_of[id(p)]) for name, p in network.named_parameters() if p.requires_grad]
         return [
-            Flat(name, group_of[id(p)], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
-            for name, p in network.named_parameters()
-            if p.requires_grad
+            Flat(name, group["name"], group["kind"], p, optimizer.state[p], [Piece(name, 0, p.numel(), 0)])
+            for name, p, group in trained
         ]
     masters = sharded_masters_of(optimizer, names)
     state = optimizer.optimizer.state
     return [
-        Flat(f"{group['name']}.{i}", group["name"], shard, state[shard], list(_pieces(masters[i], shapes)))
+        Flat(f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], _pieces(masters[i], shapes))
         for i, (group, shard) in enumerate(zip(shard_groups(optimizer), master_shards(optimizer), strict=True))
     ]
 
 
-def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes) -> Iterator[Piece]:
-    """The pieces of parameters in this rank's shard."""
-    rank = dist.get_rank(masters.process_group)
+def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int | None = None) -> list[Piece]:
+    """The pieces of parameters in the shard of this rank, or of another."""
+    rank = dist.get_rank(masters.process_group) if rank is None else rank
+    return list(_cut_for(masters, shapes, rank))
+
+
+def _cut_for(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int) -> Iterator[Piece]:
     if isinstance(masters, PartitionedMasters):
         for name, offset, size in masters.layout:
             start, stop = rank * size, min((rank + 1) * size, math.prod(shapes[name]))
@@ -108,12 +115,29 @@ def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> 
         lars.lay_out(shard, Shard(own, len(adapted), masters.process_group))
 
 
-def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[str, Any]) -> EngineState:
+def lay_out_matrices(muon: Muon, optimizer: Any, blocks: Mapping[str, int], names: Names, shapes: Shapes) -> None:
+    """Tell `muon`, under stages 1 to 3, which elements of all ranks' shards belong to which matrix.
+
+    blocks: of each matrix by its name, as `matrices_of` gives them.
+    """
+    groups = zip(sharded_masters_of(optimizer, names), master_shards(optimizer), shard_groups(optimizer), strict=True)
+    for masters, shard, group in groups:
+        if group["kind"] != "muon":
+            continue
+        place = {entry[0]: i for i, entry in enumerate(masters.layout)}
+        matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in place]
+        slices = [
+            [Slice(place[piece.parameter], *piece[1:]) for piece in _cut_for(masters, shapes, rank)]
+            for rank in range(dist.get_world_size(masters.process_group))
+        ]
+        muon.lay_out(shard, matrices, slices, masters.process_group)
+
+
+def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, kind: str, common: dict[str, Any]) -> EngineState:
     """This rank's part of the state. Without sharding every rank holds everything, and each takes an equal share.
 
-    common: values that all ranks share in addition to the `shapes`, such as the kind of "optimizer".
+    kind: of the optimizer; common: values that all ranks share in addition to it and the `shapes`.
     """
-    moments = MOMENTS[common["optimizer"]]
     steps = dict(zip((flat.name for flat in flats), _steps(flats), strict=True))
     if not sharded:
         by_name = {flat.name: flat for flat in flats}
@@ -123,10 +147,10 @@ def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, common: dict[
     for flat in flats:
         tensors[f"{flat.name}.{MASTER}"] = flat.master.detach().view(-1)
         if steps[flat.name]:
-            tensors.update({f"{flat.name}.{key}": flat.state[key].view(-1) for key in moments})
+            tensors.update({f"{flat.name}.{key}": flat.state[key].view(-1) for key in MOMENTS[flat.kind]})
     shared = {"shapes": {name: list(shape) for name, shape in shapes.items()}, **common}
-    listed = [(flat.name, steps[flat.name], flat.pieces) for flat in flats]
-    return EngineState(tensors, layout_of(listed, shared if distributed.rank() == 0 else None))
+    listed = [(flat.name, steps[flat.name], flat.kind, flat.pieces) for flat in flats]
+    return EngineState(tensors, layout_of(listed, kind, shared if distributed.rank() == 0 else None))
 
 
 def _steps(flats: list[Flat]) -> list[int]:
@@ -143,7 +167,7 @@ def _part(flat: Flat, piece: Piece) -> Flat:
         return tensor.detach().view(-1)[piece.start : piece.stop]
 
     state = {key: value if key == STEP else cut(value) for key, value in flat.state.items()}
-    return Flat(flat.name, flat.group, cut(flat.master), state, [piece])
+    return Flat(flat.name, flat.group, flat.kind, cut(flat.master), state, [piece])
 
 
 def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
@@ -156,6 +180,11 @@ def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer
         if parameters.optimizer != kind:
             raise CheckpointError(f"the checkpoint has the moments of {parameters.optimizer}, optimizer.kind is {kind}")
         parameters.check_fits(shapes)
+        for name, own in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
+            if parameters.kinds[name] != own:
+                raise CheckpointError(
+                    f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {own}'s"
+                )
         for flat in flats:
             _fill(flat.master, MASTER, flat.pieces, parameters)
             _fill_moments(flat, parameters)
@@ -166,15 +195,15 @@ def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer
 def _fill_moments(flat: Flat, parameters: SavedParameters) -> None:
     step = parameters.step_of(piece.parameter for piece in flat.pieces)
     if step and not flat.state:  # as the optimizer makes it in its first step
-        if parameters.optimizer == "adamw":
+        if flat.kind == "adamw":
             flat.state[STEP] = torch.zeros((), device=flat.master.device)
-        flat.state.update({key: torch.zeros_like(flat.master) for key in parameters.moments})
+        flat.state.update({key: torch.zeros_like(flat.master) for key in MOMENTS[flat.kind]})
     if not step:
         flat.reset()
         return
     if STEP in flat.state:
         flat.state[STEP].fill_(step)
-    for key in parameters.moments:
+    for key in MOMENTS[flat.kind]:
         _fill(flat.state[key], key, flat.pieces, parameters)
 
 

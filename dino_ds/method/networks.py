@@ -88,4 +88,5 @@ def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
         section.eps,
         section.momentum,
         section.trust,
+        section.scale,
     )

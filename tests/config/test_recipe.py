@@ -297,11 +297,19 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
         ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
         ({**IBOT, "ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: the masked patches"),
         ({**IBOT, "objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: the masked"),
-        ({"optimizer.momentum": "0.5"}, "momentum 0.5 is of sgd and lars and has no effect with optimizer.kind adamw"),
+        (
+            {"optimizer.momentum": "0.5"},
+            "momentum 0.5 is of muon, sgd and lars and has no effect with optimizer.kind adamw",
+        ),
         ({"optimizer.trust": "0.5"}, "optimizer.trust 0.5 is of lars and has no effect with optimizer.kind adamw"),
         ({"optimizer.kind": "sgd", "optimizer.trust": "0.5"}, "has no effect with optimizer.kind sgd: leave it out"),
-        ({"optimizer.kind": "sgd", "optimizer.beta1": "0.5"}, "beta1 0.5 is of adamw and has no effect with"),
-        ({"optimizer.kind": "lars", "optimizer.eps": "1e-6"}, "optimizer.eps 1e-06 is of adamw and has no effect with"),
+        ({"optimizer.kind": "sgd", "optimizer.beta1": "0.5"}, "beta1 0.5 is of adamw and muon and has no effect with"),
+        ({"optimizer.scale": "2"}, "scale 2 is of muon and has no effect with optimizer.kind adamw"),
+        ({"optimizer.kind": "muon", "optimizer.trust": "0.5"}, "trust 0.5 is of lars and has no effect with"),
+        (
+            {"optimizer.kind": "lars", "optimizer.eps": "1e-6"},
+            "optimizer.eps 1e-06 is of adamw and muon and has no effect with",
+        ),
     ],
 )
 def test_terms_that_can_not_work_are_refused_in_one_line(changes, text):

@@ -13,7 +13,15 @@ from dino_ds.basics.ranges import tell
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.costs import step_costs as costs_of_a_step
-from dino_ds.costs.memory import GIB, Memory, bucket_bytes, estimate_memory, gradient_bytes, state_bytes
+from dino_ds.costs.memory import (
+    GIB,
+    Memory,
+    bucket_bytes,
+    estimate_memory,
+    gradient_bytes,
+    moment_bytes,
+    state_bytes,
+)
 from dino_ds.costs.step_costs import count_parameters, model_flops, step_costs, student_facts
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.engine.process import init_distributed
@@ -62,7 +70,7 @@ def test_a_recipes_parameters_and_groups_are_those_of_its_network(recipe):
     facts = student_facts(recipe)
     assert facts.sizes == {name: p.numel() for name, p in network.named_parameters()}
     groups = parameter_groups(network, optimizer_options(recipe.optimizer))
-    assert sorted(facts.groups) == sorted(sum(p.numel() for p in group["params"]) for group in groups)
+    assert sorted(facts.groups) == sorted((g["kind"], sum(p.numel() for p in g["params"])) for g in groups)
 
 
 def _asked(recipe):
@@ -135,13 +143,16 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str,
     network = harness.tiny_network()
     keep_trained(network.backbone, TrainedPart(part))
     frozen = {name for name, p in network.named_parameters() if not p.requires_grad}
+    groups = parameter_groups(network, harness.OPTIMIZERS[kind])
+    moments = moment_bytes((group["kind"], sum(p.numel() for p in group["params"])) for group in groups)
+    del groups
     step = harness.build_step(config, network, options=harness.OPTIMIZERS[kind])
     harness.run_windows(step, 0, 2)
     del network
     held = sum(storage.nbytes() for pointer, storage in _storages().items() if pointer not in before)
     network, ranks = step.teachers["ema"].network, torch.distributed.get_world_size()
     sizes = {name: p.numel() for name, p in network.named_parameters()}
-    predicted = sum(state_bytes(sizes, config, ranks, False, kind, frozen).values())
+    predicted = sum(state_bytes(sizes, config, ranks, False, frozen, moments).values())
     if stage == 3:
         trained = {name: size for name, size in sizes.items() if name not in frozen}
         predicted += gradient_bytes(trained, config, ranks, on_gpu=False) + bucket_bytes(config, ranks)
@@ -150,6 +161,7 @@ def _held_by_an_engine(stage: int, precision: str, accumulation: int, kind: str,
 
 ENGINES = [(0, "fp32", 1), (1, "fp32", 2), (1, "bf16", 1), (2, "bf16", 2), (3, "fp32", 1), (3, "bf16", 2)]
 ENGINES = [*((*engine, "adamw") for engine in ENGINES), (0, "fp32", 1, "sgd"), (2, "bf16", 1, "lars")]
+ENGINES += [(0, "fp32", 1, "muon"), (2, "bf16", 1, "muon")]
 ENGINES = [(*engine, "all") for engine in ENGINES]
 ENGINES += [
     (stage, precision, 1, "adamw", "norms_and_biases") for stage, precision in ((0, "fp32"), (1, "bf16"), (3, "bf16"))
@@ -181,7 +193,7 @@ def test_adapters_need_a_fraction_of_the_optimizer():
     whole = student_facts(load_recipe(None, changes))
     lora = student_facts(load_recipe(None, changes | {"model.train": "lora"}))
     parts = [sum(n for key, n in one.trained.items() if key.startswith("backbone.")) for one in (whole, lora)]
-    assert parts[1] <= 0.03 * parts[0] and sum(lora.groups) == sum(lora.trained.values())
+    assert parts[1] <= 0.03 * parts[0] and sum(n for _, n in lora.groups) == sum(lora.trained.values())
     assert whole.trained == whole.sizes and lora.sizes.keys() - lora.trained.keys() == lora.frozen
     assert sum(lora.sizes.values()) - sum(whole.sizes.values()) == parts[1]
 
@@ -198,6 +210,7 @@ def peak_bytes(recipe, config) -> int:
     return max(itertools.accumulate(sizes))
 
 
+MUON = {"optimizer.kind": "muon"}
 PEAKS = [
     ({}, 131072, {}),
     ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, {}),
@@ -206,6 +219,7 @@ PEAKS = [
     ({}, 64, ROTARY | IBOT),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, GRAM | PLAIN_ROPE | {"gram.crop_size": "128"}),
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, OWN),
+    ({}, 64, MUON),
 ]
 MORE_PEAKS = [
     ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
@@ -218,6 +232,7 @@ MORE_PEAKS = [
     ({}, 131072, SHARED | {"head.bottleneck": "256"}),
     ({"zero_optimization": {"stage": 2}, **BF16}, 16384, IBOT),
     ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, ROTARY),
+    ({"zero_optimization": {"stage": 0}}, 64, MUON),
     ({}, 64, GRAM),
     ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
 ]

@@ -37,6 +37,7 @@ OPTIMIZERS = {
     "adamw": ONE_RATE,
     "sgd": OptimizerOptions(kind="sgd"),
     "lars": OptimizerOptions(kind="lars", trust=0.5),  # so much that the few steps of a test move weights
+    "muon": OptimizerOptions(kind="muon", eps=1e-2, momentum=0.95),  # its AdamW must not magnify roundings
 }
 GROUPS = dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2)
 

@@ -106,6 +106,8 @@ NAN_CELLS = [
     (1, "bf16", "adamw", {}),
     (1, "bf16", "adamw", BF16_OPTIMIZER),
     (2, "bf16", "lars", {}),
+    (0, "fp32", "muon", {}),
+    (3, "bf16", "muon", {}),
     (3, "fp32", "adamw", {}),
 ]
 

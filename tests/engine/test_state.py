@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dino_ds.engine.saved_state import MASTER, SavedParameters, even_shares
+from dino_ds.engine.saved_state import MASTER, MOMENTS, SavedParameters, even_shares
 from dino_ds.errors import CheckpointError
 from tests.engine.harness import (
     OPTIMIZERS,
@@ -158,7 +158,7 @@ def by_parameter(saved):
     values = {
         (kind, name): torch.cat([part for _, part in parameters.read(kind, name, 0, numel[name])])
         for name in numel
-        for kind in (MASTER, *(parameters.moments if parameters.step_of([name]) else ()))
+        for kind in (MASTER, *(MOMENTS[parameters.kinds[name]] if parameters.step_of([name]) else ()))
     }
     return values, {name: parameters.step_of([name]) for name in numel}
 
@@ -174,6 +174,7 @@ UNCHANGED = [Setup(0), *(Setup(stage, precision) for stage in (1, 2, 3) for prec
 UNCHANGED += [Setup(2, "bf16", zero=OFFLOAD), Setup(3, zero=OFFLOAD), BF16_OPTIMIZER]
 UNCHANGED += [Setup(0, kind="sgd"), Setup(2, "fp16", kind="lars"), Setup(3, "bf16", zero=SUB_GROUPS, kind="lars")]
 UNCHANGED += [Setup(2, "bf16", zero=OFFLOAD, kind="sgd"), replace(BF16_OPTIMIZER, kind="lars")]
+UNCHANGED += [Setup(0, kind="muon"), Setup(2, "bf16", kind="muon"), Setup(3, "fp16", zero=SUB_GROUPS, kind="muon")]
 
 
 @pytest.mark.parametrize("setup", sampled(UNCHANGED, Setup.features), ids=str)
@@ -205,6 +206,9 @@ EXACT = [
     (Setup(0, world=1), Setup(1, zero=ROUND_ROBIN | ALIGNED)),
     (Setup(1, zero=ROUND_ROBIN | ALIGNED, kind="lars"), Setup(1, world=4, kind="lars")),
     (Setup(3, world=1, kind="sgd"), Setup(2, kind="sgd")),
+    (Setup(0, kind="muon"), Setup(3, world=1, zero=SUB_GROUPS, kind="muon")),
+    (Setup(3, kind="muon"), Setup(1, world=4, zero=ROUND_ROBIN | ALIGNED, kind="muon")),
+    (Setup(2, accumulation=2, kind="muon"), Setup(0, world=1, kind="muon")),
 ]
 
 
@@ -344,6 +348,7 @@ def _refused(setup, saved, network):
             for stage in (0, 3)
         ),
         (Setup(2, kind="lars"), 40, "the checkpoint has the moments of adamw, optimizer.kind is lars"),
+        (Setup(3, kind="muon"), 40, "the checkpoint has the moments of adamw, optimizer.kind is muon"),
     ],
     ids=str,
 )

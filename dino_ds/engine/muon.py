@@ -1,0 +1,264 @@
+"""Muon: weight matrices move along their orthogonalized momentum, everything else as AdamW moves it.
+
+Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) with Nesterov momentum and five Newton-Schulz
+iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv 2502.16982), so that a learning rate
+means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
+
+Under ZeRO 1 to 3 a matrix lies in slices on several ranks. Each rank puts a share of the matrices together from their
+slices by one exchange, orthogonalizes these, and hands the slices of the updates back by a second one: a rank sends its
+own elements once and receives as many, where gathering would bring it all ranks'. At stage 0 the ranks share the
+matrices too, and each broadcasts its share of the updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dino_ds.config.ds_values import DsConfig, offloads_optimizer
+from dino_ds.errors import ConfigError
+from dino_ds.models.logits import tf32
+
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315
+"""Coefficients of x, x^3 and x^5 in an iteration, which brings singular values between 0.7 and 1.2 soonest."""
+_ITERATIONS = 5
+_RMS = 0.2
+"""Root mean square of AdamW's updates of a matrix."""
+_BATCH_ELEMENTS = 2**25
+"""Elements of matrices that are orthogonalized at a time: bounds the scratch memory to about 0.5 GiB."""
+
+
+class Matrix(NamedTuple):
+    """A parameter of (rows, columns), which `blocks` of equal numbers of rows divide into matrices of their own."""
+
+    rows: int
+    columns: int
+    blocks: int = 1
+
+    @property
+    def cost(self) -> int:
+        """A number in proportion to the FLOPs of orthogonalizing it."""
+        short, long = sorted((self.rows // self.blocks, self.columns))
+        return self.blocks * short * short * (2 * long + short)
+
+
+class Slice(NamedTuple):
+    """Elements [start, stop) of matrix number `matrix` lie from `offset` on in a rank's flat tensor."""
+
+    matrix: int
+    start: int
+    stop: int
+    offset: int
+
+
+def check_muon(config: DsConfig) -> None:
+    """Raises ConfigError where Muon can't act under this ds config."""
+    if offloads_optimizer(config.raw["zero_optimization"]):
+        raise ConfigError(
+            "optimizer.kind muon does not go with zero_optimization.offload_optimizer: ranks exchange slices of "
+            "matrices in the middle of a step that runs on the host; remove the one, or set optimizer.kind adamw"
+        )
+
+
+def matrices_of(network: nn.Module) -> dict[str, int]:
+    """Names of the parameters that Muon orthogonalizes, with the number of matrices in each, by its rows.
+
+    They are the weights (and low-rank adapters) of linear layers and ungrouped convolutions, a convolution's as
+    (out, rest), but the first convolution of a network, which reads pixels.
+    """
+    found = {}
+    modules = dict(network.named_modules())
+    first = next((name for name, module in modules.items() if isinstance(module, nn.Conv2d)), None)
+    for name, module in modules.items():
+        whole = isinstance(module, nn.Conv2d) and module.groups == 1 and name != first
+        if isinstance(module, nn.Linear) or whole:
+            blocks = _blocks(name, module, modules)
+            parameters = dict(module.named_parameters(recurse=False))
+            found.update({f"{name}.{leaf}": blocks for leaf in ("weight", "lora_b") if leaf in parameters})
+            found.update({f"{name}.{leaf}": 1 for leaf in ("lora_a",) if leaf in parameters})
+    return found
+
+
+def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int:
+    """The number of projections in the weight of a linear layer. Not by shapes: ZeRO 3 has parted its parameters."""
+    parent, _, leaf = name.rpartition(".")
+    if leaf == "qkv":
+        return 3
+    after = getattr(modules[parent], "fc2", None)
+    gated = leaf == "fc1" and isinstance(module, nn.Linear) and isinstance(after, nn.Linear)
+    return 2 if gated and module.out_features == 2 * after.in_features else 1
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step.
+
+    blocks: of each parameter in a group of kind muon, as of `matrices_of`. scale: multiplies Muon's updates. A tensor
+    is a whole parameter, the same on all ranks, unless `lay_out` was told its contents. A step overwrites gradients.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        blocks: Mapping[Tensor, int],
+        momentum: float,
+        scale: float,
+        **adamw: Any,
+    ) -> None:
+        super().__init__(groups, lr=0.0, **adamw)
+        self._blocks, self._momentum, self._scale = blocks, momentum, scale
+        self._exchanges: dict[Tensor, _Exchange] = {}
+
+    def lay_out(
+        self, tensor: Tensor, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any
+    ) -> None:
+        """Take `tensor` for this rank's slices, by the `slices` of all ranks, of the matrices of one group.
+
+        From now on all ranks must call `step` together.
+        """
+        self._exchanges[tensor] = _Exchange(matrices, slices, process_group)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make a step without reading from the device."""
+        assert closure is None
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["kind"] != "muon"]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            tensors = [p for p in group["params"] if p.grad is not None] if group["kind"] == "muon" else []
+            if tensors:
+                self._move(tensors, [p.grad for p in tensors], group)
+
+    def _move(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
+        for p in tensors:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in tensors]
+        torch._foreach_lerp_(momenta, gradients, 1 - self._momentum)
+        torch._foreach_lerp_(gradients, momenta, self._momentum)  # Nesterov's
+        exchange = self._exchanges.get(tensors[0])
+        if exchange is not None:
+            assert len(tensors) == 1
+            targets, updates = exchange.orthogonalized(tensors[0], gradients[0])
+        elif any(p not in self._blocks for p in tensors):
+            return  # a flat tensor with which DeepSpeed makes the state, before it is laid out; lr is 0
+        else:
+            targets, updates = tensors, self._shared(gradients, [self._blocks[p] for p in tensors])
+        torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
+        if targets:
+            torch._foreach_add_(targets, updates, alpha=-group["lr"] * self._scale)
+
+    def _shared(self, gradients: list[Tensor], blocks: list[int]) -> list[Tensor]:
+        """The updates of whole matrices that all ranks hold, of which each orthogonalizes a share."""
+        matrices = [Matrix(g.shape[0], g[0].numel(), n) for g, n in zip(gradients, blocks, strict=True)]
+        ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        owners = share_out(matrices, ranks)
+        flat = gradients[0].new_empty(sum(g.numel() for g in gradients))
+        updates, offset = list(gradients), 0
+        for owner in range(ranks):
+            begin, own = offset, [i for i, one in enumerate(owners) if one == owner]
+            for i in own:
+                updates[i] = flat.narrow(0, offset, gradients[i].numel()).view_as(gradients[i])
+                offset += gradients[i].numel()
+            if owner == rank:
+                _orthogonalize([gradients[i] for i in own], [updates[i] for i in own], [matrices[i] for i in own])
+            if ranks > 1 and own:
+                dist.broadcast(flat[begin:offset], owner)
+        return updates
+
+
+class _Exchange:
+    """One group's matrices, cut among the ranks of `process_group` by `slices`, in order of ranks, each whole on one
+    rank while it is orthogonalized."""
+
+    def __init__(self, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any) -> None:
+        self._group, rank = process_group, dist.get_rank(process_group)
+        owners = share_out(matrices, len(slices))
+        self._mine = [i for i, owner in enumerate(owners) if owner == rank]
+        self._matrices = [matrices[i] for i in self._mine]
+
+        def between(source: int, owner: int) -> list[Slice]:
+            return [one for one in slices[source] if owners[one.matrix] == owner]
+
+        ranks = range(len(slices))
+        self._sent = [between(rank, owner) for owner in ranks]
+        self._received = [between(source, rank) for source in ranks]
+
+    def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Parts of the flat `tensor`, and the updates of each; by two collectives."""
+        sent, received = [one for to in self._sent for one in to], [one for source in self._received for one in source]
+        arrived = self._swap([_cut(gradient, one.offset, one) for one in sent], self._sent, self._received)
+        # Slices come by rank, and a matrix is its slices in the order of ranks.
+        pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
+        for one, piece in zip(received, arrived, strict=True):
+            pieces[one.matrix].append(piece)
+        wholes = [
+            (piece[0] if len(piece) == 1 else torch.cat(piece)).view(matrix.rows, matrix.columns)
+            for piece, matrix in zip(pieces.values(), self._matrices, strict=True)
+        ]
+        updates = {i: torch.empty_like(whole) for i, whole in zip(self._mine, wholes, strict=True)}
+        _orthogonalize(wholes, list(updates.values()), self._matrices)
+        back = [_cut(updates[one.matrix].view(-1), one.start, one) for one in received]
+        return [_cut(tensor, one.offset, one) for one in sent], self._swap(back, self._received, self._sent)
+
+    def _swap(self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]]) -> list[Tensor]:
+        """What the other ranks have for this one: lists of slices for each rank and from each; a collective."""
+        if len(sent) == 1:
+            return parts
+        counts = [[sum(one.stop - one.start for one in slices) for slices in way] for way in (sent, received)]
+        given = torch.cat(parts) if parts else torch.empty(0)
+        taken = given.new_empty(sum(counts[1]))
+        dist.all_to_all_single(taken, given, counts[1], counts[0], group=self._group)
+        return list(taken.split([one.stop - one.start for slices in received for one in slices]))
+
+
+def _cut(flat: Tensor, begin: int, one: Slice) -> Tensor:
+    return flat.narrow(0, begin, one.stop - one.start)
+
+
+def share_out(matrices: Sequence[Matrix], ranks: int) -> list[int]:
+    """The rank that orthogonalizes each matrix: the costliest first, each to the rank with the least to do."""
+    load, owners = [0] * ranks, [0] * len(matrices)
+    for i in sorted(range(len(matrices)), key=lambda i: -matrices[i].cost):
+        owners[i] = load.index(min(load))
+        load[owners[i]] += matrices[i].cost
+    return owners
+
+
+def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrices: Sequence[Matrix]) -> None:
+    """Write the updates of `sources` into `targets`, in batches of one shape; tall matrices lie down with the wide."""
+    batches: dict[tuple[int, int], list[tuple[Tensor, Tensor, bool]]] = {}
+    for source, target, matrix in zip(sources, targets, matrices, strict=True):
+        shape = (matrix.rows, matrix.columns)
+        for block, place in zip(*(t.view(shape).chunk(matrix.blocks) for t in (source, target)), strict=True):
+            short, long = sorted(block.shape)
+            batches.setdefault((short, long), []).append((block, place, len(block) > short))
+    for (short, long), blocks in batches.items():
+        blocks.sort(key=lambda block: block[2])
+        at_once = max(1, _BATCH_ELEMENTS // (short * long))
+        for i in range(0, len(blocks), at_once):
+            some = blocks[i : i + at_once]
+            lying = sum(not tall for _, _, tall in some)
+            y = orthogonalized(torch.stack([block.mT if tall else block for block, _, tall in some]))
+            y.mul_(_RMS * long**0.5)
+            updates = [*y[:lying].unbind(), *y[lying:].mT.contiguous().unbind()]
+            torch._foreach_copy_([place for _, place, _ in some], updates)
+
+
+def orthogonalized(y: Tensor) -> Tensor:
+    """The nearest matrices with orthonormal rows, roughly: (b, m, n) with m <= n -> (b, m, n) with singular values
+    between 0.7 and 1.2, and 0 for a matrix of zeros."""
+    y = y / y.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
+    a, b, c = _COEFFICIENTS
+    with tf32(y.is_cuda):  # of 11 bits: the iterations are rough by design
+        for _ in range(_ITERATIONS):
+            gram = torch.bmm(y, y.mT)
+            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    return y
