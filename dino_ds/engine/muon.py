@@ -89,8 +89,9 @@ def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> i
     if leaf == "qkv":
         return 3
     after = getattr(modules[parent], "fc2", None)
-    gated = leaf == "fc1" and isinstance(module, nn.Linear) and isinstance(after, nn.Linear)
-    return 2 if gated and module.out_features == 2 * after.in_features else 1
+    if leaf != "fc1" or not isinstance(module, nn.Linear) or not isinstance(after, nn.Linear):
+        return 1
+    return 2 if module.out_features == 2 * after.in_features else 1
 
 
 class Muon(torch.optim.AdamW):
@@ -103,7 +104,7 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        blocks: Mapping[Tensor, int],
+        blocks: Mapping[Any, int],
         momentum: float,
         scale: float,
         **adamw: Any,

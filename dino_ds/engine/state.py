@@ -124,7 +124,7 @@ def lay_out_matrices(muon: Muon, optimizer: Any, blocks: Mapping[str, int], name
     for masters, shard, group in groups:
         if group["kind"] != "muon":
             continue
-        place = {entry[0]: i for i, entry in enumerate(masters.layout)}
+        place = {str(entry[0]): i for i, entry in enumerate(masters.layout)}
         matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in place]
         slices = [
             [Slice(place[piece.parameter], *piece[1:]) for piece in _cut_for(masters, shapes, rank)]
