@@ -260,6 +260,6 @@ def orthogonalized(y: Tensor) -> Tensor:
     a, b, c = _COEFFICIENTS
     with tf32(y.is_cuda):  # of 11 bits: the iterations are rough by design
         for _ in range(_ITERATIONS):
-            gram = torch.bmm(y, y.mT)
-            y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+            squares = torch.bmm(y, y.mT)
+            y = torch.baddbmm(y, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), y, beta=a)
     return y
