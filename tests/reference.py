@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -41,18 +40,7 @@ def golden(name: str) -> dict[str, Tensor]:
     return load_file(golden_folder() / f"{name}.safetensors")
 
 
-def dino_loss_by_pairs(student: Tensor, teacher_probs: Tensor, temperature: float) -> Tensor:
-    """The double loop of the paper's algorithm 1: student (v, b, k) logits, teacher (2, b, k) probabilities."""
-    total, pairs = torch.zeros((), dtype=student.dtype), 0
-    for t in range(2):
-        for s in range(len(student)):
-            if s != t:
-                total = total - (teacher_probs[t] * F.log_softmax(student[s] / temperature, dim=-1)).sum(-1).mean()
-                pairs += 1
-    return total / pairs
-
-
-def dino_loss(term: DinoTerm, student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def loss_of_term(term: DinoTerm, student: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Student logits (v * b, k) and teacher logits (2 * b, k) -> the term's loss and the entropy of its targets."""
     schedule: Any = SimpleNamespace(teacher_temp=temperature)
     (targets,) = term.targets([{"ema": {DINO: as_logits(teacher)}}], [{}], schedule)

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
 from dino_ds.config.crops import EMA, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.centering import Centering, build_centering
@@ -19,8 +23,26 @@ from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
 
 
+def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
+    """The formula of the paper: the mean cross-entropy over images and pairs of a teacher's crop and another crop.
+
+    student: logits (crops, images, prototypes), first of the crops that the teacher sees; teacher: probabilities (its
+    crops, images, prototypes), after centering; local_weight multiplies the pairs of the student's other crops.
+    """
+    losses = []
+    for t, targets in enumerate(teacher):
+        for s, logits in enumerate(student):
+            if s != t:
+                cross_entropy = -(targets * F.log_softmax(logits / temperature, dim=-1)).sum(dim=-1)
+                losses.append(cross_entropy.mean() * (1.0 if s < len(teacher) else local_weight))
+    return torch.stack(losses).mean()
+
+
 class DinoTerm(Term):
-    """The mean cross-entropy over images and pairs of a teacher's crop and another crop of the student's. FP32.
+    """`dino_loss`, which a head computes with its logits for a few images at a time (`Prototypes`). FP32.
+
+    It is the same: a cross-entropy is linear in its targets, so the targets that a student's crop meets are added up
+    first, and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
 
     teacher_crops: that the teacher sees of each image; the student sees these first. teacher: whose logits are the
     targets. weighs_local: the pairs of the student's other crops weigh as much as the schedule's LOCAL_WEIGHT says, and

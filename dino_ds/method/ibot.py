@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from dino_ds.config.crops import EMA, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.centering import Centering, build_centering
@@ -18,8 +21,18 @@ from dino_ds.models.logits import Compared, Comparison
 from dino_ds.models.network import Query
 
 
+def ibot_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor, crops: int) -> Tensor:
+    """The formula of the paper: cross-entropies of hidden patches, averaged in each crop and over `crops`.
+
+    student: logits (patches, prototypes) of the hidden patches; teacher: probabilities (patches, prototypes) of what
+    is there; weights (patches,): 1 / the number of hidden patches in the patch's crop. A crop without any counts as 0.
+    """
+    cross_entropy = -(teacher * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
+    return (cross_entropy * weights).sum() / crops
+
+
 class IbotTerm(Term):
-    """Cross-entropies of hidden patches, averaged in each crop and over the crops of `group`, masked or not. FP32.
+    """`ibot_loss` of the crops of `group`, masked or not, for a few at a time as `DinoTerm`. FP32.
 
     A crop without hidden patches counts as 0, so that a masked crop weighs the same in every batch. head: the name of
     the head of patches; teacher: whose logits are the targets.

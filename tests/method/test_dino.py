@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from dino_ds.method.dino import dino_loss
 from dino_ds.method.running import RunningMean
-from tests.reference import centered, dino_loss, dino_loss_by_pairs
+from tests.reference import centered, loss_of_term
 
 pytestmark = pytest.mark.numerical
 
@@ -22,12 +23,12 @@ def test_entropy_and_kl():
     """Uniform teacher: ln k. One-hot teacher: 0. Student equal to the teacher: KL = 0."""
     k = 16
     term = centered(k, student_temp=0.1, center_momentum=0.9)
-    _, uniform = dino_loss(term, torch.zeros(4, k), torch.zeros(4, k), 0.04)
+    _, uniform = loss_of_term(term, torch.zeros(4, k), torch.zeros(4, k), 0.04)
     assert uniform.item() == pytest.approx(math.log(k), rel=1e-6)
-    _, certain = dino_loss(term, torch.zeros(4, k), 50.0 * torch.eye(k)[:4], 0.04)
+    _, certain = loss_of_term(term, torch.zeros(4, k), 50.0 * torch.eye(k)[:4], 0.04)
     assert certain.item() == pytest.approx(0.0, abs=1e-6)
     same = torch.randn(1, k).repeat(2, 1)
-    loss, entropy = dino_loss(term, same.clone(), same, 0.1)
+    loss, entropy = loss_of_term(term, same.clone(), same, 0.1)
     assert (loss - entropy).item() == pytest.approx(0.0, abs=1e-5)
 
 
@@ -68,9 +69,9 @@ class TestCenter:
         term, (students, teachers) = centered(33, 0.1, 0.9), _logits(3)
         center = term.centering.center
         center.load(torch.linspace(-1, 1, 33))
-        loss, _ = dino_loss(term, students.flatten(0, 1), teachers, 0.04)
+        loss, _ = loss_of_term(term, students.flatten(0, 1), teachers, 0.04)
         targets = ((teachers - torch.linspace(-1, 1, 33)) / 0.04).softmax(dim=-1)
-        torch.testing.assert_close(loss, dino_loss_by_pairs(students, targets.view(2, 3, 33), 0.1))
+        torch.testing.assert_close(loss, dino_loss(students, targets.view(2, 3, 33), 0.1))
         pending = center.pending()
         torch.testing.assert_close(pending[:-1], teachers.sum(dim=0))
         assert pending[-1] == 6

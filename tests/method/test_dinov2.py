@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from dino_ds.engine import distributed
 from dino_ds.method.centering import RunningCenter, SinkhornKnopp
-from dino_ds.method.dino import DINO, DinoTerm
-from dino_ds.method.ibot import IbotTerm
+from dino_ds.method.dino import DINO, DinoTerm, dino_loss
+from dino_ds.method.ibot import IbotTerm, ibot_loss
 from dino_ds.method.koleo import KoLeoTerm, koleo
 from dino_ds.method.specs.dino import IBOT
 from dino_ds.models import logits as factored
@@ -156,6 +156,12 @@ def test_dino_equals_the_reference_s(way, weight):
     w = 1.0 if weight is None else weight
     _close(loss, w * recorded[f"{way}.local"] + recorded[f"{way}.global"])
     _close(student.grad, torch.cat((recorded[f"{way}.global.grad"], w * recorded[f"{way}.local.grad"])))
+    probs = torch.softmax(recorded["teacher"] / meta["teacher_temp"] + targets.shift, dim=-1).unflatten(0, (2, -1))
+    views = student.detach().unflatten(0, (-1, probs.shape[1])).requires_grad_()
+    plain = dino_loss(views, probs, meta["student_temp"], w)
+    plain.backward()
+    _close(plain, loss)
+    _close(views.grad.flatten(0, 1), student.grad)
     assert scalars.keys() == set(term.scalars)
     if weight is not None:  # of the 8 pairs 6 are local
         _close(scalars["dino_cross_entropy"], loss * 8 / (2 + 6 * w))
@@ -176,6 +182,11 @@ def test_ibot_equals_the_reference_s():
     loss.backward()
     _close(loss, recorded["dinov2.masked"])
     _close(student.grad, recorded["dinov2.masked.grad"])
+    logits, probs = student.detach().requires_grad_(), (teacher / temperature).softmax(-1)
+    plain = ibot_loss(logits, probs, meta["student_temp"], recorded["masks_weight"], len(masks))
+    plain.backward()
+    _close(plain, loss)
+    _close(logits.grad, student.grad)
     entropy = (teacher / temperature).exp()
     weights = recorded["masks_weight"]
     _close(scalars["ibot_teacher_entropy"], (torch.special.entr(entropy).sum(-1) * weights).sum() / weights.sum())

@@ -24,9 +24,9 @@ from dino_ds.engine.masters import WholeMasters
 from dino_ds.engine.optim import apply_settings, build_optimizer
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.build import build_network, build_objective, build_schedules
-from dino_ds.method.dino import DinoTerm
+from dino_ds.method.dino import DinoTerm, dino_loss
 from dino_ds.method.ema import EmaTeacher, TeacherOptions
-from dino_ds.method.ibot import IbotTerm
+from dino_ds.method.ibot import IbotTerm, ibot_loss
 from dino_ds.method.networks import optimizer_options
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.running import RunningMean
@@ -92,7 +92,7 @@ class PlainSinkhorn:
 
 
 class PairwiseTerm(Term):
-    """A log-softmax for every pair of crops, as facebookresearch/dino's `DINOLoss`, without the entropy.
+    """`dino_loss` as it stands, without the entropy.
 
     For a network with `NormalisedPrototypes`.
     """
@@ -109,19 +109,13 @@ class PairwiseTerm(Term):
         return [rows.view(self.teacher_crops, -1, rows.shape[-1]) for rows in probs]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
-        logits = (cast(Tensor, student[DINO]) / self.student_temp).split(targets.shape[1])
-        local = schedule.weights.get(LOCAL_WEIGHT, 1.0)
-        losses = [
-            torch.sum(-target * F.log_softmax(crop, dim=-1), dim=-1).mean() * (1 if s < len(targets) else local)
-            for t, target in enumerate(targets)
-            for s, crop in enumerate(logits)
-            if s != t
-        ]
-        return Measured(torch.stack(losses).mean(), {"teacher_entropy": targets.new_zeros(())})
+        logits = cast(Tensor, student[DINO]).unflatten(0, (-1, targets.shape[1]))
+        loss = dino_loss(logits, targets, self.student_temp, schedule.weights.get(LOCAL_WEIGHT, 1.0))
+        return Measured(loss, {"teacher_entropy": targets.new_zeros(())})
 
 
 class PlainIbotTerm(Term):
-    """A log-softmax of all hidden patches, as facebookresearch/dinov2's `forward_masked`, without the entropy.
+    """`ibot_loss` as it stands, without the entropy.
 
     For a network with `NormalisedPrototypes`. head: the name of the head of patches.
     """
@@ -139,9 +133,9 @@ class PlainIbotTerm(Term):
 
     def loss(self, student: StudentOutputs, targets: Any, schedule: ScheduleValues) -> Measured:
         probs, masks = targets
-        log_probs = F.log_softmax(cast(Tensor, student[IBOT]) / self.student_temp, dim=-1)
-        losses = torch.sum(probs * log_probs, dim=-1) * masks["weights"]
-        return Measured(-losses.sum() / len(masks["mask"]), dict.fromkeys(self.scalars, probs.new_zeros(())))
+        logits = cast(Tensor, student[IBOT])
+        loss = ibot_loss(logits, probs, self.student_temp, masks["weights"], len(masks["mask"]))
+        return Measured(loss, dict.fromkeys(self.scalars, probs.new_zeros(())))
 
 
 def plain_objective(recipe: Recipe) -> Objective:
