@@ -27,12 +27,22 @@ from dino_ds.models.logits import tf32
 _PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
+def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
+    """The formula of the paper: the mean squared difference of the cosines between all rows, student's and teacher's.
+
+    student (matrices, n, d), teacher (matrices, n, d'); drop_negative: cosines below 0 count as 0, on both sides.
+    """
+    own, theirs = (unit @ unit.mT for unit in (_unit(student), _unit(teacher)))
+    if drop_negative:
+        own, theirs = own.clamp_min(0), theirs.clamp_min(0)
+    return (own - theirs).square().mean()
+
+
 class GramTerm(Term):
-    """Mean squared difference of the cosines between patches, student's and teacher's: the mean over images and pairs
-    of patches, or with `whole_batch` over the pairs of all patches of a micro-batch. FP32.
+    """`gram_loss` of the patches of each image, or with `whole_batch` of all patches of a micro-batch, in tiles. FP32.
 
     The student's patches are those of its global crops, hidden ones too. teacher: whose patches; seen: the group of its
-    crops, which are the same in this size or another. drop_negative: cosines below 0 count as 0, on both sides.
+    crops, which are the same in this size or another. drop_negative: as of `gram_loss`.
     Where the schedule's weight is 0 nothing is computed, and the loss is 0.
     """
 
@@ -56,7 +66,7 @@ class GramTerm(Term):
             theirs = resized_patches(targets, features.shape[1])
             if self.whole_batch:
                 features, theirs = features.flatten(0, 1)[None], theirs.flatten(0, 1)[None]
-            return Measured(gram_loss(features, theirs, self.drop_negative), {})
+            return Measured(tiled_gram_loss(features, theirs, self.drop_negative), {})
 
 
 def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
@@ -64,10 +74,10 @@ def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
     return GramTerm(spec.teacher, spec.seen, spec.whole_batch, spec.drop_negative)
 
 
-def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
-    """Rows (matrices, n, d) and (matrices, n, d') -> mean over matrices and n^2 of the squared difference of cosines.
+def tiled_gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
+    """`gram_loss`, and in the same pass its gradient, of the student's alone.
 
-    The gradient, of the student's alone, is made in the same pass: no more than `_PIECE` of a matrix is there at once.
+    No more than `_PIECE` of a matrix of cosines is there at once.
     """
     low = student.dtype != torch.float32
     loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), drop_negative, low)

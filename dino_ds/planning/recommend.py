@@ -76,8 +76,10 @@ def recommend(
 
     make_ds: makes the ds JSON of a shape for GPUs with bf16 or without, None: `ds_of`.
     """
-    # DeepSpeed clips an offloaded optimizer's gradients itself, by one norm.
-    allowed = [shape for shape in shapes if not shape.offload or recipe.optimizer.clip_by == "network"]
+    # An offloaded optimizer clips by one norm, and steps on the host, where ranks can't meet as LARS and Muon must.
+    remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
+    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in ("lars", "muon") else []
+    allowed = [shape for shape in shapes if not (shape.offload and remedies)]
     search, refused = _Search(recipe, cluster, limit_gib, make_ds or ds_of), dict[Shape, str]()
     for shape in allowed:
         fit = search.largest(shape)
@@ -92,7 +94,7 @@ def recommend(
             return Recommendation(ds, shape, fit, list(refused.values()))
         refused[shape] = search.reason(shape)
     least = min((search.at(shape, 1).memory.gib, str(shape)) for shape in allowed)
-    offload = "" if len(allowed) == len(shapes) else ", or optimizer.clip_by network, which allows offloading"
+    offload = "" if len(allowed) == len(shapes) else f", or {' and '.join(remedies)}, which allows offloading"
     raise ConfigError(
         f"nothing fits {limit_gib:g} GiB: {least[1]} with one image at a time needs {least[0]:.1f} GiB. "
         f"Take more GPUs, larger ones or a smaller model{offload}"

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dino_ds.method import gram
-from dino_ds.method.gram import GramTerm, gram_loss
+from dino_ds.method.gram import GramTerm, gram_loss, tiled_gram_loss
 from dino_ds.models.base import resized_patches
 from tests.reference_v2 import golden_v2
 
@@ -56,13 +56,23 @@ def test_loss_and_gradient_are_the_reference_s(monkeypatch, name, options, piece
     _close(grad, recorded[f"{name}.grad"])
 
 
+@pytest.mark.parametrize("drop_negative", [False, True])
+def test_the_formula_is_the_reference_s(drop_negative):
+    recorded, name = golden_v2("gram"), "remove_neg" if drop_negative else "recipe"
+    student = recorded["student"].clone().requires_grad_()
+    loss = gram_loss(student, recorded["teacher.bicubic"].view(len(student), -1, student.shape[-1]), drop_negative)
+    loss.backward()
+    _close(loss, recorded[f"{name}.loss"])
+    _close(student.grad, recorded[f"{name}.grad"])
+
+
 @pytest.mark.parametrize("name", ["masked", "unmasked"])
 def test_some_patches_of_the_whole_batch(name):
     """Which the reference reports besides: the same function, of those rows."""
     recorded = golden_v2("gram")
     rows = recorded["masks"] if name == "masked" else ~recorded["masks"]
     student = recorded["student"].clone().requires_grad_()
-    loss = gram_loss(student[rows][None], recorded["teacher.bicubic"][rows][None])
+    loss = tiled_gram_loss(student[rows][None], recorded["teacher.bicubic"][rows][None])
     loss.backward()
     _close(loss, recorded[f"{name}.loss"])
     _close(student.grad, recorded[f"{name}.grad"])
@@ -82,7 +92,7 @@ def test_of_another_width_and_many_images_in_pieces(monkeypatch, drop_negative):
     monkeypatch.setitem(gram._PIECE, "cpu", 3 * 25 * 25 * 4)
     torch.manual_seed(0)
     student, teacher = torch.randn(7, 25, 12).bfloat16().requires_grad_(), torch.randn(7, 25, 20).bfloat16()
-    loss = gram_loss(student, teacher, drop_negative)
+    loss = tiled_gram_loss(student, teacher, drop_negative)
     loss.backward()
     plain = student.detach().float().requires_grad_()
     grams = [rows @ rows.mT for rows in (F.normalize(plain, dim=-1), F.normalize(teacher.float(), dim=-1))]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dino_ds.engine.distributed import GatherRows
 from dino_ds.method.coding_rate import _SumOverRanks
-from dino_ds.method.gram import gram_loss
+from dino_ds.method.gram import tiled_gram_loss
 from dino_ds.models import attention, batch_norm, blocks, network, residual, rope
 from dino_ds.models.base import CLS
 from dino_ds.models.drop_path import Kept
@@ -126,7 +126,7 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
     ),
     "no gradient": (network._ZeroGrad.apply, lambda x: x.detach() + 0 * x, ((6, 8),)),
     "prototypes": (_tiled, _compared, ((6, 4), (10, 4))),
-    "Gram": (gram_loss, _gram, ((2, 5, 8), (2, 5, 4))),
+    "Gram": (tiled_gram_loss, _gram, ((2, 5, 8), (2, 5, 4))),
     "rows of all ranks": (GatherRows.apply, lambda x: x * 1, ((2, 3, 8),)),
     "sum over ranks": (_SumOverRanks.apply, lambda x: x * 1, ((6, 8),)),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
@@ -71,13 +73,21 @@ def test_the_rule(card_gib, chosen, refused, invented):
     assert [line.partition(":")[0] for line in found.refused] == refused
 
 
-def test_clipping_by_part_is_never_planned_with_an_offloaded_optimizer(invented):
-    """Which the engine refuses; the way out is named where nothing else fits."""
-    cluster, by_part = Cluster(Gpu("a GPU", 5.0), 1, 1), load_recipe("vits16", {"optimizer.clip_by": "part"})
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"optimizer.clip_by": "part"}, "optimizer.clip_by network"),
+        ({"optimizer.kind": "muon", "optimizer.clip_by": "part"}, "optimizer.clip_by network and optimizer.kind adamw"),
+        ({"optimizer.kind": "lars"}, "optimizer.kind adamw"),
+    ],
+)
+def test_what_the_engine_refuses_with_an_offloaded_optimizer_is_never_planned_with_it(invented, changes, remedy):
+    """The way out is named where nothing else fits."""
+    cluster, other = Cluster(Gpu("a GPU", 5.0), 1, 1), load_recipe("vits16", changes)
     assert recommend(load_recipe("vits16", {}), cluster, 5.0).shape.offload
-    with pytest.raises(ConfigError, match=r"or optimizer\.clip_by network, which allows offloading"):
-        recommend(by_part, cluster, 5.0)
-    assert not recommend(by_part, cluster, 40.0).shape.offload
+    with pytest.raises(ConfigError, match=rf"or {re.escape(remedy)}, which allows offloading"):
+        recommend(other, cluster, 4.0 if "optimizer.kind" in changes else 5.0)
+    assert not recommend(other, cluster, 40.0).shape.offload
 
 
 def test_where_nothing_fits_the_least_is_named(invented):
