@@ -32,6 +32,7 @@ from dino_ds.engine.clipping import norm_in_one_pass
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.lars import Lars, Layer, Shard
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
+from dino_ds.engine.muon import Matrix, Muon, Slice
 from dino_ds.engine.process import leave
 from dino_ds.evals import knn, linear, linear_sgd
 from dino_ds.method.build import build_objective, build_schedules
@@ -188,8 +189,8 @@ def test_collectives_of_a_step(objective):
 
 
 def test_collectives_of_the_engine():
-    """What of them is ours: the teacher's under ZeRO 3, the gradient's norm, LARS, and the new weights, which a resume
-    gathers too."""
+    """What of them is ours: the teacher's under ZeRO 3, the gradient's norm, LARS, Muon, and the new weights, which a
+    resume gathers too."""
     with values_on_gpu() as collectives:
         shard = torch.ones(10, device=CUDA)
         weights = {"a": torch.empty(10, 8, device=CUDA)}
@@ -205,11 +206,16 @@ def test_collectives_of_the_engine():
         lars.lay_out(shard, Shard([Layer(0, 0, 4), Layer(2, 4, 6)], 5, None))
         shard.grad = torch.ones(10, device=CUDA)
         lars.step()
+        muon = Muon([{"params": [shard], "kind": "muon", "weight_decay": 0.1}], {}, 0.95, 1.0)
+        muon.lay_out(shard, [Matrix(8, 10)], [[Slice(0, 10 * r, 10 * (r + 1), 0)] for r in range(RANKS)], None)
+        muon.step()
     assert [(name, tensors[0][0]) for name, tensors in collectives.called] == [
         ("allgather_base", torch.float32),
         ("allgather_into_tensor_coalesced", torch.bfloat16),
         ("allreduce", torch.float64),
         ("allreduce", torch.float64),
+        ("alltoall_base", torch.float32),
+        ("alltoall_base", torch.float32),
     ]
 
 
@@ -347,7 +353,8 @@ def test_no_other_file_sends_tensors():
     )
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
     assert {name for name, text in texts.items() if calls.search(text)} == {
-        "engine/distributed.py", "engine/clipping.py", "engine/lars.py", "method/ema.py", "models/batch_norm.py",
+        "engine/distributed.py", "engine/clipping.py", "engine/lars.py", "engine/muon.py", "method/ema.py",
+        "models/batch_norm.py",
     }  # fmt: skip
     assert {name for name, text in texts.items() if helpers.search(text)} == {
         "engine/deepspeed_engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/centering.py",

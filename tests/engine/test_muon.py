@@ -12,7 +12,7 @@ from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.errors import ConfigError
 from dino_ds.models.blocks import Mlp
 from tests.engine.harness import OPTIMIZERS, build_step, ds_config, tiny_network
-from tests.fake_cuda import CUDA, fake_cuda
+from tests.fake_cuda import CUDA, fake_cuda, needs_fake_cuda
 from tests.ranks import run_on_ranks
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
@@ -140,6 +140,7 @@ def test_nothing_to_orthogonalize():
         parameter_groups(network, OPTIMIZERS["muon"])
 
 
+@needs_fake_cuda
 def test_launches_are_few():
     """Of ViT-S with DINO's head: 63 weights of 5 shapes, by 15 products and 6 other kernels a shape and 6 for all; its
     blocks alone, of 2 shapes, by fewer than 60."""
