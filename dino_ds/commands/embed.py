@@ -84,14 +84,14 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     from dino_ds.engine.device import device
     from dino_ds.engine.process import init_distributed
     from dino_ds.evals.features import Reading
-    from dino_ds.report.model_options import find_images, range_for, side_of
+    from dino_ds.evals.model_images import find_images, range_for
     from dino_ds.weights.load import load
 
     init_distributed()
     check(options)
     with distributed.raise_on_all_ranks():
         model = load(options.model, device())
-        size = model.image_size if options.size is None else side_of(model, options.size)
+        size = options.size or model.image_size
         model.network.check_image(size, size)
         source = find_images(options.model, options.source, options.root)
         shape = _shape(model, options.what, size)

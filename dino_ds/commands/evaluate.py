@@ -25,11 +25,11 @@ from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
 from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import EvalContext, Settings
+from dino_ds.evals.model_images import range_for, recipe_of
 from dino_ds.evals.results import RESULTS, as_json, name_images, write_results
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.options.model import EvalOptions
 from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.report.model_options import check_unused_options, range_for, recipe_of
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
@@ -74,7 +74,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
         _check_places(options.model, options.out)
     for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
         preflight_eval(name, settings, lambda: (None, None))
-    check_unused_options("evals", options.evals, _CONCERNS, options)
+    _check_unused(options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -99,6 +99,16 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
             for note in context.notes:
                 print(note, file=sys.stderr)
             show(Evaluated(results, context, backbone, time.monotonic() - began))
+
+
+def _check_unused(options: EvalOptions) -> None:
+    """Raises ConfigError for an option that changes nothing of the chosen evaluations."""
+    for name, concerned in _CONCERNS.items():
+        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
+                f"add one to --evals, or leave --{name} out"
+            )
 
 
 def _settings(options: EvalOptions) -> Settings:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from dino_ds.config.fields import (
     BENCHMARKS,
     EVALUATIONS,
+    AutoLength,
     Count,
     Evaluations,
     Length,
@@ -70,7 +71,7 @@ class EvalSection(Section):
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0, "part of the training images held out for that loss, by a hash of their names", learned=True
     )
-    pictures_every: LengthField = option(Length(5, "epochs"), "how often attention and PCA are drawn; 0 steps = never")
+    pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
 
     @property
     def holds_out(self) -> bool:

@@ -225,7 +225,7 @@ LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(
 StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
 """May count from the step at which a stage of training began."""
 WeightField = Annotated[Ramp, PlainValidator(parse_ramp), PlainSerializer(str)]
-SaveEvery = Annotated[
+AutoLength = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
 ]
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]

@@ -17,11 +17,11 @@ from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import (
+    AutoLength,
     Count,
     Length,
     LengthField,
     Positive,
-    SaveEvery,
     Seconds,
     Section,
     Seed,
@@ -61,7 +61,7 @@ class Recipe(Section):
     )
     length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics", learned=False)
-    save_every: SaveEvery = option(
+    save_every: AutoLength = option(
         "auto", "how often to save; 0 steps = only at the end; auto = by what a save costs", learned=False
     )
     expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto", learned=False)

@@ -34,16 +34,12 @@ class Benchmark:
         """The folder that has all marks. Raises ConfigError without a root, DataError where there is none."""
         if root is None:
             raise ConfigError(f"{self.name} needs its images: --benchmark_root DIR, {self._wanted}")
-        missing = {
-            place: [mark for mark in self.marks if not (place / mark).exists()] for place in (root, root / self.folder)
-        }
-        folder = min(missing, key=lambda place: len(missing[place]))
-        if missing[folder]:
-            raise DataError(
-                f"no {self.name} in {root} or {root / self.folder}: {folder / missing[folder][0]} is not there; "
-                f"{self._wanted}"
-            )
-        return folder
+        places = root, root / self.folder
+        for place in places:
+            if all((place / mark).exists() for mark in self.marks):
+                return place
+        marks = " or ".join(self.marks)
+        raise DataError(f"no {self.name} in {places[0]} or {places[1]}: {marks} is not there; {self._wanted}")
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raises DataError where one of these files is not there."""

@@ -27,7 +27,7 @@ _BENCHMARK = Benchmark(
     "Copydays",
     "copydays",
     ("original", "strong"),
-    "a folder with original/, strong/ and, if wanted, jpegqual/QUALITY/, crops/PERCENT/, distractors/ and whitening/",
+    "a folder with original/, strong/ and, if wanted, jpegqual/QUALITY/, crops/PERCENT/ and distractors/",
     "https://lear.inrialpes.fr/~jegou/data.php#copydays",
 )
 _SIZE, _BATCH = 320, 16
@@ -42,40 +42,21 @@ def copydays(context: EvalContext) -> dict[str, float]:
     """Copydays: originals of changed photos by CLS and pool patches, mAP"""
     with distributed.raise_on_all_ranks():
         folder = _BENCHMARK.find(context.settings.benchmark_root)
-        copies = [
-            "strong",
-            *(f"{kind}/{number}" for kind in ("jpegqual", "crops") for number in _numbers(folder / kind)),
-        ]
-        extra = [kind for kind in ("distractors", "whitening") if (folder / kind).is_dir()]
+        numbered = (f"{kind}/{number}" for kind in ("jpegqual", "crops") for number in _numbers(folder / kind))
+        copies = ["strong", *numbered]
+        extra = ["distractors"] if (folder / "distractors").is_dir() else []
         images = {block: _images(folder / block) for block in ("original", *copies, *extra)}
         originals = [path.name for path in images["original"]]
         wanted = {block: originals_of([path.name for path in images[block]], originals) for block in copies}
     context.begin()
     features = {block: _describe(context, paths, block) for block, paths in images.items()}
-    whiten = Whitening(features["whitening"]) if "whitening" in extra else torch.nn.Identity()
-    database = whiten(torch.cat([features[block] for block in ("original", "distractors") if block in features]))
-    maps = {block: copy_map(whiten(features[block]), database, wanted[block]) for block in copies}
+    database = torch.cat([features[block] for block in ("original", *extra)])
+    maps = {block: copy_map(features[block], database, wanted[block]) for block in copies}
     results = {f"copydays_{block.replace('/', '_')}_map": value for block, value in maps.items()}
     for kind in ("jpegqual", "crops"):
         if values := [value for block, value in maps.items() if block.startswith(kind)]:
             results[f"copydays_{kind}_map"] = sum(values) / len(values)
     return results
-
-
-class Whitening:
-    """Features (n, d) -> (n, d), less the mean of those given and divided by the deviation along their principal axes.
-
-    Like the reference's, the axes are the second moments' about zero, not about the mean.
-    """
-
-    def __init__(self, features: Tensor) -> None:
-        values = features.double()
-        variances, axes = torch.linalg.eigh(values.T @ values / len(values))
-        self._mean = values.mean(dim=0)
-        self._axes = axes / variances.clamp_min(1e-5 * float(variances.max())).sqrt()
-
-    def __call__(self, features: Tensor) -> Tensor:
-        return ((features.double() - self._mean) @ self._axes).to(features.dtype)
 
 
 def pool(cls: Tensor, patches: Tensor) -> Tensor:

@@ -65,8 +65,7 @@ def davis(context: EvalContext) -> dict[str, float]:
     if any(gave_up for _, gave_up in found):
         raise GaveUp
     means = 100 * np.array(sorted(row for rows, _ in found for row in rows)).mean(axis=0)  # sorted: on any ranks alike
-    names = ("davis_j_mean", "davis_j_recall", "davis_f_mean", "davis_f_recall")
-    return {"davis_jf_mean": float(means[0] + means[2]) / 2, **dict(zip(names, means.tolist(), strict=True))}
+    return {"davis_jf_mean": float(means.mean()), "davis_j_mean": float(means[0]), "davis_f_mean": float(means[1])}
 
 
 class LabelPropagation:
@@ -121,13 +120,9 @@ def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray
 
 
 def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
-    """Labels uint8 (frames, h, w), 0 is background -> of each object means over frames: J, J > 1/2, F, F > 1/2."""
-    rows = []
-    for number in range(1, objects + 1):
-        pair = found == number, wanted == number
-        values = region_similarity(*pair), boundary_similarity(*pair)
-        rows.append([float(x.mean()) for value in values for x in (value, (value > 0.5).double())])
-    return rows
+    """Labels uint8 (frames, h, w), 0 is background -> J and F of each object, means over frames."""
+    pairs = [(found == number, wanted == number) for number in range(1, objects + 1)]
+    return [[float(judge(*pair).mean()) for judge in (region_similarity, boundary_similarity)] for pair in pairs]
 
 
 def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
@@ -222,12 +217,9 @@ def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            if image.mode not in ("P", "L") or image.size != size:
-                raise DataError(
-                    f"{path} is a map of labels in mode {image.mode} and size {image.size}: wanted is a PNG with a "
-                    f"palette, {size} as its photo"
-                )
-            mask = np.array(image)
+            mode, sides, mask = image.mode, image.size, np.array(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} is not a readable PNG: {one_line(error)}") from None
+    if mode not in ("P", "L") or sides != size:
+        raise DataError(f"{path} has mode {mode} and size {sides}: wanted is a PNG with a palette, {size} as its photo")
     return np.where(mask == _VOID, 0, mask).astype(np.uint8)

@@ -27,7 +27,6 @@ from dino_ds.evals.benchmark import Benchmark, describe_files
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.knn import average_precision, rank_database
 
-_KS = (1, 5, 10)
 _SCALES = (1.0, 2**-0.5, 0.5)
 _SETUPS = {
     "easy": (("easy",), ("junk", "hard")),
@@ -41,12 +40,12 @@ Pixel = Annotated[float, Field(gt=-10_000, lt=10_000)]
 
 
 def oxford(context: EvalContext) -> dict[str, float]:
-    """Revisited Oxford: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
+    """Revisited Oxford: landmarks by cosine, mAP of easy, medium and hard"""
     return _evaluate(context, "oxford", "roxford5k", size=224, scales=(1.0,))
 
 
 def paris(context: EvalContext) -> dict[str, float]:
-    """Revisited Paris: landmarks by cosine, mAP and mP@k of easy, medium and hard"""
+    """Revisited Paris: landmarks by cosine, mAP of easy, medium and hard"""
     return _evaluate(context, "paris", "rparis6k", size=512, scales=_SCALES)
 
 
@@ -87,26 +86,17 @@ def read_ground_truth(path: Path) -> GroundTruth:
         raise DataError(f"{path} is not a ground truth of revisitop: {one_line(error)}") from None
 
 
-def landmark_scores(ranking: Sequence[Sequence[int]], answers: Sequence[Answer], setup: str) -> dict[str, float]:
-    """{"map": ..., "mp1": ...} in percent of each query's `ranking` of the whole database by likeness.
+def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[Answer], setup: str) -> float:
+    """Mean average precision in percent of each query's `ranking` of the whole database by likeness.
 
     Queries that have nothing to find are left out; NaN if none is left. The same as `compute_map` of revisitop.
     """
-    precisions, positions = [], []
+    precisions = []
     for row, answer in zip(ranking, answers, strict=True):
         found, passed = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
-        junk = passed - found
         if found:
-            precisions.append(average_precision(row, found, junk))
-            kept = [index for index in row if index not in junk]
-            positions.append([i + 1 for i, index in enumerate(kept) if index in found])
-    scores = {"map": _percent(precisions)}
-    for k in _KS:
-        # Where all is found before the k-th place, places behind the last are not counted.
-        depths = [min(places[-1], k) for places in positions]
-        within = [sum(p <= depth for p in places) / depth for places, depth in zip(positions, depths, strict=True)]
-        scores[f"mp{k}"] = _percent(within)
-    return scores
+            precisions.append(average_precision(row, found, passed - found))
+    return 100.0 * sum(precisions) / len(precisions) if precisions else float("nan")
 
 
 def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
@@ -149,16 +139,10 @@ def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: 
     def features(files: Any, what: str) -> Tensor:
         return describe_files(context, files, prepare, describe, 1, f"{name}: {what}")
 
-    database, results = features(NamedFiles(list(map(str, images))), "database"), dict[str, float]()
-    # The benchmark asks with the landmark cut out, DINO's script with the whole photo.
-    whole = NamedFiles(list(map(str, queries)))
-    for asked, kind in ((_CutOut(whole, [answer.bbx for answer in truth.gnd]), ""), (whole, "whole_")):
-        ranking = rank_database(features(asked, f"{kind}queries"), database).tolist()
-        for setup in _SETUPS:
-            scores = landmark_scores(ranking, truth.gnd, setup)
-            kept = {"map": scores["map"]} if kind else scores
-            results |= {f"{name}_{kind}{setup}_{key}": value for key, value in kept.items()}
-    return results
+    database = features(NamedFiles(list(map(str, images))), "database")
+    cut = _CutOut(NamedFiles(list(map(str, queries))), [answer.bbx for answer in truth.gnd])
+    ranking = rank_database(features(cut, "queries"), database).tolist()
+    return {f"{name}_{setup}_map": landmark_map(ranking, truth.gnd, setup) for setup in _SETUPS}
 
 
 class _CutOut:
@@ -183,7 +167,3 @@ def _thumbnail(image: Image.Image, size: int, normalisation: Normalisation) -> T
     small = image.copy()
     small.thumbnail((size, size), Image.Resampling.LANCZOS)
     return to_tensor(small, normalisation)
-
-
-def _percent(values: Sequence[float]) -> float:
-    return 100.0 * sum(values) / len(values) if values else float("nan")

@@ -45,7 +45,6 @@ def linear_sgd(context: EvalContext) -> dict[str, float]:
     probes = Probes(kinds, context.backbone.width, test.classes, RATES, context.settings.seed, context.device)
     _train(context, probes, test.features.shape[1])
     found = probes.accuracies(test.features, test.labels)
-    context.note(_at_the_end_of_the_grid(found))
     return _report(found, kinds)
 
 
@@ -168,27 +167,10 @@ def _test_inputs(context: EvalContext) -> Labelled:
 
 
 def _report(found: dict[tuple[Kind, float], float], kinds: Sequence[Kind]) -> dict[str, float]:
-    """The best, the best of each kind, and every learning rate of the best kind."""
+    """The best, and the best of each kind."""
     best_of = {kind: max(value for (other, _), value in found.items() if other == kind) for kind in kinds}
-    best = max(kinds, key=lambda kind: best_of[kind])
     names = {kind: f"linear_sgd_{kind[0]}{'_mean' if kind[1] else ''}" for kind in kinds}
-    rates = {rate: value for (kind, rate), value in found.items() if kind == best}
-    return {
-        "linear_sgd": best_of[best],
-        **{names[kind]: value for kind, value in best_of.items()},
-        **{f"{names[best]}_lr_{rate:g}": rates[rate] for rate in sorted(rates)},
-    }
-
-
-def _at_the_end_of_the_grid(found: dict[tuple[Kind, float], float]) -> list[str]:
-    """A line where the smallest or the largest learning rate alone is the best: the grid may be too short."""
-    best = {rate for (_, rate), value in found.items() if value == max(found.values())}
-    ends = {RATES[0]: "smallest", RATES[-1]: "largest"}
-    return [
-        f"linear-sgd: the best learning rate, {rate:g}, is the {end} that is tried"
-        for rate, end in ends.items()
-        if best == {rate}
-    ]
+    return {"linear_sgd": max(best_of.values()), **{names[kind]: value for kind, value in best_of.items()}}
 
 
 class _Augmented(LabelledImages):

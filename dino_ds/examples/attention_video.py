@@ -1,7 +1,7 @@
-"""Paint the frames of a clip with what a teacher looks at, or with the colors of its patches.
+"""Paint the frames of a clip with what a teacher looks at.
 
 ffmpeg -i walk.mp4 frames/%06d.png
-python -m dino_ds.examples.attention_video runs/vits16 frames painted      # --show pca: components of the patches
+python -m dino_ds.examples.attention_video runs/vits16 frames painted
 ffmpeg -framerate 25 -i painted/%06d.png -pix_fmt yuv420p walk_attention.mp4
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,12 @@ from torch import Tensor
 import dino_ds
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.errors import UserError
-from dino_ds.report.draw import coat, heat
-from dino_ds.report.maps import PatchColors
+from dino_ds.report.draw import heat
 from dino_ds.weights.load import Backbone
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAMPLE = 16
-"""Frames of all parts of the clip that decide on its colors once, so that nothing flickers."""
+"""Frames of all parts of the clip whose attention says what is lightest, so that nothing flickers."""
 LIGHTEST = 0.995
 """Share of the sample's patches that are darker than the lightest color."""
 
@@ -36,16 +34,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", help="whatever dino_ds.load reads")
     parser.add_argument("frames", type=Path, help="folder of images, in the order of their names")
     parser.add_argument("out", type=Path, help="folder for the painted frames")
-    parser.add_argument("--show", choices=("attention", "pca"), default="attention")
     parser.add_argument("--size", type=int, default=480, help="pixels of a frame's shorter side")
     options = parser.parse_args(arguments)
     try:
-        paint_clip(options.model, options.frames, options.out, options.show, options.size)
+        paint_clip(options.model, options.frames, options.out, options.size)
     except (UserError, OSError) as error:
         sys.exit(f"attention_video: {error}")
 
 
-def paint_clip(model: str, frames: Path, out: Path, show: str, size: int) -> None:
+def paint_clip(model: str, frames: Path, out: Path, size: int) -> None:
     """Paint every image of `frames` into a PNG file of `out`.
 
     Raises:
@@ -58,11 +55,12 @@ def paint_clip(model: str, frames: Path, out: Path, show: str, size: int) -> Non
     backbone = dino_ds.load(model, DEVICE)
     height, width = _network_size(paths[0], size, backbone.stride)
     sample = paths[:: max(1, len(paths) // SAMPLE)]
-    paint = _painter(backbone, [_pixels(path, height, width, backbone) for path in sample], show)
+    attention = torch.stack([_attention(backbone, _resized(path, height, width)) for path in sample])
+    top = float(attention.quantile(LIGHTEST))
     out.mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(paths):
-        picture = torch.from_numpy(np.asarray(_resized(path, height, width)) / np.float32(255))
-        painted = paint(picture, _pixels(path, height, width, backbone))
+        frame = _resized(path, height, width)
+        painted = heat(torch.from_numpy(np.asarray(frame) / np.float32(255)), _attention(backbone, frame), top)
         Image.fromarray((255 * painted).round().astype(np.uint8)).save(out / f"{number:06d}.png")
     print(f"{out}: {len(paths)} frames of {width} x {height}")
 
@@ -80,26 +78,9 @@ def _resized(path: Path, height: int, width: int) -> Image.Image:
         return image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
 
 
-def _pixels(path: Path, height: int, width: int, backbone: Backbone) -> Tensor:
-    return to_tensor(_resized(path, height, width), backbone.normalisation)[None]
-
-
-def _painter(backbone: Backbone, sample: list[Tensor], show: str) -> Callable[[Tensor, Tensor], np.ndarray]:
-    """A function of a frame (h, w, 3) in [0, 1] and the network's input (1, 3, h, w) that gives the painted frame."""
-    if show == "pca":
-        colors = PatchColors(torch.cat([_tokens(backbone, frame).flatten(0, 1) for frame in sample]))
-        return lambda picture, pixels: coat(picture, colors(_tokens(backbone, pixels)))
-    top = float(torch.stack([_attention(backbone, frame) for frame in sample]).quantile(LIGHTEST))
-    return lambda picture, pixels: heat(picture, _attention(backbone, pixels), top)
-
-
-def _tokens(backbone: Backbone, pixels: Tensor) -> Tensor:
-    """Patch tokens (rows, columns, d)."""
-    return backbone.patch_tokens(pixels.to(DEVICE))[0].float().cpu()
-
-
-def _attention(backbone: Backbone, pixels: Tensor) -> Tensor:
+def _attention(backbone: Backbone, frame: Image.Image) -> Tensor:
     """The CLS token's attention (rows, columns), the mean of all heads."""
+    pixels = to_tensor(frame, backbone.normalisation)[None]
     return backbone.attention(pixels.to(DEVICE))[0].float().mean(dim=0).cpu()
 
 

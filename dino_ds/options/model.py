@@ -10,8 +10,7 @@ from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
 from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
-PictureKind = Literal["attention", "pca", "neighbors", "map", "curves"]
-MapMethod = Literal["tsne", "pca"]
+PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
 """The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
@@ -62,21 +61,16 @@ class EmbedOptions:
     json: Json = False
 
 
-@command("pictures", "dino_ds.report.draw_pictures:run", "look")
+@command("pictures", "dino_ds.report.pictures:run", "look")
 class PicturesOptions:
-    """what a teacher sees: attention, PCA of patches, nearest neighbors, a map, the run's curves"""
+    """what a teacher sees: a map of images, nearest neighbors, PCA of patches, attention"""
 
     model: Model
     weights: Weights = "newest"
     source: _Source = None
     root: str | None = option(None, "images, as data.root", shown="the run's")
     out: str | None = option(None, "folder for the PNG files", shown="RUN/pictures")
-    only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="all")
-    images: str | None = option(None, "how many, or which: numbers, files, folders with commas", shown="6")
-    foreground: bool = option(False, "PCA of the foreground alone, found by the first component")
-    map: MapMethod | None = option(None, "how the map is made", shown="tsne")
-    bank: Count | None = option(None, "images of the map, among which neighbors are sought", shown="500")
-    size: Count | None = option(None, "pixels of a side of --images", shown="twice the model's, 16 to 30 patches")
+    only: Listed[PictureKind] | None = option(None, "comma-separated list of", shown="those that say something")
     json: Json = False
 
 

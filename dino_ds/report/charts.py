@@ -18,17 +18,12 @@ EVALUATED, SHARE = "eval/", "share/"
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a chart.
-
-    kind: "line"; "dots"; "area", filled down to `base` or to 0; "faint"; "hidden", of which only the newest value is
-    shown. color: 1 to 8.
-    """
+    """One curve of a chart. kind: "line" or "dots". color: 1 to 8."""
 
     name: str
     curve: Curve
     color: int = 1
     kind: str = "line"
-    base: Curve | None = None
 
 
 @dataclass(frozen=True)
@@ -59,16 +54,16 @@ class Series:
         curve = metrics[self.key]
         return Curve(curve.x, curve.y * self.factor)
 
-    def chart(self, metrics: Metrics) -> Chart:
+    def chart(self, metrics: Metrics, small: bool = True) -> Chart:
         color, kind = (3, "dots") if self.key.startswith(EVALUATED) else (1, "line")
         line = Line(self.title, self.curve(metrics), color, kind)
-        return Chart(self.title, self.unit, [line], {}, zero=self.zero, small=True)
+        return Chart(self.title, self.unit, [line], {}, zero=self.zero, small=small)
 
 
 LARGE = (
     Series("loss", "Loss"),
     Series(KNN, "k-NN top-1 of the teacher", "%"),
-    Series("images_per_second", "Throughput", "images/s", zero=True),
+    Series("images_per_second", "Images per second", "images/s", zero=True),
     Series("data_wait_fraction", "Waiting for data", "% of the time", zero=True, factor=100),
 )
 SMALL = (
@@ -92,7 +87,6 @@ SMALL = (
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )
-SCHEDULES = ("lr", "weight_decay", "teacher_temp", "teacher_momentum")
 _NOT_SHOWN = {
     "step",
     "images",
@@ -128,29 +122,12 @@ def find_others(metrics: Metrics) -> list[str]:
     return [key for key in metrics.curves if key not in known]
 
 
-def loss_charts(metrics: Metrics, prototypes: Mapping[str, int]) -> list[Chart]:
-    """Charts of the loss, or the weighted sum of several terms, and of each term with targets.
-
-    prototypes: of the terms that have targets over them, by the term's name.
-    """
-    terms = [term for term in find_terms(metrics) if term.entropy]
-    alone = next(iter(prototypes.values())) if len(prototypes) == 1 else 0
-    charts = [_entropy_chart(term, metrics, prototypes.get(term.name, 0 if term.name else alone)) for term in terms]
-    if any(key.endswith(_LOSS) for key in metrics.curves):
-        return [Chart("Loss, all terms", "", [Line("loss", metrics["loss"])], {}), *charts]
-    return charts or [Chart("Loss", "", [Line("Loss", metrics["loss"])], {})]
-
-
-def _entropy_chart(term: TermKeys, metrics: Metrics, prototypes: int) -> Chart:
-    """The KL divergence is drawn on top of the entropy; together they are the loss."""
-    entropy = metrics[term.entropy]
-    lines = [
-        Line("teacher entropy", entropy, 1, "area"),
-        Line("+ KL", metrics[term.kl], 4, "hidden"),
-        Line(f"= {term.loss}", metrics[term.loss], 4, "area", entropy),
-    ]
-    levels = {"ln K: uniform": math.log(prototypes)} if prototypes else {}
-    return Chart(title_of_term(term.name, metrics.titles), "nats", lines, levels, zero=True)
+def loss_chart(metrics: Metrics) -> Chart:
+    """The loss; of an objective of one term above the entropy of its targets, below which it can't fall."""
+    lines, unit, several = [Line("loss", metrics["loss"])], "", any(key.endswith(_LOSS) for key in metrics.curves)
+    if len(metrics[_ENTROPY]) and not several:
+        lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
+    return Chart("Loss, the weighted sum of all terms" if several else "Loss", unit, lines, {})
 
 
 def knn_chart(metrics: Metrics) -> Chart:
@@ -158,14 +135,6 @@ def knn_chart(metrics: Metrics) -> Chart:
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
     return Chart("k-NN top-1 of the teacher", "%", [Line(f"teacher{at}", metrics[KNN], 3, "dots")], levels)
-
-
-def rolling_chart(series: Series, metrics: Metrics) -> Chart:
-    """A chart of each logging window, faint, with the mean of the last five over it."""
-    rolling = Series(f"rolling_{series.key}", "", factor=series.factor).curve(metrics)
-    lines = [Line("each window", series.curve(metrics), 1, "faint" if len(rolling) else "line")]
-    lines += [Line("mean of five", rolling)] if len(rolling) else []
-    return Chart(series.title, series.unit, lines, {}, zero=series.zero)
 
 
 def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
@@ -195,43 +164,6 @@ def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
 _ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
 """Ends of the keys that are in nats, and what they are."""
-
-
-@dataclass(frozen=True)
-class TermKeys:
-    """Keys of one term's curves: its `loss` is the sum of `entropy` and `kl` if it has targets, else these are "".
-
-    `name` is "" for the only term of an objective, whose metrics don't tell it.
-    """
-
-    name: str
-    loss: str
-    entropy: str = ""
-    kl: str = ""
-
-
-def find_terms(metrics: Metrics) -> list[TermKeys]:
-    """The terms of a run in the order of its metrics, where a term's scalars stand before its NAME_loss."""
-    terms, scalars = list[TermKeys](), list[str]()
-    for key in metrics.curves:
-        if key.endswith(_LOSS):
-            name = key.removesuffix(_LOSS)
-            terms += _with_targets(name, key, scalars) or [TermKeys(name, key)]
-            scalars.clear()
-        else:
-            scalars.append(key)
-    return terms + _with_targets(None, "loss", scalars)
-
-
-def _with_targets(name: str | None, loss: str, scalars: list[str]) -> list[TermKeys]:
-    """The targets among a term's scalars; without a `name` each is named by its prefix."""
-    terms = []
-    for entropy in (key for key in scalars if key.endswith(_ENTROPY)):
-        prefix = entropy.removesuffix(_ENTROPY)
-        compared = [key for key in scalars if key.endswith(_CROSS_ENTROPY)]
-        own = [key for key in compared if key == f"{prefix}{_CROSS_ENTROPY}"] or compared or [loss]
-        terms.append(TermKeys(prefix.rstrip("_") if name is None else name, own[0], entropy, f"{prefix}{_KL}"))
-    return terms
 
 
 def title_of_term(name: str, titles: Mapping[str, str]) -> str:

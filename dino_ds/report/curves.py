@@ -13,8 +13,6 @@ import numpy as np
 
 from dino_ds.basics.text_file import read_lines
 
-_MOST_SHAPES = 100
-"""Sets of keys: a run writes one for training, one for evaluations, and a few more."""
 _PARTS = 400
 
 
@@ -82,19 +80,19 @@ def read_metrics(path: Path) -> Metrics:
 
     Raises OSError, or ConfigError for another kind of file.
     """
-    shapes: dict[tuple[str, ...], array[float]] = {}
+    points: dict[str, array[float]] = {}
     lines = broken = 0
     for line in read_lines(path):
         try:
             record = _numbers(json.loads(line))
-            shape = tuple(record)
-            if shape not in shapes and len(shapes) >= _MOST_SHAPES:
-                raise ValueError("too many sets of keys")
-            shapes.setdefault(shape, array("d")).extend(record.values())
-            lines += 1
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             broken += bool(line.strip())
-    return Metrics(_curves(shapes), lines, broken)
+            continue
+        lines += 1
+        step = record.pop("step")
+        for key, value in record.items():
+            points.setdefault(key, array("d")).extend((step, value))
+    return Metrics({key: _curve_of(np.frombuffer(pairs)) for key, pairs in points.items()}, lines, broken)
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
@@ -108,26 +106,13 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
     return values
 
 
-def _curves(shapes: dict[tuple[str, ...], array[float]]) -> dict[str, Curve]:
-    parts: dict[str, list[np.ndarray]] = {}
-    for shape, values in shapes.items():
-        table = _sane(np.frombuffer(values).reshape(-1, len(shape)))
-        steps = table[:, shape.index("step")]
-        for column, key in enumerate(shape):
-            if key != "step":
-                parts.setdefault(key, []).append(np.stack([steps, table[:, column]]))
-    return {key: _merged(np.concatenate(tables, axis=1)) for key, tables in parts.items()}
+def _curve_of(pairs: np.ndarray) -> Curve:
+    """Steps and values in turn, in the order of the file -> ascending steps, the later of two equal ones.
 
-
-def _sane(values: np.ndarray) -> np.ndarray:
-    """Values of 1e100 and beyond, which no run has, become infinite, so that arithmetic with the others is safe."""
+    Values of 1e100 and beyond, which no run has, become infinite, so that arithmetic with the others is safe.
+    """
+    steps, values = pairs[0::2], pairs[1::2]
     size = np.abs(values)
-    return np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
-
-
-def _merged(points: np.ndarray) -> Curve:
-    """(2, n) in the order of the file -> ascending steps, the later of two equal ones."""
-    if (np.diff(points[0]) > 0).all():
-        return Curve(*points)
-    steps, last = np.unique(points[0, ::-1], return_index=True)
-    return Curve(steps, points[1, ::-1][last])
+    sane = np.where(size < 1e-100, 0.0, np.where(size > 1e100, np.copysign(np.inf, values), values))
+    ascending, last = np.unique(steps[::-1], return_index=True)
+    return Curve(ascending, sane[::-1][last])

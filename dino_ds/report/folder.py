@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +31,6 @@ LEVELS = {
 _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
 """Kinds of events after which a run has ended so, or goes on."""
 _LARGEST_NUMBER = 1e100
-_GIB = 2**30
 _BEST = "best_teacher.json"
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
 """Files that training writes after a hang, a bug and bad steps."""
@@ -97,7 +95,6 @@ class RunFiles:
     environment: dict[str, Any] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
     pictures: list[Path] = field(default_factory=list)
-    checkpoints: dict[int, float] = field(default_factory=dict)
     best: dict[str, Any] = field(default_factory=dict)
     traces: list[str] = field(default_factory=list)
     state: str = "unfinished"
@@ -152,7 +149,6 @@ def read_run(path: Path) -> RunFiles:
     _read_recipe(run)
     run.evaluations = _evaluations(path, notes)
     run.pictures = sorted(file for file in (path / "pictures").rglob("*.png") if file.is_file())
-    run.checkpoints = _checkpoints(path / "checkpoints")
     if (path / _BEST).is_file():
         about: dict[str, Any] = _read(notes, path / _BEST, read_object, {}, "the best teacher is not shown")
         best = about.get("best")
@@ -238,17 +234,6 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
         for key, value in values.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
     }
-
-
-def _checkpoints(folder: Path) -> dict[int, float]:
-    """Step -> GiB of the checkpoints that are there; others of the run were removed by `keep_checkpoints`."""
-    sizes = {}
-    for path in sorted(folder.glob("step_*")):
-        digits = path.name.removeprefix("step_")
-        if digits.isascii() and digits.isdigit():
-            with suppress(OSError):  # a run that is still training removes old ones
-                sizes[int(digits)] = sum(file.stat().st_size for file in path.iterdir()) / _GIB
-    return sizes
 
 
 def _ended_by_ranks(path: Path) -> str:

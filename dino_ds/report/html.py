@@ -65,13 +65,12 @@ def build_document(title: str, body: str) -> str:
 
 
 def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
-    """A data: address of a PNG file, and its size: at most `width` wide, as WebP where that is smaller.
+    """A data: address of a PNG file as WebP at most `width` wide, and its size.
 
     Raises OSError or ValueError for what is not a picture.
     """
-    content = path.read_bytes()
     try:
-        with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        with Image.open(path, formats=["PNG"]) as image:
             if image.width * image.height > _MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels")
             small = image.convert("RGBA" if "A" in image.getbands() or "transparency" in image.info else "RGB")
@@ -79,14 +78,6 @@ def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
         raise ValueError(str(error)) from None
     if small.width > width:
         small = small.resize((width, max(1, round(small.height * width / small.width))), Image.Resampling.LANCZOS)
-    elif not features.check("webp"):
-        return _address("png", content), small.size
     stream, kind = io.BytesIO(), "webp" if features.check("webp") else "png"
     small.save(stream, kind.upper(), quality=84, method=5)
-    if small.width == width or len(stream.getvalue()) < len(content):
-        return _address(kind, stream.getvalue()), small.size
-    return _address("png", content), small.size
-
-
-def _address(kind: str, content: bytes) -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return f"data:image/{kind};base64,{base64.b64encode(stream.getvalue()).decode()}", small.size

@@ -1,19 +1,15 @@
-"""Draws charts with matplotlib: as SVG for the report's page, and together as the picture `curves.png`."""
+"""Draws charts with matplotlib, as SVG for the report's page."""
 
 from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from dino_ds.report.charts import KNN, LARGE, SCHEDULES, SMALL, Chart, Line, knn_chart, loss_charts
-from dino_ds.report.curves import Metrics
+from dino_ds.report.charts import Chart, Line
 from dino_ds.report.text import number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
 """The same as --c1 to --c8 of templates/page.css, by whose values the page replaces them."""
@@ -52,33 +48,6 @@ def chart_svg(chart: Chart) -> str:
     return f'<svg viewBox="0 0 {width} {height}" xmlns:xlink="http://www.w3.org/1999/xlink" role="img">{svg}'
 
 
-def draw_curves(metrics: Metrics) -> Figure:
-    """Loss, k-NN accuracy where it was evaluated, schedules and throughput, as a matplotlib Figure.
-
-    A value that is missing or NaN leaves a gap.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 5.4))
-    parts: Any = figure.subfigures(2, 1, height_ratios=[3, 2])
-    losses = loss_charts(metrics, {})
-    large = [*losses[len(losses) > 2 :], *([knn_chart(metrics)] if len(metrics[KNN]) else [])]
-    small = [series.chart(metrics) for series in SMALL if series.key in SCHEDULES] + [LARGE[2].chart(metrics)]
-    for part, charts in zip(parts, (large, small), strict=True):
-        margins = {"left": 0.05, "right": 0.98, "bottom": 0.17, "top": 0.88, "wspace": 0.3 if len(charts) > 2 else 0.15}
-        panels = part.subplots(1, len(charts), squeeze=False, gridspec_kw=margins)[0]
-        for axes, chart in zip(panels, charts, strict=True):
-            _plot(axes, chart)
-            newest = f": {number(chart.lines[0].curve.last)}, {chart.lines[0].name}" if chart.levels else ""
-            title = f"{chart.title}{f', {chart.unit}' if chart.unit else ''}"
-            axes.set_title(title + (newest if chart.lines[0].kind == "dots" else ""), fontsize=8 if chart.small else 9)
-            if len(chart.lines) > 1:
-                axes.legend(fontsize=7, loc="upper right", ncols=3, frameon=False, handlelength=1.2, columnspacing=1.0)
-            axes.set_xlabel("step", fontsize=7)
-            axes.tick_params(labelsize=7)
-    return figure
-
-
 def _plot(axes: Any, chart: Chart) -> None:
     """Draw the lines and levels of a chart on matplotlib's axes, which hold all of their finite values.
 
@@ -112,16 +81,8 @@ def _draw_line(axes: Any, line: Line) -> None:
     if long and len(curve.finite):
         x, lowest, y, highest = curve.outline()
         axes.fill_between(x, lowest, highest, color=color, alpha=0.2, linewidth=0)
-    if line.kind == "area" and len(curve.finite) > 1:
-        base = line.base
-        floor = np.interp(x, base.x, base.y) if base is not None and len(base) else np.zeros(len(x))
-        axes.fill_between(x, floor, y, where=np.isfinite(floor) & np.isfinite(y), color=color, alpha=0.28, linewidth=0)
     dotted = (line.kind == "dots" and len(x) <= _MOST_DOTS) or len(curve.finite) == 1
-    look: dict[str, Any] = {"alpha": 0.45, "linewidth": 0.8} if line.kind == "faint" else {"linewidth": 1.6}
-    shown = slice(0, 0) if line.kind == "hidden" else slice(None)
-    axes.plot(
-        x[shown], y[shown], "o-" if dotted else "-", color=color, markersize=4, label=line.name, clip_on=False, **look
-    )
+    axes.plot(x, y, "o-" if dotted else "-", color=color, markersize=4, linewidth=1.6, clip_on=False)
 
 
 def _draw_levels(axes: Any, chart: Chart) -> None:

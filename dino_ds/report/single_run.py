@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dino_ds.config.recipe import Recipe
-from dino_ds.method.specs.of_recipe import known_terms
-from dino_ds.report.charts import (
-    KNN_BASELINES,
-    LARGE,
-    SHARE,
-    Series,
-    find_series,
-    find_shares,
-    find_terms,
-    knn_chart,
-    loss_charts,
-    rolling_chart,
-)
+from dino_ds.report.charts import LARGE, SHARE, Series, find_series, find_shares, knn_chart, loss_chart
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
@@ -36,19 +24,19 @@ _STATES = {
     "unfinished": "not finished",
 }
 _OPEN_LINES = 12
-_WIDTH, _STRIP_WIDTH = 1300, 800
+_WIDTH = 1000
 """Pixels of embedded pictures."""
-_MOST, _MOST_IN_STRIP = 24, 6
+_MOST = 12
 _WIDE_FROM = 2.2
 """Times its height: over both columns."""
 _PICTURES = {
-    "map": "Map of the features: images that are alike lie together",
-    **dict.fromkeys(("neighbors", "neighbours"), "Nearest neighbors, with their cosines"),
-    "pca": "First three principal components of the patches, as colors",
-    "attention": "Self-attention of the CLS token, head by head",
-    "crops": "Crops that the network sees",
+    "map": "Map of images: those whose features are alike lie together",
+    "neighbors": "Nearest neighbors of six images, with the cosines of their features",
+    "pca": "Patches, colored by the first three principal components of their features",
+    "attention": "Attention of the CLS token, head by head",
 }
-"""Titles, in the order of the page."""
+"""Titles, in the order of the page; those of the first two are not folded."""
+_OPEN = ("map", "neighbors")
 
 
 def draw_run(run: RunFiles) -> str:
@@ -64,8 +52,8 @@ def draw_run(run: RunFiles) -> str:
         verdict=verdict,
         bars_of_knn=_knn_bars(facts["knn"] or {}),
         alarms=_alarms(run),
-        cards=_cards(facts, run.metrics),
-        **_charts(run.metrics, run.recipe),
+        cards=_cards(facts),
+        **_charts(run.metrics),
         pictures=_load_pictures(run),
         evaluations=_evaluations(run.evaluations),
         memory=_memory(run, facts),
@@ -74,7 +62,8 @@ def draw_run(run: RunFiles) -> str:
         most_of_a_kind=MOST_OF_A_KIND,
         open_lines=_OPEN_LINES,
         environment=environment_rows(run),
-        origin=reproduction(run),
+        ds=json.dumps(run.ds, indent=2) if run.ds else "",
+        again=reproduction(run),
     )
 
 
@@ -97,14 +86,15 @@ def _images(run: RunFiles) -> str:
 
 
 def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars on one axis: the newest and the best teacher, each with its step, and what they are compared with."""
-    names = {key: name for key, name in KNN_BASELINES.items() if key in knn}
-    if "teacher" in knn:
-        names["teacher"] = f"newest, step {knn['step']:,}"
+    """Bars on one axis: start, best and newest teacher, then what they are compared with."""
+    names = {"start": "start", "untrained": "start: untrained"}
     if knn.get("best") != knn.get("teacher"):
         names["best"] = f"best, step {knn['best_step']:,}"
+    if "teacher" in knn:
+        names["teacher"] = f"newest, step {knn['step']:,}"
+    names |= {"raw_pixels": "raw pixels", "chance": "chance"}
     colors = {"teacher": 3, "best": 3}
-    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items()]
+    return [(name, percent(knn[key]), [(colors.get(key, 8), knn[key])]) for key, name in names.items() if key in knn]
 
 
 def _alarms(run: RunFiles) -> list[str]:
@@ -114,48 +104,32 @@ def _alarms(run: RunFiles) -> list[str]:
     return [f"{incident.line} ({incident.time}{times[kind]})" for kind, incident in newest.items()]
 
 
-def _cards(facts: dict[str, Any], metrics: Metrics) -> list[tuple[str, str, str]]:
-    """Title, figure and explanation of the figures of speed and memory."""
+def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Title, figure and explanation of six figures, which fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
-    wait, best = facts["data_wait_fraction"], facts["best"]
-    waiting = "" if wait is None else f"{100 * wait:.0f} % of the time waiting for data"
+    wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
+    parts = "" if entropy is None else f"entropy {nats(entropy)} + KL {nats(facts['kl'])}"
     return [
-        *([_best_card(best)] if best else []),
         ("steps", number(facts["step"]), f"{of}{number(facts['images'])} images{epochs}"),
         ("time in steps", duration(facts["training_seconds"]), "without evaluations and pauses"),
-        ("loss", nats(facts["loss"]), _loss_parts(metrics)),
-        ("images per second", number(facts["images_per_second"], 3), waiting),
+        ("loss", nats(facts["loss"]), parts),
+        ("speed", number(facts["images_per_second"], 3), "images per second, the mean"),
+        ("waiting for data", "–" if wait is None else f"{100 * wait:.0f} %", "of the time"),
         ("peak memory", gib(facts["memory_gib"]), f"predicted {gib(facts['memory_predicted_gib'])}"),
     ]
 
 
-def _best_card(best: dict[str, Any]) -> tuple[str, str, str]:
-    value, start = (number(best[key]) if isinstance(best[key], float) else "" for key in ("value", "start"))
-    began = f", {start} at the start" if start else ""
-    return f"best {best['metric']}", value, f"step {best['step']}{began}: best_teacher.safetensors"
-
-
-def _loss_parts(metrics: Metrics) -> str:
-    """The newest "entropy 2.10 + KL 0.61", or each of several terms by its name, unweighted."""
-    parts = []
-    for term in find_terms(metrics):
-        values = {key: metrics[key].last for key in (term.loss, term.entropy, term.kl)}
-        sums = f"entropy {nats(values[term.entropy])} + KL {nats(values[term.kl])}" if term.entropy else ""
-        figure = nats(values[term.loss]) if sums else number(values[term.loss], 3)
-        parts.append(" ".join(filter(None, [term.name, figure, sums and f"= {sums}"])) if term.name else sums)
-    return "; ".join(parts)
-
-
-def _charts(metrics: Metrics, recipe: Recipe | None) -> dict[str, Any]:
+def _charts(metrics: Metrics) -> dict[str, Any]:
     """The charts in the order of the page; curves that never change are text."""
-    terms = known_terms(recipe) if recipe else []
-    prototypes = {term.name: head.prototypes for term in terms for head in term.heads.values()}
     small = [series for series in find_series([metrics]) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
+    large = {
+        "learning": [knn_chart(metrics), loss_chart(metrics)],
+        "speed": [series.chart(metrics, small=False) for series in LARGE[2:]],
+    }
     return {
-        "learning": [draw_chart(chart) for chart in (knn_chart(metrics), *loss_charts(metrics, prototypes))],
-        "speed": [draw_chart(rolling_chart(series, metrics)) for series in LARGE[2:]],
+        **{name: [svg for chart in charts if (svg := draw_chart(chart))] for name, charts in large.items()},
         "others": [draw_chart(series.chart(metrics)) for series in drawn],
         "constants": [_constant(series, metrics) for series in small if series not in drawn],
     }
@@ -168,49 +142,51 @@ def _constant(series: Series, metrics: Metrics) -> str:
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
-    """Pictures of the folder itself, the map first, then of its folders (training steps), six of a kind at most."""
+    """By kind the pictures of the start beside the newest ones; then those that are not of a step of training."""
     folder, order = run.path / "pictures", list(_PICTURES)
-    # The page draws curves itself, from all lines of metrics.jsonl.
-    own = [path for path in run.pictures if path.parent == folder and path.stem != "curves"]
-    own.sort(key=lambda path: order.index(path.stem) if path.stem in order else len(order))
-    strips: dict[str, list[Path]] = {}
+    steps, own = dict[str, list[Path]](), list[Path]()
     for path in run.pictures:
-        if path.parent != folder:
-            strips.setdefault(path.stem, []).append(path)
-    return {
-        "folder": folder,
-        "own": [_picture(path, _PICTURES.get(path.stem, path.stem), _WIDTH) for path in own[:_MOST]],
-        "left_out": max(0, len(own) - _MOST),
-        "strips": [
-            {
-                "title": _PICTURES.get(kind, kind),
-                "count": len(paths),
-                "shown": [_picture(path, _step_of(path, folder), _STRIP_WIDTH) for path in _spread(paths)],
-            }
-            for kind, paths in list(strips.items())[:_MOST]
-        ],
-    }
+        if path.parent == folder:
+            own.append(path)
+        else:
+            steps.setdefault(path.stem, []).append(path)
+    kinds = sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
+    groups = [
+        {
+            "title": _PICTURES.get(kind, kind),
+            "open": kind in _OPEN,
+            "shown": [_picture(path, _step_of(path, folder)) for path in _ends_of(steps[kind])],
+        }
+        for kind in kinds[:_MOST]
+    ]
+    title = "Pictures of dino-ds pictures"
+    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in own[:_MOST]]
+    groups += [{"title": title, "open": not groups, "shown": named}] if named else []
+    more = len(own) > _MOST or any(len(paths) > 2 for paths in steps.values())
+    return {"folder": folder, "groups": groups, "more": more}
+
+
+def _ends_of(paths: list[Path]) -> list[Path]:
+    """The first and the last one, or the only one."""
+    return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 
 def _step_of(path: Path, folder: Path) -> str:
     """The name of its folder: "step_00000500" -> "step 500"."""
     name = str(path.parent.relative_to(folder))
     word, _, digits = name.rpartition("_")
-    return f"{word} {int(digits):,}" if word and digits.isascii() and digits.isdigit() else name
+    if not (word and digits.isascii() and digits.isdigit()):
+        return name
+    return f"{word} {int(digits):,}" + (", before training" if int(digits) == 0 else "")
 
 
-def _spread(paths: list[Path]) -> list[Path]:
-    chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MOST_IN_STRIP)).round().astype(int))
-    return [paths[i] for i in chosen]
-
-
-def _picture(path: Path, caption: str, width: int) -> dict[str, Any]:
+def _picture(path: Path, caption: str) -> dict[str, Any]:
     """Embed one file; one that can't be read has an `error` instead."""
     try:
-        address, (wide, high) = embedded_file(path, width)
+        address, (wide, high) = embedded_file(path, _WIDTH)
     except (OSError, ValueError) as error:
         return {"error": f"{path.name} can't be shown: {getattr(error, 'strerror', None) or error}"}
-    is_wide = width == _WIDTH and wide > _WIDE_FROM * high
+    is_wide = wide > _WIDE_FROM * high
     return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": is_wide}
 
 
@@ -244,22 +220,13 @@ def _about(about: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Bars of predicted and measured memory, and a key of the predicted parts."""
+    """Bars of predicted and measured memory."""
     measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
     if not measured or not predicted:
         return None
-    parts = (run.events.fact("memory", "parts", dict) or {}).items()
-    sizes = [(size, name) for name, size in parts if isinstance(size, float)]
-    shown = sorted((part for part in sizes if 0.01 * predicted <= part[0] <= predicted), reverse=True)
-    rest = predicted - sum(size for size, _ in shown)
-    colored = [(i % 6 + 2, name, size) for i, (size, name) in enumerate(shown)]
-    colored += [(8, "the rest", rest)] if shown and rest > 0.005 * predicted else []
-    plan = [(color, size) for color, _, size in colored] or [(2, predicted)]
     return {
-        "bars": [("predicted", gib(predicted), plan), ("measured", gib(measured), [(1, measured)])],
+        "bars": [("predicted", gib(predicted), [(2, predicted)]), ("measured", gib(measured), [(1, measured)])],
         "most": max(measured, predicted),
-        "parts": colored,
-        "moment": run.events.fact("memory", "moment", str),
         "percent": None if run.environment.get("devices") == "cpu" else f"{100 * measured / predicted:.0f}",
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from typing import Any
@@ -59,19 +58,22 @@ def summarise(run: RunFiles) -> dict[str, Any]:
 def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     """Whether the run has learned something: good, odd or bad, and a sentence with what to do."""
     if run.metrics["collapsed"].last == 1:
-        return "bad", "Collapsed: the features of all images are alike. The incidents say what to change."
+        return "bad", (
+            "Collapsed: the features of all images are alike. Start again with a smaller --optimizer.lr or a longer "
+            "--optimizer.warmup; the incidents say more."
+        )
     if knn is None:
         return "odd", "Whether it has learned is not known without labels: dino-ds eval RUN --root DIR --test_root DIR."
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
-    best = f"{percent(knn['best'])} at step {knn['best_step']:,}"
     start = knn.get("untrained", knn.get("start"))
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     if knn["best"] <= bar + _NOISE:
-        return "odd", f"Not yet learned: k-NN has reached {best}, beside {percent(bar)} {name}. Train longer."
+        return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}. Train longer."
     if knn["teacher"] < knn["best"] - max(_NOISE, _FALL * (knn["best"] - bar)):
-        kept = "best_teacher.safetensors has it" if run.best else "--eval.keep_best knn_top1 would have kept it"
-        return "odd", f"Learned, and worse again: k-NN was {best}, and is {newest}; {kept}."
+        step, best = f"{knn['best_step']:,}", percent(knn["best"])
+        remedy = "take that teacher: --weights best" if run.best else "next time keep the best: --eval.keep_best knn"
+        return "odd", f"Falls since step {step}: k-NN was {best}, and is {newest}; {remedy}, and end earlier."
     return "good", f"Learned: k-NN is {newest}, beside {percent(bar)} {name}."
 
 
@@ -147,56 +149,18 @@ def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
     rows = [(key, show_plain(value)) for key, value in data.items() if key not in skipped]
     if origin := Origin.read(run.path):
         rows.insert(0, ("began with", f"{origin.run}, step {origin.step} ({origin.stage_start}), run {origin.run_id}"))
+    if isinstance(command := data.get("command"), list):
+        rows.insert(0, ("command", shlex.join(map(str, command))))
     rows += [(kind, run.events.text(kind)) for kind in ("engine", "kernels") if kind in run.events.newest]
     return rows + ([(key, show_plain(value)) for key, value in versions.items()] if isinstance(versions, dict) else [])
 
 
-def reproduction(run: RunFiles) -> dict[str, Any]:
-    """The commands as they were given, one that uses the run's own files, and the versions."""
-    versions, starts = run.environment.get("versions"), _starts(run.environment)
-    lines = [
-        f"# {start['time']}\n{command_line(start)}" if len(starts) > 1 else command_line(start) for start in starts
-    ]
+def reproduction(run: RunFiles) -> str:
+    """The command that trains again from the run's own files."""
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
-    last = starts[-1] if starts else {"launcher": "", "ranks": run.environment.get("ranks")}
-    pins = ""
-    if isinstance(versions, dict):
-        names = " ".join(f"{name}=={text}" for name, text in versions.items() if name not in ("python", "dino_ds"))
-        pins = f"# Python {versions.get('python', '?')}, dino_ds {versions.get('dino_ds', '?')}\npip install {names}"
-    return {
-        "ds": json.dumps(run.ds, indent=2) if run.ds else "",
-        "starts": starts,
-        "commands": "\n".join(lines),
-        "again": command_line(last | {"command": ["train.py", *files, "--run_dir", "NEW"]}),
-        "pins": pins,
-        "root": show_value(run.recipe.data.root) if run.recipe else "",
-    }
-
-
-def _starts(environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """Starts of a run, each with time, command, launcher and ranks; an older run has the last one only."""
-    found = environment.get("starts")
-    listed = found if isinstance(found, list) else [environment]
-    return [
-        {"time": str(start.get("time", "")), "command": command, "launcher": start.get("launcher"), "ranks": ranks}
-        for start in listed
-        if isinstance(start, dict)
-        for command, ranks in [(start.get("command"), start.get("ranks"))]
-        if isinstance(command, list) and command
-    ]
-
-
-def command_line(start: dict[str, Any]) -> str:
-    """The command line on all processes of one machine; with torchrun if no launcher is known."""
-    words = [str(word) for word in start["command"] if not str(word).startswith(("--local_rank", "--local-rank"))]
-    ranks = start["ranks"]
-    several = isinstance(ranks, int) and (ranks > 1 or start["launcher"])
-    deepspeed = start["launcher"] == "deepspeed"
-    launcher = ["deepspeed", "--num_gpus"] if deepspeed else ["torchrun", "--nproc_per_node"]
-    if words[0] == "train.py":
-        program = ["dino_ds/train.py"] if several else ["dino-ds", "train"]
-    else:
-        program = [*(["--module"] if deepspeed else ["-m"]), "dino_ds"] if several else [words[0]]
-    return shlex.join([*([*launcher, str(ranks)] if several else []), *program, *words[1:]])
+    ranks = run.environment.get("ranks")
+    several = isinstance(ranks, int) and ranks > 1
+    program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"] if several else ["dino-ds", "train"]
+    return shlex.join([*program, *files, "--run_dir", "NEW"])

@@ -51,6 +51,6 @@ def build_periodic_tasks(recipe: Recipe, source: Source, epoch_steps: int) -> tu
     evaluations = pictures = None
     if recipe.eval.every.value:
         evaluations = by_name("evals.runner:EvalRunner").build(recipe, source, epoch_steps)
-    if recipe.eval.pictures_every.value:
-        pictures = by_name("report.during_run:PeriodicPictures").build(recipe, source, epoch_steps)
+    if recipe.eval.pictures_every == "auto" or recipe.eval.pictures_every.value:
+        pictures = by_name("report.pictures:PeriodicPictures").build(recipe, source, epoch_steps)
     return evaluations, pictures

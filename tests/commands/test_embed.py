@@ -25,8 +25,8 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source, training_source
 from dino_ds.errors import ConfigError, DataError, StorageError
+from dino_ds.evals.model_images import range_for
 from dino_ds.options.model import EmbedOptions
-from dino_ds.report.model_options import range_for
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
@@ -316,7 +316,7 @@ def test_the_page_s_clusters_balance_training(place, tmp_path, monkeypatch):
         ({"out": "x.txt"}, r"--out x\.txt must end in \.parquet, \.npy, \.csv, \.pt"),
         ({"out": "x.csv", "what": "patches"}, r"no \.csv holds: write \.npy, \.pt or \.parquet"),
         ({"out": "/dev/null/x.npy"}, "/dev/null/x.npy can.t be written"),
-        ({"size": 33}, r"--size 33 is not a multiple of the patch size 8: use 32"),
+        ({"size": 33}, r"images of 33 x 33 pixels: wanted are h and w that are multiples of the patch size 8"),
         ({"root": None}, "name images: --root DIR"),
     ],
 )

@@ -375,7 +375,7 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
             "--format: 'onxx' is not one of safetensors, timm, hf, onnx, adapters.",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
-        ("pictures a --only pca,maps", "--only: 'maps' is not one of attention, pca"),
+        ("pictures a --only pca,maps", "--only: 'maps' is not one of map, neighbors"),
         ("eval a --evals knn,linear-sdg", "--evals: 'linear-sdg' is not one of knn, "),
         ("eval a --k 10,x", "--k: 'x' is not a whole number"),
         ("shard --root a --out b --quality 101", "--quality: 101 must be <= 100"),
@@ -389,15 +389,14 @@ def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., l
 
 
 def test_choices_are_what_the_tools_have():
-    from dino_ds.report.draw_pictures import KINDS
-    from dino_ds.report.maps import TITLES
+    from dino_ds.report.pictures import KINDS
     from dino_ds.weights.export import FORMATS
 
     choices = {
         (name, option.name): option.choices for name, command in COMMANDS.items() for option in command.own_options
     }
     assert choices["export", "format"] == tuple(FORMATS)
-    assert choices["pictures", "only"] == KINDS and choices["pictures", "map"] == tuple(TITLES)
+    assert choices["pictures", "only"] == KINDS
 
 
 def test_defaults_that_are_only_shown_are_those_of_the_settings():

@@ -63,7 +63,8 @@ def _refusal(words: list[str]) -> str:
         ("pictures m --patch 3,4", "--only pca"),
         ("pictures m --only similarity", "--only pca"),
         ("pictures m --only neighbours", "write neighbors"),
-        ("pictures m --map umap", "--map tsne"),
+        ("pictures m --map umap", "leave it out"),
+        ("pictures m --only curves", "dino-ds report RUN"),
         # Other commands name what they have.
         ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
         ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),

@@ -11,7 +11,6 @@ from dino_ds.evals import knn
 from dino_ds.evals.features import raw_pixels
 from dino_ds.method.build import build_meta
 from dino_ds.models.base import CLS
-from dino_ds.report import maps
 from dino_ds.weights.load import Backbone
 from tests.fake_cuda import CUDA, fake_cuda
 
@@ -38,5 +37,4 @@ def test_what_is_made_of_features():
         knn.nearest(queries, bank, 20)
         knn.rank_database(queries, bank)
         raw_pixels(torch.empty(64, 3, 224, 224, device=CUDA))
-        maps.mass_mask(torch.empty(4, 6, 14, 14, device=CUDA), 0.6)
     gpu.check({})

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
 from dino_ds.errors import DataError
-from dino_ds.evals.copydays import Whitening, copy_map, copydays, originals_of, pool
+from dino_ds.evals.copydays import copy_map, copydays, originals_of, pool
 from tests.evals.tiny import context_of, copies, photo
 
 
@@ -23,17 +22,6 @@ def test_pooling_is_the_fourth_power_mean_beside_cls():
         for channel in range(5):
             values = [max(float(x), 1e-6) ** 4 for x in patches[b, :, :, channel].flatten()]
             assert float(ours[b, 5 + channel]) == pytest.approx((sum(values) / 12) ** 0.25, rel=1e-5)
-
-
-def test_whitening_equals_its_definition():
-    """Axes and variances of X'X / n, as the reference has it; the mean is taken off what is whitened."""
-    x = torch.randn(200, 6, generator=torch.Generator().manual_seed(1)) * torch.arange(1, 7) + 3
-    values = x.double().numpy()
-    _, singular, axes = np.linalg.svd(values, full_matrices=False)
-    wanted = (values[:10] - values.mean(axis=0)) @ axes.T / (singular / math.sqrt(200))
-    ours = Whitening(x)(x[:10]).double().numpy()
-    # The axes' order and signs are free: what lasts is every product of two features.
-    np.testing.assert_allclose(ours @ ours.T, wanted @ wanted.T, rtol=1e-4, atol=1e-4)
 
 
 def test_map_counts_the_twenty_nearest_alone():
@@ -67,9 +55,6 @@ def test_colors_find_their_originals(tmp_path):
     assert several["copydays_jpegqual_15_map"] < 90
     assert several["copydays_jpegqual_map"] == pytest.approx(50 + several["copydays_jpegqual_15_map"] / 2)
     shutil.rmtree(tmp_path / "copydays/jpegqual/15")
-    for i in range(20):
-        photo(tmp_path / "copydays/whitening" / f"{i}.jpg", [[i % 6, (i * 5 + 1) % 6], [(i + 2) % 6, 3]])
-    assert copydays(context_of(tmp_path, size=64)) == results
     shutil.copy(tmp_path / "copydays/strong/200001.jpg", tmp_path / "copydays/distractors/nearer.jpg")
     assert copydays(context_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
 

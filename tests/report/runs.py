@@ -68,9 +68,6 @@ def make_run(path: Path, *events: Event, recipe: dict[str, str] | None = None, p
     write_events(path, *EVENTS, *(events or [DONE]))
     records = [knn(0, 62.0), *(record(step) for step in range(10, 101, 10)), knn(50, 78.2), knn(100, 76.2)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
-    checkpoint = path / "checkpoints/step_00000100"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "whole.safetensors").write_bytes(bytes(1000))
     if pictures:
         for name in ("attention", "step_00000050/attention", "step_00000100/attention"):
             save_picture(path / f"pictures/{name}.png")

@@ -1,4 +1,4 @@
-"""Report, pictures and comparison of a run of each shipped objective, and of one whose losses are negative."""
+"""Report and comparison of runs of one objective, of several terms, and of one whose losses are negative."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.method.objective import Measured, Needs, Term
 from dino_ds.method.specs.base import TermSpec
 from dino_ds.models.base import patches_of
-from dino_ds.options.model import PicturesOptions
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run as report
 from dino_ds.report.curves import read_metrics
-from dino_ds.report.draw_pictures import run as pictures
 from dino_ds.report.folder import read_run
-from dino_ds.report.plot import draw_curves
 from tests.ranks import run_on_ranks
 from tests.report.runs import assert_inside
 from tests.run.harness import image_folder, train_tiny
@@ -52,10 +49,7 @@ class NegativeTerm(Term):
 _ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
 OBJECTIVES = {
     "dino": {"eval.every": "2 steps", "eval.root": "DIR/images", "eval.k": "3"},
-    "coding_rate": {**_ALONE, "objective.coding_rate_weight": "1"},
     "ibot": {"crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0.1"},
-    "gram": {"gram.weight": "2", "gram.crop_size": "48", "gram.start": "0 steps", "gram.teacher": "DIR/dino"},
-    "distill": {"teacher.source": "DIR/dino", "objective.freeze_prototypes": "0 steps"},
     "own": {**_ALONE, "objective.terms": '{"own": {"spec": "tests.report.test_objectives:NegativeSpec", "weight": 1}}'},
 }
 
@@ -79,23 +73,15 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_every_objective_has_report_pictures_and_comparison(runs):
+def test_every_objective_has_report_and_comparison(runs):
     """The comparison has the charts of all of them."""
     first, *others = [str(runs / name) for name in OBJECTIVES]
     report(ReportOptions(run=first, compare=tuple(others)))
     assert_inside((runs / "dino/compare.html").read_text())
-    for name in ("coding_rate", "ibot", "own"):
+    for name in ("ibot", "own"):
         report(ReportOptions(run=str(runs / name)))
         assert_inside((runs / name / "report.html").read_text())
-    for name in OBJECTIVES:
-        metrics = read_metrics(runs / name / "metrics.jsonl")
-        assert name not in ("coding_rate", "own") or metrics["loss"].finite.max() < 0
-        for axes in draw_curves(metrics).axes:
-            low, high = axes.get_ylim()
-            drawn = [y for line in axes.lines for y in line.get_ydata()]
-            assert low <= min(drawn, default=low) and max(drawn, default=high) <= high, name
-    pictures(PicturesOptions(model=str(runs / "own"), only=("curves",)))
-    assert (runs / "own/pictures/curves.png").stat().st_size > 10_000
+    assert read_metrics(runs / "own/metrics.jsonl")["loss"].finite.max() < 0
 
 
 @pytest.mark.slow

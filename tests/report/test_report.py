@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
@@ -20,16 +18,14 @@ from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.run import ReportOptions
 from dino_ds.report import html
-from dino_ds.report.charts import TermKeys, find_terms, summarise_knn
+from dino_ds.report.charts import summarise_knn
 from dino_ds.report.command import run
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import read_events, read_run
-from dino_ds.report.plot import draw_curves
-from dino_ds.report.single_run import _spread, draw_run
-from dino_ds.report.summary import command_line, judge, mean_rate, summarise
+from dino_ds.report.single_run import draw_run
+from dino_ds.report.summary import judge, mean_rate, summarise
 from dino_ds.report.text import duration, number
-from dino_ds.run.environment import describe_start, read_starts
 from tests.report.runs import DONE, STAMP, knn, make_run, record, save_picture, write_events
 
 
@@ -80,22 +76,24 @@ def _curve(*y):
 
 def test_the_page_has_every_part(tmp_path, capsys):
     folder = make_run(tmp_path / "run")
-    save_picture(folder / "pictures/curves.png")
+    for name in ("map", "neighbors"):
+        for step in (0, 50, 100):
+            save_picture(folder / f"pictures/step_{step:08d}/{name}.png")
     page = _report(folder)
     for words in (
         *("finished", "vit_small_patch16_224, patch 8, width 32", "2,880 images of photos", "epoch 2"),
-        *("10 s", "640", "62.0 %", "35.3 %", "5.6 %", "newest, step 100 76.2 %", "best, step 50 78.2 %"),
-        *("libraries 0.50 GiB", "second copy of the student 0.20 GiB", "largest resident set of rank 0: on a CPU"),
+        "start: untrained 62.0 % best, step 50 78.2 % newest, step 100 76.2 % raw pixels 35.3 % chance",
+        *("10 s", "640", "raw pixels 35.3"),
+        *("predicted 0.70 GiB measured 0.80 GiB", "largest resident set of rank 0: on a CPU"),
         *("data.global_batch 64 512", "knn_20 75", "rankme 15.9", "2026-11-21", "birds/test, 2,880 training, 936 test"),
-        *("torchrun --nproc_per_node 2 dino_ds/train.py --config quickstart --run_dir 'runs/a b'", "torch==2.15.0"),
-        *("ln K: uniform 5.55", "Waiting for data each window 20", "raw pixels 35.3", "teacher at step 100 76.2"),
-        *("while it trained", "step 50", "step 100", "Seed 0", "The log tells of none"),
+        *("torchrun --nproc_per_node 2 dino_ds/train.py --config", "train.py --local_rank=0 --config quickstart"),
+        *("Waiting for data 20", "teacher at step 100 76.2", "entropy of the targets: the floor 2.08"),
+        *("step 0, before training step 100 Nearest", "Those of other steps", "The log tells of none"),
         "Learned: k-NN is 76.2 % at step 100, beside 62.0 % at the start.",
     ):
         assert words in page.text, words
-    assert "dino_ds==" not in page.text  # it is not on PyPI under a number
     assert page.tags.count("svg") >= 9 and "script" not in page.tags
-    assert page.tags.count("img") == 3  # curves are drawn anew
+    assert page.tags.count("img") == 2 * 3 + 1  # start and newest; one beside them
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
     assert "step 100 of 100, loss" in (line := capsys.readouterr().out) and "k-NN 76.2 % at step 100" in line
 
@@ -104,18 +102,18 @@ def test_the_page_has_every_part(tmp_path, capsys):
     ("accuracies", "collapsed", "level", "says"),
     [
         ((62, 78.2, 76.2), 0, "good", "Learned: k-NN is 76.2 % at step 100, beside 62.0 % at the start."),
-        ((20, 80.0, 50.0), 0, "odd", "Learned, and worse again: k-NN was 80.0 % at step 50, and is 50.0 % at step 100"),
+        ((20, 80.0, 50.0), 0, "odd", "Falls since step 50: k-NN was 80.0 %, and is 50.0 % at step 100; next time keep"),
         (
             (62, 61.0, 62.5),
             0,
             "odd",
-            "Not yet learned: k-NN has reached 62.5 % at step 100, beside 62.0 %",
+            "Not yet learned: k-NN is 62.5 % at step 100, beside 62.0 %",
         ),
         (
             (20, 25.0, 30.0),
             0,
             "odd",
-            "Not yet learned: k-NN has reached 30.0 % at step 100, beside 35.3 %",
+            "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %",
         ),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
         ((), 0, "odd", "Whether it has learned is not known without labels"),
@@ -150,7 +148,7 @@ def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
     folder = make_run(tmp_path / "run")
     path = folder / "environment.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "devices": "NVIDIA H200"}))
-    assert "Measured is 114 % of the plan" in draw_run(read_run(folder))
+    assert "Measured is 114 % of the prediction" in draw_run(read_run(folder))
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -399,37 +397,6 @@ def test_a_long_run_stays_small(tmp_path):
     assert (folder / "report.html").stat().st_size < 150_000
 
 
-def test_commands_are_those_of_the_launchers():
-    for words, launcher, ranks, line in (
-        (["train.py", "--seed", "1"], "", 1, "dino-ds train --seed 1"),
-        (["dino-ds", "train", "--seed", "1"], "", 1, "dino-ds train --seed 1"),
-        (["dino-ds", "train"], "", 4, "torchrun --nproc_per_node 4 -m dino_ds train"),
-        (["train.py", "--local_rank=1"], "deepspeed", 2, "deepspeed --num_gpus 2 dino_ds/train.py"),
-        (["train.py"], "torchrun", 1, "torchrun --nproc_per_node 1 dino_ds/train.py"),
-    ):
-        assert command_line({"command": words, "launcher": launcher, "ranks": ranks}) == line
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_the_commands_of_all_starts_are_kept(tmp_path, monkeypatch):
-    """Of this version, and the one of an older version, which knew no starts."""
-    folder = make_run(tmp_path / "run")
-    path = folder / "environment.json"
-    about = json.loads(path.read_text())
-    for mark, word in (("CROSS_RANK", "one"), ("TORCHELASTIC_RUN_ID", "two")):
-        with monkeypatch.context() as patch:
-            patch.setenv(mark, "0")
-            patch.setattr(sys, "argv", ["/x/train.py", word])
-            path.write_text(json.dumps(about | {"starts": [*read_starts(folder), describe_start()]}))
-    assert [start["launcher"] for start in read_starts(folder)] == ["", "deepspeed", "torchrun"]
-    _report(folder)
-    page = (folder / "report.html").read_text()
-    first, second, third = (
-        page.index(word) for word in ("--config quickstart", "dino_ds/train.py one", "train.py two")
-    )
-    assert first < second < third and "deepspeed --num_gpus 1 dino_ds/train.py one" in page
-
-
 def test_numbers_as_people_read_them():
     for value, text in (
         *((None, "–"), (float("nan"), "NaN"), (float("inf"), "∞"), (float("-inf"), "−∞"), (5.0, "5"), (0.5, "0.5")),
@@ -446,7 +413,6 @@ def test_figures_of_a_run():
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
     found = summarise_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
-    assert _spread(list(range(10))) == [0, 2, 4, 5, 7, 9]
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -461,16 +427,12 @@ def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
             lines[i] = {"step": line["step"], "loss": line["loss"], **parts, "lr": line["lr"]}
     _write_metrics(folder, *lines)
     run = read_run(folder)
-    assert find_terms(run.metrics) == [
-        TermKeys("toy", "toy_cross_entropy", "toy_teacher_entropy", "toy_kl"), TermKeys("flat", "flat_loss")
-    ]  # fmt: skip
     page = draw_run(run)
-    assert "toy 2.200 = entropy 1.650 + KL 0.550; flat 3.58" in page
-    for title in ("Loss, all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "Loss of flat", "spread"):
-        assert page.count(f"<figcaption><b>{title}</b>") == (2 if title == "Loss of toy" else 1), title
+    titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "spread"
+    for title in titles:
+        assert page.count(f"<figcaption><b>{title}</b>") == 1, title
     assert {key for key in summarise(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
     assert "Loss of toy: cross-entropy" in draw_comparison([run, read_run(make_run(tmp_path / "other"))])
-    assert len(draw_curves(run.metrics).axes) == 8  # the sum and the targets are large
 
 
 def test_what_a_folder_says(tmp_path):
@@ -478,7 +440,7 @@ def test_what_a_folder_says(tmp_path):
     metrics = folder / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"memory_gib": 0.8', '"memory_gib": 0.9', 1) + '{"step": 110, ')
     run = read_run(folder)
-    assert run.checkpoints == {100: 1000 / 2**30} and run.state == "unfinished"
+    assert run.state == "unfinished"
     assert "metrics.jsonl: 1 broken lines were left out" in run.notes
     assert summarise(run)["memory_gib"] == 0.9
     lock = RunLock(folder)
@@ -487,11 +449,3 @@ def test_what_a_folder_says(tmp_path):
     lock.release()
     other = make_run(tmp_path / "other/run")
     assert names_of([run, read_run(other)]) == [f"{tmp_path.name}/run", "other/run"]
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_the_map_comes_first(tmp_path):
-    folder = make_run(tmp_path / "run")
-    Image.new("RGB", (300, 100)).save(folder / "pictures/map.png")
-    page = draw_run(read_run(folder))
-    assert page.index("Map of the features") < page.index("Self-attention of the CLS token")

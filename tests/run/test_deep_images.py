@@ -20,7 +20,7 @@ from dino_ds.data.normalisation import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EvalOptions, PicturesOptions
-from dino_ds.report import draw_pictures as pictures
+from dino_ds.report import pictures
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar
@@ -109,15 +109,11 @@ def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsy
     named = {"root": str(signed), "test_root": str(signed), "k": (1,)}
     with pytest.raises(ConfigError, match="not known: the model has no range of its own, so make them images of 8"):
         evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
-    named = dict.fromkeys(("images", "map", "bank", "size")) | {"source": "folder"}
-    named |= {"out": str(tmp_path), "foreground": False, "json": True, "root": str(signed)}
+    named = {"source": "folder", "out": str(tmp_path), "json": True, "root": str(signed)}
     for kind in ("pca", "neighbors"):
         with pytest.raises(DataError, match=r"none of 2 images can be read; the first is .*0\.tif .int32 values, -5"):
             pictures.run(PicturesOptions(model=str(run), only=(kind,), **named))
-    named = dict.fromkeys(("source", "root", "images", "map", "bank", "size"))
-    pictures.run(
-        PicturesOptions(model=str(run), out=str(tmp_path), only=("pca",), foreground=False, json=True, **named)
-    )
+    pictures.run(PicturesOptions(model=str(run), out=str(tmp_path), only=("pca",), json=True))
     assert len(list(tmp_path.glob("*.png"))) == 1
 
 

@@ -108,7 +108,7 @@ def test_pictures_are_in_the_folder_and_in_tensorboard(runs):
     run, _, _ = runs
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    for name in ("attention", "pca"):
+    for name in ("map", "neighbors", "pca"):
         assert [event.step for event in events.Images(name)] == [0, 2]
         for step in (0, 2):
             with Image.open(run / f"pictures/step_{step:08d}/{name}.png") as picture:

@@ -21,7 +21,7 @@ from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, UserError, lines_for_people
 from dino_ds.method.build_frozen import find_teacher
 from dino_ds.options.model import ExportOptions, PicturesOptions
-from dino_ds.report.draw_pictures import run as draw_pictures
+from dino_ds.report.pictures import run as draw_pictures
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.frozen import find_frozen
 from dino_ds.weights.sidecar import read_sidecar, write_with_sidecar
@@ -54,7 +54,7 @@ def _recipe(**changes):
 
 
 def _pictures(model, out):
-    draw_pictures(PicturesOptions(model=model, only=("pca",), images="2", out=str(out)))
+    draw_pictures(PicturesOptions(model=model, only=("pca",), out=str(out)))
 
 
 COMMANDS = {
@@ -208,7 +208,7 @@ def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):
     export(ExportOptions(model=str(run / OLD), format="hf", json=True))
     card = (run / "teacher-step_00000002-hf/README.md").read_text()
     assert "Trained for 2 steps" in card and "| statistics" in card
-    draw_pictures(PicturesOptions(model=str(run / OLD), only=("pca",), images="2"))
+    draw_pictures(PicturesOptions(model=str(run / OLD), only=("pca",)))
     assert (run / "pictures/step_00000002/pca.png").is_file()
     assert find_frozen(str(run / OLD)).notes == ["the EMA teacher of step 2"]
 

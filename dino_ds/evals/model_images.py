@@ -1,0 +1,65 @@
+"""The images that commands about a model look at, named by options or those of its run, and their range."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dino_ds.config.own_recipe import own_recipe
+from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import holds_run, home_of
+from dino_ds.data.find_range import find_misfits, look_at_values
+from dino_ds.data.images import ValueRange
+from dino_ds.data.sources import Source, build_source, recipe_images
+from dino_ds.engine import distributed
+from dino_ds.errors import ConfigError
+from dino_ds.weights.load import Backbone
+
+
+def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
+    """The recipe of the run `model`, or of the one that this checkpoint lies in, where no images are named: relative
+    paths begin where the run was started."""
+    home = home_of(model)
+    if source is not None or root is not None or not home.is_run:
+        return None
+    recipe = own_recipe(home.folder, (), notes := list[str](), "--root")
+    if distributed.rank() == 0:
+        for note in notes:
+            print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
+    return recipe
+
+
+def find_images(model: str, source: str | None, root: str | None) -> Source:
+    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
+    if recipe := recipe_of(model, source, root):
+        if recipe.data.mixture:
+            return recipe_images(recipe.data, may_overlap=True)
+        source, root = recipe.data.source, recipe.data.root
+    if source is None and root is None:
+        own = home_of(model).folder / "config.yaml"
+        lost = f"{own}, which names the run's images, is missing or no file: " if holds_run(own.parent) else ""
+        raise ConfigError(f"{lost}name images: --root DIR (folder, list, shards, Parquet), or --source photos")
+    return build_source(source or "folder", root, "train", False)
+
+
+def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
+    """The model's range for images deeper than 8 bits, else one for these images, and what to say of it; every rank
+    calls it. Raises ConfigError where it can't be known, or the images looked at have other channels than the model."""
+    found: tuple[ValueRange | None, list[str]] = (None, [])
+    with distributed.raise_on_all_ranks():
+        if distributed.rank() == 0:
+            wanted = len(backbone.normalisation.mean)
+            sample = look_at_values(sources, wanted)
+            if sample.channels and wanted not in sample.channels:
+                there = " or ".join(map(str, sorted(sample.channels)))
+                raise ConfigError(
+                    f"{backbone.source} takes images of {wanted} channels, and those looked at have {there}, such as "
+                    f"{sources[0].name(0)}: give images of {wanted} channels, or a model that was trained on {there}"
+                )
+            chosen, words, remedy = backbone.value_range, "", "store them as the training images were"
+            if chosen is None:
+                chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
+                remedy = "store all images alike"
+            notes = [f"{words}: the model has no range of its own"] if words else []
+            found = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
+    return distributed.gather_objects(found)[0]
