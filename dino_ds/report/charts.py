@@ -87,6 +87,17 @@ SMALL = (
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )
+_OF_EVALUATIONS = {
+    "linear": ("Linear classifier", "%"),
+    "ridge": ("Linear classifier in closed form (ridge)", "%"),
+    "retrieval_map": ("Retrieval of images of a class", "% mAP"),
+    "feature_std": ("Spread of features: 0 collapsed, 1 even", ""),
+    "rankme": ("Directions that features use (RankMe)", ""),
+    "uniformity": ("Uniformity of features, lower is more even", ""),
+    "alignment": ("Distance between two crops of an image", ""),
+    "purity_10": ("Same class among the 10 nearest images", "%"),
+}
+"""Titles and units of what evaluations write; others have the name of their figure."""
 _NOT_SHOWN = {
     "step",
     "images",
@@ -104,7 +115,8 @@ _MOST_OTHERS = 60
 def find_series(runs: Sequence[Metrics]) -> list[Series]:
     """The small charts: the loss terms' scalars and what later versions write, SMALL, evaluations while training."""
     keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
-    evaluated = [Series(key, key.removeprefix(EVALUATED)) for key in keys if key.startswith(EVALUATED)]
+    names = [key.removeprefix(EVALUATED) for key in keys if key.startswith(EVALUATED)]
+    evaluated = [Series(f"{EVALUATED}{name}", *_OF_EVALUATIONS.get(name, (name, ""))) for name in names]
     titles = {name: title for metrics in runs for name, title in metrics.titles.items()}
     shares = [Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100) for key in find_shares(keys)]
     scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith((EVALUATED, SHARE))]

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dino_ds.report.charts import (
-    CHANCE,
     EVALUATED,
     KNN,
     LARGE,
-    RAW_PIXELS,
     Chart,
     Line,
     find_others,
@@ -144,7 +142,7 @@ def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> tuple[list[str], 
             series.title,
             series.unit,
             [Line(names[i], curve, color_of(i), kind) for i, curve in enumerate(curves)],
-            _shared_levels(runs) if series.key == KNN else {},
+            {},
             "images" if by_images else "steps",
             series.zero,
             small=not large,
@@ -158,15 +156,6 @@ def _lasts(curves: Sequence[Curve]) -> set[float]:
     return {float(curve.finite[-1]) for curve in curves if len(curve.finite)}
 
 
-def _shared_levels(runs: Sequence[RunFiles]) -> dict[str, float]:
-    """Baselines that are the same for all."""
-    values = {name: _lasts([run.metrics[key] for run in runs]) for key, name in _BASELINES.items()}
-    return {name: same.pop() for name, same in values.items() if len(same) == 1}
-
-
-_BASELINES = {RAW_PIXELS: "raw pixels", CHANCE: "chance"}
-
-
 def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
     """mark: the best of a row."""
     results: dict[tuple[str, str], list[float | None]] = {}
@@ -174,15 +163,7 @@ def _evaluations(runs: Sequence[RunFiles], mark: bool) -> list[list[Cell]]:
         for evaluation in run.evaluations:
             for metric, value in evaluation.results.items():
                 results.setdefault((evaluation.name, metric), [None] * len(runs))[i] = value
-    if not results:
-        return []
-    rows: list[list[Cell]] = [
+    return [
         [name, metric, *_marked(values, number, mark and not metric.endswith(_NO_BEST))]
         for (name, metric), values in results.items()
     ]
-    return [*rows, ["", "step of the teacher", *map(_step, runs)]]
-
-
-def _step(run: RunFiles) -> str:
-    steps = {e.about["step"] for e in run.evaluations if isinstance(e.about.get("step"), float)}
-    return ", ".join(map(number, sorted(steps))) or "–"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from dino_ds.basics.durable import replace_file, why_not_writable
 from dino_ds.basics.names import step_name
-from dino_ds.basics.text_file import read_step
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source, UnreadableImage
@@ -248,11 +247,6 @@ class PictureFiles:
         home = home_of(model)
         own = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
         self._folder = Path(os.path.expanduser(out)) if out else own
-        board = home.folder / "tensorboard"
-        self._board = board if out is None and board.is_dir() else None
-        step = home.name.removeprefix("step_")
-        described = home.folder / f"{home.name or 'teacher'}.json"
-        self._step = int(step) if step.isdecimal() else _step_of(described)
         self.written: list[str] = []
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)
@@ -263,11 +257,6 @@ class PictureFiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace_file(path, draw.png_of(pixels))
-            if self._board is not None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                with SummaryWriter(self._board) as writer:
-                    writer.add_image(f"pictures/{name}", pixels, self._step, dataformats="HWC")
         except OSError as error:
             raise _not_written(path, error.strerror or error) from None
         self.written.append(str(path))
@@ -275,11 +264,3 @@ class PictureFiles:
 
 def _not_written(path: Path, reason: object) -> ConfigError:
     return ConfigError(f"{path} can't be written: {reason}; name another folder with --out")
-
-
-def _step_of(about: Path) -> int:
-    """The step of the teacher that is shown, or 0 if nothing tells it."""
-    try:
-        return read_step(about)
-    except (OSError, ValueError):
-        return 0

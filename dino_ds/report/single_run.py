@@ -190,33 +190,19 @@ def _picture(path: Path, caption: str) -> dict[str, Any]:
     return {"error": "", "caption": caption, "address": address, "width": wide, "height": high, "wide": is_wide}
 
 
-def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
-    """The table, without columns that would be empty; what is known of an evaluation is in its first row."""
-    if not evaluations:
-        return None
-    header = ("evaluation", "figure", "value", "step", "images", "made")
-    rows: list[tuple[str, ...]] = []
+def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
+    """Rows of the table; what is known of an evaluation is in its first row."""
+    rows = list[tuple[str, ...]]()
     for evaluation in evaluations:
+        about = evaluation.about
+        images = [about["data"]] if isinstance(about.get("data"), str) else []
+        counts = {"training": about.get("train_images"), "test": about.get("test_images")}
+        images += [f"{number(count)} {name}" for name, count in counts.items() if isinstance(count, float)]
+        step = number(about["step"]) if isinstance(about.get("step"), float) else ""
         for i, (metric, value) in enumerate(evaluation.results.items()):
-            name, *rest = (evaluation.name, *_about(evaluation.about)) if i == 0 else ("",) * 4
-            rows.append((name, metric, number(value), *rest))
-    filled = [i for i in range(len(header)) if any(row[i] for row in rows)]
-    return {
-        "header": [header[i] for i in filled],
-        "rows": [[row[i] for i in filled] for row in rows],
-        "numbers": [column for column, i in enumerate(filled) if header[i] in ("value", "step")],
-    }
-
-
-def _about(about: dict[str, Any]) -> tuple[str, str, str]:
-    """Step and images of an evaluation, and when it was made."""
-    names = {"train_images": "training", "test_images": "test"}
-    numbers = {key: value for key, value in about.items() if isinstance(value, float)}
-    images = [about["data"]] if isinstance(about.get("data"), str) else []
-    images += [f"{number(about[key])} {name}" for key, name in names.items() if key in numbers]
-    made = [str(about["date"])] if "date" in about else []
-    made += [duration(numbers["seconds"])] if "seconds" in numbers else []
-    return number(numbers["step"]) if "step" in numbers else "", ", ".join(images), ", ".join(made)
+            first = (evaluation.name, step, ", ".join(images)) if i == 0 else ("",) * 3
+            rows.append((first[0], metric, number(value), *first[1:]))
+    return rows
 
 
 def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:

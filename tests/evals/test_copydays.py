@@ -55,7 +55,7 @@ def test_colors_find_their_originals(tmp_path):
     assert several["copydays_jpegqual_15_map"] < 90
     assert several["copydays_jpegqual_map"] == pytest.approx(50 + several["copydays_jpegqual_15_map"] / 2)
     shutil.rmtree(tmp_path / "copydays/jpegqual/15")
-    shutil.copy(tmp_path / "copydays/strong/200001.jpg", tmp_path / "copydays/distractors/nearer.jpg")
+    shutil.copy(tmp_path / "copydays/strong/200202.jpg", tmp_path / "copydays/distractors/nearer.jpg")
     assert copydays(context_of(tmp_path, size=64))["copydays_strong_map"] == 62.5  # AP at rank 2 is 1/4
 
 

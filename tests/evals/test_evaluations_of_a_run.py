@@ -299,25 +299,11 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
             EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32, IMAGENET)
 
 
-def test_the_papers_probe_is_rehearsed_too(sources):
-    assert _runner(sources, ("linear-sgd",)).due(2, last=False)
-    with pytest.raises(DataError, match=r"eval\.evals linear-sgd: there are no test images"):
-        _runner((sources[0], None), ("linear-sgd",))
-
-
 def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
     """Whole ones are found good before training, and evaluated."""
     clips(tmp_path, ("walk",), frames=4)
     runner = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32, IMAGENET)
     assert set(runner.metrics(_evaluate(runner, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
-
-
-def test_statistics_need_no_labels(tmp_path):
-    train = build_source("folder", str(image_folder(tmp_path)), "train", False)
-    runner = _runner((train, None), ("statistics",))
-    found = _evaluate(runner, 0)
-    assert found["statistics"]["test_images"] == 20
-    assert runner.metrics(found)["eval/rankme"] > 1
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 import dino_ds.evals.knn as knn_module
-from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.evals.features import Reading, extract_features, keep_generators, raw_pixels
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest
 from tests.ranks import run_on_ranks
@@ -86,20 +85,10 @@ def test_ranks_share_the_queries():
     assert run_on_ranks(_ranks_knn) == [_ranks_knn()] * 2
 
 
-def test_a_class_that_the_bank_lacks_is_never_found():
-    bank, labels = torch.eye(3), torch.arange(3)
-    assert knn_accuracies(bank, labels, bank, torch.tensor([0, 1, 3]), [1], 0.07) == {1: pytest.approx(200 / 3)}
-
-
 def test_lengths_do_not_matter_and_k_is_cut_to_the_bank():
     bank, labels = torch.eye(3), torch.arange(3)
     scaled = bank * torch.tensor([[1.0], [50.0], [0.01]])
     assert knn_accuracies(scaled, labels, 7 * bank, labels, [1, 500], 0.07) == {1: 100.0, 500: 100.0}
-
-
-def test_spread_indices():
-    assert evenly_spaced_indices(10, 5) == [0, 2, 4, 6, 8]
-    assert evenly_spaced_indices(3, 10) == [0, 1, 2]
 
 
 class _Colors:

@@ -139,17 +139,3 @@ def test_regularisation_is_chosen_on_held_out_images():
     free = fit_linear(features[:400], labels[:400], 2, regularisations=[1e-6])
     assert chosen.regularisation > 1e-6
     assert chosen.accuracy(features[400:], labels[400:]) > free.accuracy(features[400:], labels[400:]) + 2
-
-
-def test_the_seed_says_which_images_are_held_out():
-    """Of twenty noisy images other tenths choose otherwise."""
-    features, labels = _problem(20, noise=3.0)
-    chosen = [fit_linear(features, labels, 4, (0.01, 1.0), seed).regularisation for seed in range(8)]
-    assert len(set(chosen)) == 2
-    assert chosen[0] == fit_linear(features, labels, 4, (0.01, 1.0)).regularisation
-
-
-def test_a_class_that_training_lacks_is_never_predicted():
-    features, labels = _problem(classes=3)
-    probe = fit_linear(features, labels, 5, regularisations=[0.1])
-    assert int(probe(features).argmax(dim=1).max()) <= 2
