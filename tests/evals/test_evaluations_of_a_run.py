@@ -26,6 +26,7 @@ from dino_ds.evals.features import ImageMemory
 from dino_ds.evals.runner import EvalRunner, _evaluated_every
 from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.evals.tracking import Best, Knn
+from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
 from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import Moment
@@ -307,7 +308,8 @@ def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
 
 
 @pytest.mark.slow
-def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path):
+def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(draw, "_has_sklearn", lambda: False)
     root = image_folder(tmp_path / "images")
     source = build_source("folder", str(root), "train", False)
     (root / "005.png").write_bytes(b"")

@@ -1,0 +1,38 @@
+"""The report of a run that was trained, whatever training writes today; hand-written runs are in test_report.py."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
+from dino_ds.config.loading import load_recipe
+from dino_ds.options.run import ReportOptions
+from dino_ds.report.command import run as report
+from dino_ds.report.folder import read_run
+from tests.ranks import run_on_ranks
+from tests.report.runs import assert_inside
+from tests.run.harness import image_folder, train_tiny
+
+
+@pytest.mark.slow
+def test_a_real_run_is_understood(tmp_path, capsys):
+    """No note, a state, every figure, charts; the log and the events say the same."""
+    images, folder = image_folder(tmp_path / "images", classes=2), tmp_path / "dino"
+    changes = {"model.drop_path": "0", "eval.every": "2 steps", "eval.root": str(images), "eval.k": "3"}
+    assert run_on_ranks(train_tiny, images, folder, max_steps=4, changes=changes, world=1) == [None]
+    report(ReportOptions(run=str(folder), json=True))
+    assert_inside((folder / "report.html").read_text())
+    found = json.loads(capsys.readouterr().out)
+    assert found["notes"] == []
+    assert (found["state"], found["step"], found["planned_steps"]) == ("stopped", 4, 12)
+    assert not {key for key, value in found.items() if value is None}
+    assert found["knn"].keys() == {"teacher", "step", "best", "best_step", "untrained", "raw_pixels", "chance"}
+    events = read_run(folder).events
+    assert events.fact("memory", "parts", dict) and events.fact("images", "images", int) == 20
+    lines = [line.split(" ", 1)[1] for line in (folder / "log.txt").read_text().splitlines()]
+    assert lines == [json.loads(line)["line"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    files = [str(folder / name) for name in ("config.yaml", "ds_config.json")]  # "from its own files"
+    batch = load_recipe(files[0], {}).data.global_batch
+    assert resolve_ds_config(load_ds_config(files[1], {}), files[1], batch, 1).micro_batch == batch
