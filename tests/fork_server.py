@@ -113,14 +113,19 @@ def _import_all() -> None:
 
     import_deepspeed()
     import fire  # noqa: F401
+    import PIL.Image
     import torch
     import torch._inductor.compile_fx
     import torch.utils.tensorboard
     import torchvision  # noqa: F401
 
     import dino_ds.cli.main
+    import dino_ds.method.dino
+    import dino_ds.method.ema
+    import dino_ds.models.vit
     import dino_ds.train  # noqa: F401
 
+    PIL.Image.init()
     torch.set_num_threads(1)
     pretend_fp16()
     gc.collect()

@@ -97,7 +97,7 @@ def _anchors(text):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_site_has_no_broken_link(tmp_path):
     """MkDocs gives no warning; every link and picture of every page is a file of the site, with that anchor."""
     pytest.importorskip("material")

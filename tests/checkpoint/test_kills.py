@@ -12,7 +12,7 @@ from tests.run.harness import REPOSITORY
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [8, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.full)])
 def test_no_death_tears_a_checkpoint(tmp_path, kills):
     """SIGKILL at random points of writing, on either of two ranks: nothing that was said to be complete is lost, what
     is found is whole, and the run goes on."""

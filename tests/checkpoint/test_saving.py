@@ -93,13 +93,6 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, gate, monkeypat
     assert is_that_of(run.choose().saved, 2) and is_that_of(run.choose(1).saved, 1)
 
 
-def test_a_save_of_the_same_state_is_not_written_twice(tmp_path, gate):
-    run = SmallRun(tmp_path).train(1).save()
-    gate.set()
-    run.save(wait=True).save(wait=True).save()
-    assert len(run.said) == 1 and run.saving._pending is None
-
-
 def test_the_work_after_a_commit_is_done_when_waited_for(tmp_path):
     """Its failure is an error then, a line otherwise."""
     done = []
@@ -146,13 +139,6 @@ class TestRotation:
         assert folders(tmp_path)[1:] == ["step_00000001", "step_00000002", "step_00000003"]
         run.train().save(wait=True)
         assert folders(tmp_path)[1:] == ["step_00000003", "step_00000004"]
-
-    def test_a_failed_save_removes_nothing(self, tmp_path, monkeypatch):
-        run = SmallRun(tmp_path, keep=1).train().save(wait=True).train()
-        monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
-        run.save()
-        _train_until_said(run, "cannot save step 2")
-        assert folders(tmp_path) == ["latest", "step_00000001"]
 
 
 class TestAnotherCourse:
@@ -253,7 +239,7 @@ class TestFullDisk:
         run.save()
         assert "MB needed" in run.said[0] and folders(tmp_path) == []
 
-    @pytest.mark.parametrize("mib,good", [(1, 0), (2, 1), (4, 2), (6, 4)])
+    @pytest.mark.parametrize("mib,good", [(1, 0), (4, 2), (6, 4)])
     def test_a_real_full_disk(self, tmp_path, mib, good, monkeypatch):
         """Checkpoints of 1.6 MB, two of which stay, on a disk of a few MiB. The check of free space is switched off,
         so that writing runs into the end of the disk."""
@@ -272,11 +258,6 @@ class TestFullDisk:
             assert good == 0 if choice.saved is None else is_that_of(choice.saved, good + 1, 200_000)
         finally:
             unmount(tmp_path)
-
-    def test_a_folder_that_may_not_be_written_to(self, tmp_path):
-        (tmp_path / "checkpoints").write_text("a file where the folder should be")
-        run = SmallRun(tmp_path, background=False).train().save()
-        assert run.said[0].startswith("warning  cannot save step 1: ")
 
 
 def _fails_on(rank: int, run_dir: Path) -> list[str]:

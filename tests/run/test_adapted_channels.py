@@ -76,18 +76,7 @@ def test_one_message_has_all_that_is_to_be_typed(place, tmp_path):
     assert "its channels are adapted from 3 to 4 (patch_embed.proj.weight)" in log_of(run)
 
 
-def test_a_range_that_must_be_given_is_in_the_same_message(tmp_path):
-    (tmp_path / "images").mkdir()
-    for i in range(8):
-        values = (_bands(i, 4).astype(np.float32) / 65535 * 8 - 2).astype(np.float32)
-        _write(tmp_path / f"images/{i}.tif", values)
-    said = train_alone(tmp_path / "images", tmp_path / "run")
-    flags = _flags(said)
-    assert flags.keys() == {"model.in_chans", "data.value_range", "data.mean", "data.std"}
-    assert train_alone(tmp_path / "images", tmp_path / "run", max_steps=1, changes=flags) is None
-
-
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again(place, tmp_path, count):
     """The student is in partitions on two ranks, learning rate 0 in the first step; a resume, without the weights, is
     exact."""
@@ -106,7 +95,7 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
     assert log_of(parts).count("adapted from") == 1
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.full)])
 def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
     """Every format gives the features of the run, for files of as many bands; and a gray image those of the start, with
     a mean and a deviation that are the same for all channels."""

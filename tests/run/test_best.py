@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -31,7 +30,16 @@ from dino_ds.report.single_run import draw_run
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import (
+    MASKED,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    train_tiny,
+    whole_tensors,
+)
 from tests.run.test_stages import flags, words_of
 from tests.run.test_stages import run as run_words
 
@@ -163,16 +171,14 @@ def test_values_on_other_images_are_forgotten_and_measured_anew(straight, root, 
     assert found == {"teacher": 55, "step": 12, "best": 55, "best_step": 12, "raw_pixels": 25, "chance": 50}
 
 
-WHOLE = {
+WHOLE = MASKED | {
     "eval.val_share": "0.5",
     "eval.every": "4 steps",
     "eval.keep_best": "val_loss",
     "data.global_batch": "2",
-    "objective.ibot_weight": "1",
     "objective.koleo_weight": "0.1",
     "objective.koleo_ranks": "all",
     "objective.centering": "sinkhorn",
-    "crops.mask": "dinov2",
     "length": "4 steps",
 }
 
@@ -216,7 +222,7 @@ class _Death(BaseException):
     """The process dies."""
 
 
-@pytest.mark.parametrize("death", range(1, 6))
+@pytest.mark.parametrize("death", [1, 2, 3, pytest.param(4, marks=pytest.mark.full), 5])
 def test_a_death_while_the_best_is_written_leaves_a_valid_one(straight, tmp_path, monkeypatch, death):
     """The one before or the new one, with its own description; the next start has the new one from its checkpoint."""
     run, calls, replace = tmp_path / "run", [0], os.replace
@@ -245,32 +251,6 @@ def _exported(whole):
     return {name.removeprefix(prefix): tensor for name, tensor in whole.items() if name.startswith(prefix)}
 
 
-def _train_on_a_full_disk(values, *args, **how):
-    """The best teacher of step 4 does not fit when its checkpoint is there, and does later."""
-    write, full = TeacherFiles.write, [True]
-
-    def writes(self, backbone, step, best=None):
-        if best is not None and step == 4 and full.pop(0):
-            full.append(False)
-            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
-        write(self, backbone, step, best)
-
-    TeacherFiles.write = writes
-    try:
-        return _train(values, *args, **how)
-    finally:
-        TeacherFiles.write = write
-
-
-def test_a_full_disk_delays_the_best_teacher(root, tmp_path):
-    """Training goes on with a warning, and the next save writes it from its checkpoint."""
-    run = tmp_path / "run"
-    changes = EVERY_TWO | {"eval.root": str(root), "length": "6 steps"}
-    assert run_on_ranks(_train_on_a_full_disk, VALUES, root, run, changes=changes, world=1) == [None]
-    assert "warning  the best teacher can't be written: No space left on device" in log_of(run)
-    assert best_of(run)["step"] == 4 and "could not be saved" not in log_of(run)
-
-
 def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
     """Its checkpoint, which has the heads, or the file where that is gone; with one line for what is not there."""
     run = tmp_path / "run"
@@ -293,7 +273,7 @@ def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
     ):
         with pytest.raises((ConfigError, CheckpointError), match=says):
             dino_ds.load(model, weights=weights)
-    for step in ("1e400", "-1", "3.0", "true", "null", '"3"', "[3]", f"1{'0' * 12}"):
+    for step in ("1e400", "-1", "3.0", "null", '"3"', f"1{'0' * 12}"):
         (run / "best_teacher.json").write_text(f'{{"step": {step}}}')
         with pytest.raises(CheckpointError, match="it does not say the step; take --weights newest or step_N"):
             chosen_model(run, "best")
@@ -306,17 +286,14 @@ def test_the_best_of_a_run_is_meant_by_one_word(straight, root, tmp_path):
         dino_ds.load(run, weights="best")
 
 
-@pytest.mark.parametrize("start", ["restart", "continue"])
-def test_a_stage_begins_from_the_best(straight, root, tmp_path, start):
+def test_a_stage_begins_from_the_best(straight, tmp_path):
     """Not from the newest; its own best begins with the weights that it began with."""
-    run, changes = tmp_path / "run", {"stage_start": start, "length": "2 steps", "eval.keep_best": "rankme"}
+    run, changes = tmp_path / "run", {"stage_start": "continue", "length": "2 steps", "eval.keep_best": "rankme"}
     words = words_of(run, "--from", str(straight), "--weights", "best", *flags(changes), *flags(STATISTICS))
     assert run_words(words) is None
-    first = 4 if start == "continue" else 0
     assert f"begins with {straight}, step 4" in log_of(run)
-    assert read_manifest(run, first + 2)["state"]["knn"]["best"]["start_step"] == first
-    assert best_of(run)["step"] in (first, first + 2)
-    assert _val(run) == {}
+    assert read_manifest(run, 6)["state"]["knn"]["best"]["start_step"] == 4
+    assert best_of(run)["step"] in (4, 6) and _val(run) == {}
 
 
 STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
@@ -326,10 +303,7 @@ STATISTICS = {"eval.evals": "statistics", "eval.every": "2 steps"}
     ("changes", "says"),
     [
         ({"eval.keep_best": "foo"}, "'foo' is not one of auto, none, knn"),
-        ({"eval.stop_after": "5 epochs"}, "write '5 evaluations'"),
         ({"eval.stop_after": "5 evaluations", "eval.every": "0"}, "eval.stop_after 5 has no effect with eval.every 0"),
-        ({"eval.stop_after": "5 evaluations", "eval.keep_best": "none"}, "eval.stop_after needs a metric"),
-        ({"eval.min_delta": "1"}, "eval.min_delta has no effect"),
         ({"eval.keep_best": "val_loss"}, "needs held-out images"),
         ({"eval.keep_best": "ridge"}, "needs --eval.evals ridge"),
         ({"eval.val_root": "a", "data.source": "cifar10"}, "take val_share"),
@@ -351,11 +325,6 @@ def test_what_the_images_do_not_allow_leaves_no_run_folder(root, tmp_path):
 
 def test_less_is_better_of_a_loss_and_nothing_of_what_is_not_a_number():
     best = Best("val_loss", patience=2)
-    assert [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))] == [
-        True,
-        False,
-        True,
-        False,
-        False,
-    ]
+    seen = [best.see(i, value, True, i == 0) for i, value in enumerate((3.0, math.nan, 2.0, None, 2.5))]
+    assert [i for i, better in enumerate(seen) if better] == [0, 2]
     assert (best.step, best.stalled, best.finished) == (2, 1, "")

@@ -47,19 +47,6 @@ def test_a_collapse_without_prototypes_reaches_log_and_metrics(tmp_path):
     assert last["collapsed"] == 1 and last["coding_spread"] < NEAR and last["view_cosine"] > 0.9
 
 
-def test_accumulation_is_said_to_be_another_loss(tmp_path):
-    accumulated = {"gradient_accumulation_steps": "2"}
-    assert (
-        train_tiny(
-            image_folder(tmp_path / "images"), tmp_path / "run", max_steps=1, changes=RATE, ds_changes=accumulated
-        )
-        is None
-    )
-    log = log_of(tmp_path / "run")
-    assert "terms    1 x coding_rate" in log
-    assert "warning  the coding rate is of 4 images at a time, not the 8 of a step" in log
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

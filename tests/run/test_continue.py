@@ -93,11 +93,9 @@ def test_student_and_teacher_begin_as_the_source_whatever_its_layout_and_the_ds_
     ("layout", "changes", "sizes", "said"),
     [
         ("dino", {}, (32, 16), "crops.global_size 32 and crops.local_size 16, for the images and patches that"),
-        ("dino", {"crops.global_size": "64"}, (64, 32), "crops.local_size 32, for"),
         ("dino", {"crops.global_size": "64", "crops.local_size": "24"}, (64, 24), ""),
         ("dinov2", {}, (28, 14), "crops.global_size 28 and crops.local_size 14, for"),
         ("dinov3", {}, (224, 96), ""),
-        ("resnet", {}, (224, 96), ""),
     ],
 )
 def test_crops_have_the_sizes_that_the_source_knows(tmp_path, layout, changes, sizes, said):
@@ -109,14 +107,6 @@ def test_crops_have_the_sizes_that_the_source_knows(tmp_path, layout, changes, s
     assert (recipe.crops.global_size, recipe.crops.local_size) == sizes
     assert [note.startswith(said) for note in notes] == [True] * bool(said)
     assert load_recipe(None, {}).crops.global_size == 224 and recipe.crops.num_local == 1
-
-
-def test_positions_are_resized_as_the_source_s_project_does(tmp_path):
-    for layout, way in (("dino", "dino"), ("dinov2", "antialias")):
-        _write(layout, tmp_path / layout)
-        assert _recipe(tmp_path / layout, layout).model.pos_embed_interpolation == way
-        given = _recipe(tmp_path / layout, layout, **{"model.pos_embed_interpolation": "dino"})
-        assert given.model.pos_embed_interpolation == "dino"
 
 
 @pytest.mark.parametrize(

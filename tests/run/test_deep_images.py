@@ -21,7 +21,6 @@ from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EvalOptions, PicturesOptions
 from dino_ds.report import pictures
-from dino_ds.run.run_folder import RunFolder
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar
 from tests.data.files import tiff
@@ -136,26 +135,6 @@ def test_a_resumed_run_keeps_its_range(tmp_path):
     [refused] = go(6, resume=True, value_range="0,65535")
     assert "settings changed since step 5: data.value_range [0.0, 16383.0] -> [0.0, 65535.0]" in refused
     assert "accept with --allow_change data.value_range" in refused
-
-
-def test_runs_from_before_the_option_are_resumed(run):
-    """They were of 8-bit images, if they learned what they should."""
-    saved = read_manifest(run / STEP)
-    recipe = load_recipe(str(run / "config.yaml"), {})
-    older = {**saved.recipe, "data": {k: v for k, v in saved.recipe["data"].items() if k != "value_range"}}
-    saved = saved.model_copy(update={"recipe": older})
-    for value_range, refused in (("auto", False), ((0.0, 4095.0), True)):
-        data = recipe.data.model_copy(update={"value_range": value_range})
-        folder = RunFolder(run, recipe.model_copy(update={"data": data}), _Config(), resume=True)
-        if refused:
-            with pytest.raises(CheckpointError, match=r"data.value_range auto -> \[0.0, 4095.0\]"):
-                folder.check_settings(saved)
-        else:
-            folder.check_settings(saved)
-
-
-class _Config:
-    clipping = 3.0
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,8 @@ from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
-from tests.run.harness import image_folder, losses_of, train_tiny
+from tests.run.harness import MASKED, image_folder, losses_of, train_alone, train_tiny
 from tests.weights.originals import Original, OriginalHead, saved_by_dino
-
-MASKED = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -103,25 +101,19 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
 def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file_again(trained, tmp_path):
     torch.save(saved_by_dino(load(trained / "run")), tmp_path / "start.pth")
     changes = {"model.init_from": str(tmp_path / "start.pth"), "crops.global_size": "48"}
-    assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
+    args = (trained / "images", tmp_path / "run")
+    assert train_alone(*args, max_steps=1, changes=changes) is None
     assert "position embedding resized to 37 places" in (tmp_path / "run/log.txt").read_text()
     (tmp_path / "start.pth").unlink()
-    args = (trained / "images", tmp_path / "run")
-    assert run_on_ranks(train_tiny, *args, max_steps=2, resume=True, changes=changes) == [None] * 2
+    assert train_alone(*args, max_steps=2, resume=True, changes=changes) is None
     assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"model.width": "64"},
-            "is of another architecture: it has width 32, not 64; start with --model.width 32, or with",
-        ),
-        (
-            {"model.depth": "3"},
-            "is of another architecture: it has 2 blocks, not 3; start with --model.depth 2, or with",
-        ),
+        ({"model.width": "64"}, "another architecture: it has width 32, not 64; start with --model.width 32, or with"),
+        ({"model.depth": "3"}, "another architecture: it has 2 blocks, not 3; start with --model.depth 2, or with"),
         ({"model.init_from": "/nowhere.pth"}, "/nowhere.pth does not exist"),
     ],
 )
@@ -145,7 +137,7 @@ def _head_only_windows(stage, precision):
     return states
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "fp32")])
 def test_a_frozen_backbone_stays_to_the_last_bit_and_starts_afresh(stage, precision):
     """Two steps of the head alone; then Adam's first step of the backbone, which is at most lr in each weight."""
     states = run_on_ranks(_head_only_windows, stage, precision)[0]

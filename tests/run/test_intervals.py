@@ -65,18 +65,6 @@ def test_the_slowest_rank_sets_it_for_all(now):
     assert one == two
 
 
-def test_a_run_too_short_to_measure_settles_nothing(now):
-    clock = SaveClock(None, 0, 100, 24)
-    assert not clock.due(1)
-    assert clock.settle(5.0, lambda mine: [mine]) is None
-
-
-def test_a_first_save_that_failed_is_tried_again(now):
-    """A save that failed has no cost."""
-    clock = SaveClock(None, 10, 100, 24)
-    assert [done for done in range(11, 600) if clock.due(done)] == [15, 60, 510]
-
-
 def test_a_run_measures_its_first_save_and_says_how_often_it_saves(tmp_path):
     """The same losses as with any other interval: saving is no part of what is learned."""
     images = image_folder(tmp_path / "images")

@@ -17,12 +17,11 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.run import run_folder
 from dino_ds.weights.load import load
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import MASKED, image_folder, read_metrics, train_tiny, whole_tensors
 
 FIELDS = {"step", "images", "loss", "teacher_entropy", "kl", "lr", "weight_decay", "teacher_momentum", "teacher_temp"}
 FIELDS |= {"grad_norm", "loss_scale", "skipped_steps", "images_per_second", "data_wait_fraction", "memory_gib"}
 FIELDS |= {"memory_predicted_gib", "host_memory_gib", "host_free_gib"}
-MASKED = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A loss term and a teacher of a user's own are met wherever ours are, without an edit of the package."""
+"""A loss term, a teacher and a backbone of one's own are met wherever ours are, without an edit of the package."""
 
 from __future__ import annotations
 
@@ -8,36 +8,45 @@ import re
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import dino_ds
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
 from dino_ds.method.objective import Needs, Objective, Term
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.method.term_checks import OF_EVERY_RUN
+from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.run import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
 from tests.run.own_parts import OWN
+from tests.run.toys import ToySpec
 
 TERM = json.loads(OWN["objective.terms"])["variance"]
 LENGTH = {"length": "4 steps", "optimizer.warmup": "1 steps", "save_every": "2 steps"}
 IDLE = {"teacher.others": json.dumps(json.loads(OWN["teacher.others"]) | {"idle": {"momentum": 0.99}})}
 GONE = {"teacher.others": '{"a": {"spec": "gone:A"}}'}
-ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps"}
+ALONE = {"objective.dino_weight": "0", "objective.freeze_prototypes": "0 steps", "model.backbone": "toy"}
+ALONE |= {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "heads")} | {"model.drop_path": "0.0"}
+TOY = mock.patch.dict(BACKBONES, {"toy": ToySpec()})
 
 
 def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str], max_steps: int | None = None):
-    return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how, max_steps=max_steps)
+    with TOY:
+        return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how, max_steps=max_steps)
 
 
 @pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
 def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
-    """Two ranks. A run that stopped after step 2 ends as one that did not, the further teacher with it."""
+    """Two ranks. A run that stopped after step 2 ends as one that did not, the further teacher and buffers with it."""
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
     assert run_on_ranks(_train, root, straight, ds, False, changes) == [None] * 2
     assert run_on_ranks(_train, root, resumed, ds, False, changes, 2) == [None] * 2
@@ -59,6 +68,8 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
         other = line["loss"] if changes else line["dino_loss"] + line["variance_weight"] * line["variance_loss"]
         assert line["loss"] == pytest.approx(other, rel=1e-4)
     _check_teachers(whole)
+    if changes:
+        _check_the_toy(straight, whole)
     with redirect_stdout(io.StringIO()):
         report(ReportOptions(run=str(straight)))
     page = next(straight.glob("*.html")).read_text()
@@ -70,6 +81,22 @@ def _check_teachers(whole: dict[str, torch.Tensor]) -> None:
     """Each follows the student by its own momentum: they began as one and lie apart."""
     pairs = [(t, whole[f"teachers.slow.{name[8:]}"]) for name, t in whole.items() if name.startswith("teacher.")]
     assert pairs and any(not torch.equal(one, other) for one, other in pairs)
+
+
+def _check_the_toy(run: Path, whole: dict[str, torch.Tensor]) -> None:
+    """Its buffers are averaged as the weights are, or copied if whole numbers; its file gives the run's features."""
+    assert whole["student.backbone.scale.calls"] == whole["teacher.backbone.scale.calls"] == 4
+    assert 0 < abs(whole["teacher.backbone.scale.scale"] - 1) < abs(whole["student.backbone.scale.scale"] - 1)
+    about = json.loads((run / "teacher.json").read_text())
+    assert about["backbone"] == "toy" and about["architecture"]["width"] == 24
+    network, images = build_backbone(ToySpec(), 32), torch.randn(2, 3, 32, 32)
+    network.load_state_dict(load_file(run / "teacher.safetensors"))
+    with TOY:
+        model = dino_ds.load(run)
+        with pytest.raises(ConfigError, match="not a Vision Transformer"):
+            model.attention(images)
+    assert torch.equal(model.features(images), network.eval().features(images))
+    assert model.patch_tokens(images).shape == (2, 4, 4, 24)
 
 
 @pytest.mark.parametrize("own", [{"objective.terms": '{"a": {"spec": "gone:A", "weight": 1}}'}, GONE], ids=str)
@@ -88,10 +115,8 @@ WRONG = {
     '{"variance": {"spec": "tests.run.own_parts:VarianceSpec"}}': "variance has no weight",
     '{"dino": {"spec": "a:B", "weight": 1}}': "the name is one of ours",
     '{"My Term": {"spec": "a:B", "weight": 1}}': "small letters",
-    '{"variance": 3}': "3 are not its values",
     '{"variance": {"name": "dino", "spec": "a:B", "weight": 1}}': "name 'dino' is a second one",
     '{"variance": {"spec": null, "weight": 1}}': "spec None names no class: write module:Class",
-    '{"variance": {"spec": ".a:B", "weight": 1}}': "names no class",
 }
 
 
@@ -117,7 +142,7 @@ def test_values_that_a_spec_does_not_take_are_refused(key):
         terms_of(recipe)
 
 
-@pytest.mark.parametrize("taken", ["dino", "dino_local", "other"])
+@pytest.mark.parametrize("taken", ["dino", "other"])
 def test_a_scheduled_number_takes_no_other_term_s_name(taken):
     """Else it would be that term's weight."""
     greedy = {"spec": "tests.run.own_parts:GreedySpec", "weight": 1, "takes": taken}
@@ -147,9 +172,7 @@ def test_teachers_that_would_hide_another_or_leave_the_student_are_refused(text)
 
 
 CLASHES = {
-    ("scalar", "loss"): "its scalar loss is every run's metrics too",
     ("scalar", "lr"): "its scalar lr is every run's metrics too",
-    ("scalar", "teacher_entropy"): "its scalar teacher_entropy is term dino's too",
     ("scalar", "dino_loss"): "its scalar dino_loss is term dino's too",
     ("feature", "patches/nope"): "which sees global, local crops and none of nope",
     ("feature", "blah"): "a feature is cls, ",
@@ -194,16 +217,6 @@ def test_the_documented_term_is_found_built_and_computed(tmp_path, monkeypatch):
 AT = {"python": FLOW.read_text().index("# my_terms.py") - 20, "yaml": FLOW.read_text().index("# my_terms.py")}
 
 
-def test_the_files_that_are_to_be_touched_exist():
-    """The table's NAME is koleo for terms, vit for backbones."""
-    table = [line for line in FLOW.read_text().splitlines() if line.startswith("| a ") and "/" in line]
-    named = {word for line in table for word in re.findall(r"`((?:method|config|models)/[^`]+\.py)`", line)}
-    assert len(named) >= 6
-    for word in named:
-        name = "vit" if word.startswith("models") else "koleo"
-        assert (FLOW.parents[1] / "dino_ds" / word.replace("NAME", name)).is_file(), word
-
-
 ONE, THREE = torch.zeros(()), torch.zeros(3)
 
 
@@ -211,19 +224,12 @@ ONE, THREE = torch.zeros(()), torch.zeros(3)
     ("targets", "found", "says"),
     [
         (None, None, "targets() gave a NoneType, not 1, one for each micro-batch"),
-        ([1, 2], None, "targets() gave 2 of 1"),
         ([1], None, "loss() gave a NoneType: return Measured"),
         ([1], "much", "loss() gave a str: return Measured"),
-        ([1], (ONE, ONE), "loss() gave a tuple: return Measured"),
         ([1], (THREE, {"spread": ONE}), "loss() gave a tensor (3,) as its loss: give a tensor of one number"),
         ([1], (0.5, {"spread": ONE}), "loss() gave a float as its loss"),
         ([1], (ONE, {"spread": THREE}), "loss() gave a tensor (3,) as its spread"),
         ([1], (ONE, {}), "loss() gave the scalars none, and its class declares spread"),
-        (
-            [1],
-            (ONE, {"spread": ONE, "more": ONE}),
-            "loss() gave the scalars more, spread, and its class declares spread",
-        ),
     ],
 )
 def test_what_a_term_gives_is_checked_and_the_term_named(targets, found, says):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-from PIL import Image
-
 from dino_ds.config.ds_config import load_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.run.train_options import TrainOptions
@@ -31,23 +28,3 @@ def test_quickstart_trains_on_the_embedded_photographs(tmp_path):
     assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
     first = next(r for r in read_metrics(tmp_path / "run") if "knn_top1" in r)
     assert first["knn_chance"] + 10 < first["knn_raw_pixels"] < first["knn_top1"] - 10
-
-
-def test_small_data_recipe_trains_on_a_folder(tmp_path):
-    """The CIFAR-10 recipe on class folders of 32-pixel images."""
-    generator = np.random.default_rng(0)
-    for i in range(150):
-        folder = tmp_path / f"images/{i % 3}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-    overrides = {
-        "data.source": "folder",
-        "data.root": str(tmp_path / "images"),
-        "eval.root": str(tmp_path / "images"),
-        "length": "1 epochs",
-        "objective.freeze_prototypes": "1 steps",
-        "optimizer.warmup": "1 steps",
-        "model.depth": "1",  # the fewer blocks, the sooner: all else is the recipe's
-    }
-    run_on_ranks(_start, "cifar10", tmp_path / "run", overrides)
-    assert losses_of(tmp_path / "run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from pathlib import Path
 
@@ -11,8 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, log_of, losses_of, read_manifest, read_metrics, train_tiny
-from tests.sample import sampled
+from tests.run.harness import (
+    MASKED,
+    image_folder,
+    log_of,
+    losses_of,
+    read_manifest,
+    read_metrics,
+    train_alone,
+    train_tiny,
+)
 
 
 def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
@@ -27,11 +34,12 @@ def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-DINOV2 = {
-    "crops.mask": "dinov2", "objective.ibot_weight": "1", "objective.koleo_weight": "0..0.1 over 6 steps",
-    "ibot_head.prototypes": "40", "ibot_head.hidden": "48", "ibot_head.bottleneck": "16",
-    "ibot_head.learned_lengths": "true", "optimizer.layer_decay": "0.8", "model.layer_scale": "1e-5",
-}  # fmt: skip
+DINOV2 = MASKED | {
+    "objective.koleo_weight": "0..0.1 over 6 steps",
+    "ibot_head.learned_lengths": "true",
+    "optimizer.layer_decay": "0.8",
+    "model.layer_scale": "1e-5",
+}
 """Masks, both heads, two running centers, a weight on its way: what the run must pick up again."""
 ACCUMULATE = {"gradient_accumulation_steps": "2"}
 
@@ -39,7 +47,7 @@ ACCUMULATE = {"gradient_accumulation_steps": "2"}
 @pytest.mark.parametrize(
     ("ds", "objective"),
     [
-        ("zero0_fp32.json", {}),
+        pytest.param("zero0_fp32.json", {}, marks=pytest.mark.full),
         ("zero3_fp32.json", DINOV2),
         ("zero1_fp16.json", {}),
         ("zero2_bf16.json", DINOV2 | {"objective.centering": "sinkhorn"}),
@@ -69,15 +77,6 @@ def test_lines_after_the_checkpoint_are_written_again_once(tmp_path):
     records = losses_of(run)
     assert [step for step, _ in records] == [1, 2, 3, 4, 5, 6]
     assert all(loss < 50 for _, loss in records)
-
-
-def test_rotation_keeps_the_newest(tmp_path):
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    changes = {"save_every": "1 steps", "keep_checkpoints": "2"}
-    run_on_ranks(train_tiny, root, run, max_steps=5, changes=changes, world=1)
-    names = sorted(p.name for p in (run / "checkpoints").iterdir() if p.is_dir())
-    assert names == ["step_00000004", "step_00000005"]
-    assert (run / "checkpoints/latest").read_text() == "step_00000005\n"
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path):
@@ -130,18 +129,15 @@ def test_one_command_line_starts_and_goes_on(tmp_path):
     """--resume auto."""
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for steps in (2, 4):
-        assert run_on_ranks(train_tiny, root, run, max_steps=steps, resume="auto") == [None, None]
+        assert train_alone(root, run, max_steps=steps, resume="auto") is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3, 4]
     shutil.rmtree(run / "checkpoints")
     (run / "teacher.safetensors").unlink()  # else they would be lost: tests/run/test_run_folder.py
-    for message in run_on_ranks(train_tiny, root, run, max_steps=3, resume=True):
-        assert "no checkpoint in" in message and "--resume auto" in message
-    assert run_on_ranks(train_tiny, root, run, max_steps=3, resume="auto") == [None, None]
+    message = train_alone(root, run, max_steps=3, resume=True)
+    assert "no checkpoint in" in message and "--resume auto" in message
+    assert train_alone(root, run, max_steps=3, resume="auto") is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
     assert "no checkpoint yet" in log_of(run)
-
-
-FILES = ("whole_00000.safetensors", "rank_00000.safetensors", "manifest.json")
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +153,6 @@ class TestRefusals:
         message = run_on_ranks(train_tiny, run.parent / "images", run, world=1)[0]
         assert "already holds a run" in message and "--resume" in message and "--run_dir" in message
         assert (run / "metrics.jsonl").read_bytes() == before
-
-    def test_nothing_to_resume(self, run, tmp_path):
-        for message in run_on_ranks(train_tiny, run.parent / "images", tmp_path / "other", resume=True):
-            assert "nothing to resume" in message
-        assert not (tmp_path / "other").exists()
 
     def test_another_optimizer(self, run):
         """Its moments are other numbers: nothing to be accepted."""
@@ -206,22 +197,12 @@ class TestRefusals:
         )[0]
         assert "model differs from the checkpoint in" in message and "\n" not in message
 
-    @pytest.mark.parametrize(("name", "change"), sampled(itertools.product(FILES, ("truncated", "missing"))))
-    def test_the_only_checkpoint_is_damaged(self, run, tmp_path, name, change):
+    @pytest.mark.parametrize("resume", [True, "auto"])
+    def test_the_only_checkpoint_is_damaged(self, run, tmp_path, resume):
         root, run = run.parent / "images", shutil.copytree(run, tmp_path / "run")
-        path = run / "checkpoints/step_00000001" / name
-        content = path.read_bytes()
-        path.unlink()
-        if change == "truncated":
-            path.write_bytes(content[: len(content) // 2])
-        for resume in (True, "auto"):
-            message = run_on_ranks(train_tiny, root, run, resume=resume, world=1)[0]
-            assert "step" in message and "and no older checkpoint exists in" in message
-
-    def test_a_run_folder_that_can_not_be_made(self, run):
-        (run.parent / "file").write_text("")
-        for message in run_on_ranks(train_tiny, run.parent / "images", run.parent / "file/run"):
-            assert "file/run can't be " in message and "--run_dir" in message
+        (run / "checkpoints/step_00000001/rank_00000.safetensors").write_bytes(b"{}")
+        message = train_alone(root, run, resume=resume)
+        assert "step" in message and "and no older checkpoint exists in" in message
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +217,14 @@ def begun(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "key,value,field",
-    [("optimizer.lr", "0.005", "lr"), ("teacher.momentum", "0.9", "teacher_momentum"), ("optimizer.beta1", "0.5", None),
-     ("seed", "3", None), ("data.global_batch", "4", "images"), ("gradient_clipping", "0.01", None)],
-)  # fmt: skip
+    ("key", "value", "field"),
+    [
+        ("optimizer.lr", "0.005", "lr"),
+        ("optimizer.beta1", "0.5", None),
+        ("data.global_batch", "4", "images"),
+        ("gradient_clipping", "0.01", None),
+    ],
+)
 def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
     """It shows in its own metric if it has one, else in the losses; earlier steps stay as they were."""
     root, run = begun / "images", shutil.copytree(begun / "run", tmp_path / "run")
@@ -252,20 +237,19 @@ def test_an_allowed_change_takes_effect(begun, tmp_path, key, value, field):
     if field:
         assert mine[4][field] != other[4][field]
     assert f"changed since step 3, as allowed: {key} " in log_of(run)
-    assert run_on_ranks(train_tiny, root, run, **args) == [None]
 
 
 def test_evaluation_survives_a_resume(tmp_path):
     """The baselines measured at the start are still in the last line. What is evaluated may change at any time."""
     root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
     changes = {"eval.every": "2 steps", "eval.root": str(test)}
-    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=2, changes=changes)
-    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
+    train_alone(root, tmp_path / "run", max_steps=2, changes=changes)
+    train_alone(root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
     evaluations = [r for r in read_metrics(tmp_path / "run") if "knn_top1" in r]
     assert [r["step"] for r in evaluations] == [0, 2, 4]
     assert "untrained network" in _last_verdict(tmp_path / "run")
     changes |= {"eval.k": "3", "eval.evals": "knn,statistics", "eval.pictures_every": "3 steps"}
-    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=6, resume=True, changes=changes) == [None, None]
+    assert train_alone(root, tmp_path / "run", max_steps=6, resume=True, changes=changes) is None
     assert {"knn_top1", "eval/rankme"} <= read_metrics(tmp_path / "run")[-1].keys()
     assert "untrained network" not in _last_verdict(tmp_path / "run")
 

@@ -47,7 +47,7 @@ def cut(place: Path, tmp_path: Path) -> Path:
     return shutil.copytree(place / "runs/cut", tmp_path / "moved")
 
 
-@pytest.mark.parametrize("resume", ["--resume", "--resume=auto", "--resume=3"])
+@pytest.mark.parametrize("resume", ["--resume", "--resume=3"])
 def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, resume: str):
     """Bit for bit as if it had not been stopped; where its images were found is said."""
     assert train_in(place / "elsewhere", ["--run_dir", str(cut), resume]) is None
@@ -105,28 +105,15 @@ def test_a_stage_goes_on_alone_and_the_folder_of_stages_names_it(place: Path, tm
     assert [step for step, _ in losses_of(tmp_path / "runs/1_s")] == [7, 8, 9, 10]
 
 
-def test_stages_go_on_by_their_folder_and_their_recipes(place: Path, tmp_path: Path):
-    """The first one's images and settings are those of its own folder, also where it is over."""
-    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
-    first.write_text("length: 3 steps\n")
-    second.write_text("stage_start: continue\nlength: 2 steps\n")
-    stages = ["--stages", f"{first},{second}", "--run_dir", str(tmp_path / "runs")]
-    settings = flags({**TINY, "data.root": "images"})
-    settings = settings[: settings.index("--length")] + settings[settings.index("--length") + 2 :]
-    assert train_in(place, [*stages, *settings]) is None
-    shutil.rmtree(tmp_path / "runs/2_b")
-    assert train_in(place, [*stages, "--resume"]) is None
-    assert [step for step, _ in losses_of(tmp_path / "runs/2_b")] == [4, 5]
-    assert losses_of(tmp_path / "runs/1_a")[-1][0] == 3
-
-
 def test_a_folder_without_a_run_is_said_and_not_that_images_are_missing(tmp_path: Path):
     message = train_words(["--run_dir", str(tmp_path / "none"), "--resume"])
     assert message == f"nothing to resume: {tmp_path}/none holds no run; start without --resume, or fix --run_dir"
 
 
-@pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
-@pytest.mark.parametrize(("make", "said"), [(lambda path: None, "is missing"), (Path.mkdir, "is not a file")])
+@pytest.mark.parametrize(
+    ("resume", "make", "said"),
+    [("--resume", lambda path: None, "is missing"), ("--resume=auto", Path.mkdir, "is not a file")],
+)
 def test_a_run_whose_recipe_is_lost_is_said_by_its_file(cut: Path, resume: str, make, said: str):
     """The message is not that images are missing, which the recipe names."""
     (cut / "config.yaml").unlink()

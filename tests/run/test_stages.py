@@ -88,10 +88,10 @@ def base(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ds", [pytest.param("zero2_bf16.json", marks=pytest.mark.full), "zero3_fp32.json"])
-def test_a_stage_that_sets_nothing_is_the_straight_run(images, tmp_path, ds):
+def test_a_stage_that_sets_nothing_is_the_straight_run(images, tmp_path):
     """3 + 3 = 6 steps to the last bit: weights, moments, teacher, centers, position, schedules; inside an epoch."""
     straight, first, second = (tmp_path / name for name in ("straight", "first", "second"))
+    ds = "zero3_fp32.json"
     recipe = flags(TINY | DINOV2 | {"data.root": str(images), "ds.gradient_accumulation_steps": "2"})
     assert run(words_of(straight, *recipe, ds=ds, max_steps="6"), world=2) is None
     assert run(words_of(first, *recipe, ds=ds, max_steps="3"), world=2) is None
@@ -155,7 +155,6 @@ ORIGINS = {
     "the same": (lambda path: None, "", None),
     "moved": (lambda path: path.rename(path.with_name("other")), "../other", None),
     "gone": (shutil.rmtree, "", None),
-    "its step": (lambda path: None, "checkpoints/step_00000005", None),
     "another step": (lambda path: None, "checkpoints/step_00000004", "before, step 4 (run "),
     "another run in its place": (other_id, "", "before (run 0123456789abcdef), and this stage began with "),
     "another name": (lambda path: None, "../none", "none (which can't be read), and this stage began with "),
@@ -205,40 +204,17 @@ def test_a_restart_is_a_run_from_the_teacher_s_weights(base, tmp_path):
     assert run(words_of(path, "--resume")) is None
 
 
-def test_a_restart_equals_init_from(base, tmp_path):
-    """With Sinkhorn-Knopp there is no more to take over than the weights that model.init_from takes."""
-    stage, other = tmp_path / "stage", tmp_path / "other"
-    more = {"objective.centering": "sinkhorn", "length": "3 steps"}
-    assert run(words_of(stage, "--from", str(base), *flags(RESTART | more))) is None
-    recipe = flags(
-        TINY | DINOV2 | more | {"data.root": yaml.safe_load((base / "config.yaml").read_text())["data"]["root"]}
-    )
-    assert run(words_of(other, *recipe, "--model.init_from", str(base))) is None
-    assert losses_of(stage) == losses_of(other)
-    a, b = (load_file(path / "teacher.safetensors") for path in (stage, other))
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({}, "no stage_start says what is taken over from the run before"),
         (CONTINUE | {"model.depth": "3"}, "is of another backbone: depth 2 there, 3 here"),
         (CONTINUE | {"model.backbone": "resnet18", "model.patch_size": "none"}, "model.width 32 is for ViTs"),
-        (CONTINUE | {"model.in_chans": "4"}, "model.in_chans is 4, and images of data.source folder have 3 channels"),
         (RESTART | {"head.prototypes": "64"}, "has another head: prototypes 48 there, 64 here"),
-        (RESTART | {"ibot_head.hidden": "64"}, "has another ibot_head: hidden 48 there, 64 here"),
         (CONTINUE | {"optimizer.kind": "sgd"}, "optimizer.kind adamw there, sgd here"),
         (CONTINUE | {"crops.global_size": "48"}, "its positions are learned ones; set crops.resolutions"),
-        (
-            CONTINUE | {"crops.mask_hides": "false"},
-            "crops.mask dinov2 there, dinov2, mask_hides false here; take",
-        ),
-        (CONTINUE | {"crops.mask": "none", "objective.ibot_weight": "0"}, "ibot_head.* has no effect"),
-        (
-            RESTART | {"model.init_from": "weights.pth"},
-            "and model.init_from weights.pth: a run begins with one of them",
-        ),
+        (CONTINUE | {"crops.mask_hides": "false"}, "crops.mask dinov2 there, dinov2, mask_hides false here; take"),
+        (RESTART | {"model.init_from": "weights.pth"}, "model.init_from weights.pth: a run begins with one of them"),
     ],
 )
 def test_refused_before_anything_is_written(base, tmp_path, options, message):
@@ -335,10 +311,9 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
 
 
-@pytest.mark.parametrize("changes", [{"gram.start": "2 steps"}, {"gram.refresh_every": "3 steps"}])
-def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes):
-    """The run before had one of its own, of other weights: neither refused nor taken for the stage's, at once or
-    later."""
+def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path):
+    """The run before had one of its own, of other weights: neither refused nor taken for the stage's."""
+    changes = {"gram.refresh_every": "3 steps"}
     files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
     weights = load_file(base / "teacher.safetensors")
     for factor, file in enumerate(files, 2):
@@ -351,20 +326,6 @@ def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path, changes)
     gram = [name for name in had if name.startswith("teachers.gram.")]
     assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
     assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
-
-
-def test_a_stage_may_begin_with_another_gram_teacher_than_the_run_before(base, tmp_path):
-    """A snapshot, then one of a file, of which a checkpoint has a digest. A stage that sets nothing of it keeps it."""
-    settings = {"first": GRAM, "second": GRAM | {"gram.teacher": str(base)}, "third": {"length": "4 steps"}}
-    before, kept = base, []
-    for number, (name, changes) in enumerate(settings.items(), 6):
-        stage = ["--from", str(before), *flags(CONTINUE | changes)]
-        assert run(words_of(tmp_path / name, *stage, max_steps="1")) is None
-        before = tmp_path / name
-        kept.append({key: t for key, t in whole_tensors(before, number).items() if key.startswith("teachers.gram.")})
-    assert len(kept[0]) > 20
-    assert list(kept[1]) == list(kept[2]) == ["teachers.gram.sha256"]
-    assert torch.equal(kept[1]["teachers.gram.sha256"], kept[2]["teachers.gram.sha256"])
 
 
 def chain(folder: Path, images: Path) -> list[str]:
@@ -427,14 +388,11 @@ def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
     assert [losses_of(parts / folder) for folder in folders] == straight
     assert (parts / "1_first/metrics.jsonl").stat().st_mtime_ns == over
     assert "resumed  at step 4" in log_of(parts / "2_more")
-    for name, folder in (("first", "1_first"), ("more", "2_more")):  # over, or the one to be continued: treated alike
-        recipe = tmp_path / f"recipes/{name}.yaml"
-        before = recipe.read_text()
-        recipe.write_text(yaml.dump(yaml.safe_load(before) | {"seed": 5}))
-        told = str(run(words_of(parts, *words, "--resume")))
-        assert f"settings changed since {parts / folder}, a stage that is over, was trained: seed 0 -> 5" in told
-        assert run(words_of(parts, *words, "--resume", "--allow_change", "seed")) is None
-        recipe.write_text(before)
+    recipe = tmp_path / "recipes/first.yaml"
+    recipe.write_text(yaml.dump(yaml.safe_load(recipe.read_text()) | {"seed": 5}))
+    told = str(run(words_of(parts, *words, "--resume")))
+    assert f"settings changed since {parts / '1_first'}, a stage that is over, was trained: seed 0 -> 5" in told
+    assert run(words_of(parts, *words, "--resume", "--allow_change", "seed")) is None
 
 
 def test_all_ranks_of_the_launcher_hear_of_a_changed_stage_too(images, tmp_path, monkeypatch):
@@ -452,10 +410,8 @@ def test_all_ranks_of_the_launcher_hear_of_a_changed_stage_too(images, tmp_path,
     ("words", "message"),
     [
         (["--stages", "quickstart,quickstart_dinov2"], "no stage_start says what is taken over"),
-        (["--stages", "quickstart", "--config", "quickstart"], "names the recipes: leave out --config"),
         (["--stages", "quickstart,,quickstart"], "names the recipes: leave out --config, and empty names"),
         (["--stages", "quickstart", "--resume", "3"], "which stage's step is not said"),
-        (["--stages", "quickstart,quicks"], "no recipe is named 'quicks'"),
     ],
 )
 def test_stages_that_make_no_sense(words, message):

@@ -51,16 +51,6 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
     assert "ln K: uniform" in page and "Masked patches (iBOT): teacher entropy" in page
 
 
-def test_a_run_of_dino_alone_says_and_writes_what_it_did(tmp_path):
-    run = tmp_path / "run"
-    assert train_tiny(image_folder(tmp_path / "images"), run, max_steps=1, ds_changes=ACCUMULATED) is None
-    assert "terms    1 x dino; targets by softmax less a running mean" in log_of(run)
-    assert "KoLeo" not in log_of(run) and "balanced" not in log_of(run)
-    (record,) = read_metrics(run)
-    assert {"teacher_entropy", "kl"} < record.keys()
-    assert not [name for name in record if name.startswith(("ibot", "koleo", "dino_loss"))]
-
-
 @pytest.mark.parametrize(("balanced", "advice"), [(True, "objective.koleo_weight"), (False, "objective.teacher_temp")])
 def test_an_alarm_names_its_rows_and_gives_advice_for_its_targets(balanced, advice):
     alarm = CollapseAlarm(100, 0, "masked patch", balanced)
