@@ -9,7 +9,7 @@ import tarfile
 import pytest
 
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, losses_of, read_metrics, train_alone, train_tiny
+from tests.run.harness import image_folder, losses_of, read_metrics, train_tiny
 
 
 def test_unreadable_images_are_named_skipped_and_counted(tmp_path):
@@ -28,8 +28,8 @@ def test_too_many_unreadable_images_stop_the_run(tmp_path):
     root, run = image_folder(tmp_path / "images"), tmp_path / "run"
     for i in range(0, 20, 2):
         (root / f"{i:03d}.png").write_bytes(b"not an image")
-    message = train_alone(root, run, max_steps=9, changes={"data.max_bad_fraction": "0.05"})
-    assert "data.max_bad_fraction 0.05 allows" in message and "log.txt" in message
+    for message in run_on_ranks(train_tiny, root, run, max_steps=9, changes={"data.max_bad_fraction": "0.05"}):
+        assert "data.max_bad_fraction 0.05 allows" in message and "log.txt" in message
     assert len(losses_of(run)) <= 2
 
 

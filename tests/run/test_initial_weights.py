@@ -19,7 +19,7 @@ from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
-from tests.run.harness import MASKED, image_folder, losses_of, train_alone, train_tiny
+from tests.run.harness import MASKED, image_folder, losses_of, train_tiny
 from tests.weights.originals import Original, OriginalHead, saved_by_dino
 
 
@@ -101,11 +101,11 @@ def test_a_head_of_other_shapes_starts_anew(trained, tmp_path):
 def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file_again(trained, tmp_path):
     torch.save(saved_by_dino(load(trained / "run")), tmp_path / "start.pth")
     changes = {"model.init_from": str(tmp_path / "start.pth"), "crops.global_size": "48"}
-    args = (trained / "images", tmp_path / "run")
-    assert train_alone(*args, max_steps=1, changes=changes) is None
+    assert run_on_ranks(train_tiny, trained / "images", tmp_path / "run", max_steps=1, changes=changes) == [None] * 2
     assert "position embedding resized to 37 places" in (tmp_path / "run/log.txt").read_text()
     (tmp_path / "start.pth").unlink()
-    assert train_alone(*args, max_steps=2, resume=True, changes=changes) is None
+    args = (trained / "images", tmp_path / "run")
+    assert run_on_ranks(train_tiny, *args, max_steps=2, resume=True, changes=changes) == [None] * 2
     assert [step for step, _ in losses_of(tmp_path / "run")] == [1, 2]
 
 

@@ -243,13 +243,13 @@ def test_evaluation_survives_a_resume(tmp_path):
     """The baselines measured at the start are still in the last line. What is evaluated may change at any time."""
     root, test = image_folder(tmp_path / "images", 24, 3), image_folder(tmp_path / "test", 9, 3, seed=1)
     changes = {"eval.every": "2 steps", "eval.root": str(test)}
-    train_alone(root, tmp_path / "run", max_steps=2, changes=changes)
-    train_alone(root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
+    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=2, changes=changes)
+    run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=4, resume=True, changes=changes)
     evaluations = [r for r in read_metrics(tmp_path / "run") if "knn_top1" in r]
     assert [r["step"] for r in evaluations] == [0, 2, 4]
     assert "untrained network" in _last_verdict(tmp_path / "run")
     changes |= {"eval.k": "3", "eval.evals": "knn,statistics", "eval.pictures_every": "3 steps"}
-    assert train_alone(root, tmp_path / "run", max_steps=6, resume=True, changes=changes) is None
+    assert run_on_ranks(train_tiny, root, tmp_path / "run", max_steps=6, resume=True, changes=changes) == [None, None]
     assert {"knn_top1", "eval/rankme"} <= read_metrics(tmp_path / "run")[-1].keys()
     assert "untrained network" not in _last_verdict(tmp_path / "run")
 
