@@ -20,7 +20,7 @@ from dino_ds.engine.device import device
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.dino import DINO
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.planning.bench.ladder import build_ladder_step, last_without_engine
+from dino_ds.planning.bench.ladder import build_ladder_step, last_exact
 from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.timing import time_interleaved
 from dino_ds.planning.measure.trial import EPOCH_STEPS, begin
@@ -35,7 +35,7 @@ def main(config: str = "vitti16", batch: int | None = None, steps: int = 7, thre
 
 
 def measure(recipe: Recipe, batch: int, steps: int) -> None:
-    trial = build_ladder_step(dataclasses.replace(last_without_engine(), name="step"), recipe, batch)
+    trial = build_ladder_step(dataclasses.replace(last_exact(), name="step"), recipe, batch)
     teacher = trial.step.teachers["ema"]
     weights = sum(p.numel() for p in teacher.network.parameters())
     source = torch.ones(EMA_BYTES * weights // 8, device=device())  # read and written once: 8 bytes a number

@@ -21,7 +21,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import resident_mib
-from dino_ds.planning.bench.naive import CLIPPING
+from dino_ds.planning.bench.ladder import CLIPPING
 from dino_ds.planning.measure.host import describe_host, heading
 from dino_ds.planning.measure.memory import MIB, run_in_children
 from dino_ds.planning.measure.tables import markdown_table, print_result

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ import dino_ds.train
 from dino_ds.api import Run, _one_at_a_time
 from dino_ds.cli import main as cli
 from dino_ds.config.loading import load_recipe
-from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
+from dino_ds.errors import CheckpointError, ConfigError, DataError, PeerError, Stopped
 from dino_ds.launching import child
 from dino_ds.launching.child import NewLines, Output
 from dino_ds.options.commands import COMMANDS
@@ -35,8 +35,7 @@ from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import words_of
 from dino_ds.run import guards
 from dino_ds.run.caller import Caller
-from tests.ranks import run_on_ranks
-from tests.run.harness import TINY, image_folder, read_metrics, train_tiny
+from tests.run.harness import TINY, image_folder, read_metrics
 
 ROOT = Path(__file__).parent.parent
 MEASURED = re.compile(r"second|wait|memory|fraction|_gib|rolling|throughput|host|cpu")
@@ -223,20 +222,36 @@ def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, 
     assert (tmp_path / "run/teacher.safetensors").exists() and asked == [(600, False)]
 
 
-@pytest.mark.slow
-def test_ranks_train_as_the_launcher_s_do(folder, tmp_path):
-    """Callbacks are told in this process, also by a run that continues; errors are those of one process."""
-    told = []
+LAUNCH = """#!{python}
+import json, sys
+from pathlib import Path
+from dino_ds.cli.main import prepare
+assert sys.argv[1:3] == ["-m", "dino_ds"]
+train = prepare(sys.argv[3:])[2]["train"]
+run = Path(train["options"].run_dir)
+run.mkdir(exist_ok=True)
+for step in range(1, train["options"].max_steps + 1):
+    with (run / "metrics.jsonl").open("a") as file:
+        print(json.dumps({{"step": step, "images": train["recipe"].data.global_batch}}), file=file)
+print("dino_ds: error: rank 1 died")
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 6])
+def test_ranks_train_as_the_launcher_s_do(code, folder, tmp_path, monkeypatch):
+    """By a stand-in for the command, which reads its words: callbacks are told in this process, an exit code is an
+    error."""
+    told, python = [], tmp_path / "python"
+    python.write_text(LAUNCH.format(python=sys.executable, code=code))
+    python.chmod(0o755)
+    monkeypatch.setattr(child.sys, "executable", str(python))
     given = {**TINY, "data.root": folder / "images", "run_dir": tmp_path / "run", "ranks": 2}
-    with pytest.raises(ConfigError, match="global batch 7 is not a multiple of ranks 2"):
-        dino_ds.train(**{**given, "data.global_batch": 7})
-    run = dino_ds.train(
-        ds_config="ds_configs/zero1_fp32.json", max_steps=2, callbacks=[lambda *line: told.append(line)], **given
-    )
-    assert run_on_ranks(train_tiny, folder / "images", tmp_path / "other", "zero1_fp32.json", 2) == [None, None]
-    assert _settled(run.metrics) == _settled(read_metrics(tmp_path / "other"))
-    assert told == [(line["step"], line) for line in run.metrics]
-    assert (run.path / "teacher.safetensors").read_bytes() == (tmp_path / "other/teacher.safetensors").read_bytes()
+    given |= {"max_steps": 2, "callbacks": [lambda *line: told.append(line)]}
+    with pytest.raises(PeerError, match="rank 1 died") if code else nullcontext():
+        run = dino_ds.train(ds_config="ds_configs/zero1_fp32.json", **given)
+        assert told == [(line["step"], line) for line in run.metrics]
+    assert [step for step, _ in told] == [1, 2] and told[0][1]["images"] == int(TINY["data.global_batch"])
 
 
 def test_stages_on_several_ranks_are_followed_in_all_their_folders(tmp_path, monkeypatch):

@@ -39,7 +39,6 @@ ALLOWED = {
         "dino_ds/planning/measure/memory.py",
         "importlib.import_module",
     ): "a function named by the process that started this one",
-    ("dino_ds/launching/launch.py", "os.execvp"): "torchrun, words checked, no shell",
     ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
     ("tests/commands/test_embed.py", "exec"): "the examples of our own page",
     ("tests/examples/test_finetune.py", "exec"): "the examples of our own page",

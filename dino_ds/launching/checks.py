@@ -66,21 +66,20 @@ def check_machines(
     """
     packages = {"ssh": "openssh-client", "pdsh": "pdsh"} if plan.uses_ssh else {}
     if missing := [name for name in packages if shutil.which(name) is None]:
-        cure = "or start every machine by itself with --no_ssh"
+        cure = "or start every machine by itself with --launcher torchrun"
         return [], [f"{name} is not installed: apt-get install {packages[name]}, {cure}" for name in missing]
     place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
     try:
         seen = tempfile.NamedTemporaryFile(prefix=".dino_ds_launch_", dir=place.absolute())  # noqa: SIM115
     except OSError as error:
         raise ConfigError(f"run folder {run_dir} can't be made: {place}: {error.strerror}; fix --run_dir") from None
-    node = plan.options.node_rank or 0
-    slots = plan.hosts[node].slots if plan.hosts else tuple(range(plan.ranks))
-    elsewhere = plan.options.launcher == "torchrun" and plan.nodes[1] > 1  # whoever comes first listens
+    slots = plan.hosts[0].slots if plan.hosts else tuple(range(plan.ranks))
+    elsewhere = plan.options.nodes > 1  # whoever comes first listens
     port = 0 if elsewhere else plan.master_port
     here = Host("this machine", slots)
     with seen:
         # Another process: one that has looked at the GPUs keeps memory on them.
-        question = Question(files, images, seen.name, port if node == 0 else 0)
+        question = Question(files, images, seen.name, port)
         answers: dict[Host, Answer | str] = {here: _ask([sys.executable, "-m", __spec__.name], question)}
         local = answers[here]
         if plan.uses_ssh and isinstance(local, Answer):

@@ -100,12 +100,12 @@ class Output:
 
 
 class NewLines:
-    """Iterates over the lines of metrics that a start writes; it replaces an earlier file by one with the lines that
-    stay, which are left out."""
+    """Iterates over the lines of metrics that a start writes into a new file, but for those that it keeps of an earlier
+    start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._before, self._place = path, _inode(path), 0
-        self._stay = [line for line in read_lines(path) if line.endswith(b"}\n")] if self._before else []
+        self._earlier = set(read_lines(path)) if self._before else set()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if _inode(self._path) in (0, self._before):
@@ -116,10 +116,7 @@ class NewLines:
                 if not line.endswith(b"\n"):  # it is being written
                     return
                 self._place += len(line)
-                if self._stay and line == self._stay[0]:
-                    del self._stay[0]
-                else:
-                    self._stay = []
+                if line not in self._earlier:
                     yield json.loads(line)
 
 

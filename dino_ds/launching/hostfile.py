@@ -14,6 +14,10 @@ from dino_ds.basics.text_file import read_text
 from dino_ds.errors import ConfigError
 
 MAX_SLOTS = 1024
+_FORM = (
+    f"a name of letters, digits, '.', '-' and '_', and 1 to {MAX_SLOTS} slots without spaces, as in node1 slots=8; "
+    "users, ports and IPv6 addresses belong into ~/.ssh/config"
+)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _LINE = re.compile(rf"(?P<name>{_NAME.pattern})[ \t]+slots=(?P<slots>[0-9]{{1,4}})[ \t]*(#.*)?", re.ASCII)
 
@@ -36,7 +40,7 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
             continue
         found = _LINE.fullmatch(line)
         if found is None or not 1 <= int(found["slots"]) <= MAX_SLOTS:
-            raise ConfigError(f'hostfile {path}:{number}: {_shown(line)} is not "name slots=N": {_advice(line)}')
+            raise ConfigError(f'hostfile {path}:{number}: {_shown(line)} is not "name slots=N": {_FORM}')
         name = found["name"]
         if name in hosts:
             raise ConfigError(f"hostfile {path}:{number}: {name} is named twice: write one line a machine")
@@ -50,27 +54,6 @@ def check_host_name(name: str, flag: str) -> None:
     """Raises ConfigError, naming the flag, for what can't be a machine's name or address."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--{flag} {_shown(name)} is not a machine's name or address")
-
-
-def _advice(line: str) -> str:
-    """What to write instead of a line that is not "name slots=N"."""
-    name, *rest = re.split("[ \t]+", line, maxsplit=1)
-    after = rest[0] if rest else ""
-    if "@" in name:
-        return "a user's name goes into ~/.ssh/config"
-    if re.fullmatch(r"[\w.-]+[\[,][\w.,\[\]-]*", name):
-        return "write a line for each machine"
-    if re.fullmatch(r"[\w.:%-]+:[\w.:%-]*", name, re.ASCII):
-        return "a port or an IPv6 address gets a name in ~/.ssh/config"
-    if name.startswith("slots"):
-        return "the machine's name comes first"
-    if not _NAME.fullmatch(name):
-        return "a machine's name has letters, digits, '.', '-' and '_', begins with none of '.-', and has 253 at most"
-    if not after:
-        return f"add the number of its GPUs, as in {name} slots=8"
-    if re.fullmatch(r"slots=[0-9]+", after, re.ASCII):
-        return f"N is 1 to {MAX_SLOTS}"
-    return "only slots=N comes after the name, without spaces; what else ssh needs goes into ~/.ssh/config"
 
 
 def _shown(text: str, most: int = 80) -> str:

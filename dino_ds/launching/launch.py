@@ -36,11 +36,8 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     """
     _end_with_parent()
     plan = build_plan(options, train_words)
-    if plan.elastic and train["options"].stages is not None:
-        raise ConfigError("--stages: an elastic run has one folder; launch each stage, --from the one before")
-    if plan.elastic and train["options"].resume != "auto":
-        raise ConfigError("an elastic run starts again when a machine comes or goes: add --resume auto after the --")
-    _check_batches(plan, train)
+    # Raises ConfigError if the global batch can't be shared out over the ranks.
+    resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.world_size)
     check_forwarded(plan, os.environ, Path.cwd())
     build_command(plan)  # refuses what can't be forwarded
     if not options.skip_checks:
@@ -52,10 +49,6 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
         print(f"command  {shlex.join(command)}", flush=True)
         if options.dry_run:
             continue
-        if plan.elastic:
-            # A machine that joins later waits for an address that torch writes down in the first round only, if shared.
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            os.execvp(command[0], command)
         if code := supervise(partial(_start, command, options, words), run_dir, options.max_restarts):
             sys.exit(code)
 
@@ -66,7 +59,7 @@ def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], r
     if not resumes:
         return command
     plan = build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))
-    if not plan.hosts and plan.nodes[1] == 1 and not port_is_free(plan.master_port):
+    if not plan.hosts and plan.options.nodes == 1 and not port_is_free(plan.master_port):
         plan = replace(plan, master_port=find_free_port())
     return build_command(plan)
 
@@ -106,21 +99,6 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
         if os.getppid() != int(parent):
             os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _check_batches(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the global batch can't be shared out over every number of ranks that the run may have."""
-    batch = train["recipe"].data.global_batch
-    for world_size in plan.world_sizes:
-        try:
-            resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], batch, world_size)
-        except ConfigError as error:
-            if not plan.elastic:
-                raise
-            raise ConfigError(
-                f"{error}; --nodes {plan.nodes[0]}:{plan.nodes[1]} may train on {world_size // plan.ranks} machines: "
-                "narrow it, or take a batch that every number divides"
-            ) from None
 
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:

@@ -34,35 +34,27 @@ class LaunchPlan:
     """The processes of one launch: who runs what where.
 
     hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
-    machine, or with torchrun on each of `nodes` (least, most) machines. words: what follows `train` on the command
-    line. devices: GPUs by number if CUDA_VISIBLE_DEVICES chooses among this machine's.
+    machine, or with torchrun on each of --nodes machines. words: what follows `train` on the command line. devices:
+    GPUs by number if CUDA_VISIBLE_DEVICES chooses among this machine's.
     """
 
     options: LaunchOptions
     words: tuple[str, ...]
     ranks: int
     master_port: int
-    master_addr: str | None = None
     hosts: tuple[Host, ...] = ()
     hostfile: Path | None = None
-    nodes: tuple[int, int] = (1, 1)
     devices: tuple[int, ...] = ()
 
     @property
     def uses_ssh(self) -> bool:
-        return bool(self.hosts) and not self.options.no_ssh
+        return bool(self.hosts)
 
     @property
-    def elastic(self) -> bool:
-        """Whether the number of machines may change while it runs; torchrun then restarts the ranks itself."""
-        return self.nodes[0] < self.nodes[1]
-
-    @property
-    def world_sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks that the run may have: several for an elastic run."""
+    def world_size(self) -> int:
         if self.hosts:
-            return (sum(len(host.slots) for host in self.hosts),)
-        return tuple(self.ranks * nodes for nodes in range(self.nodes[0], self.nodes[1] + 1))
+            return sum(len(host.slots) for host in self.hosts)
+        return self.ranks * self.options.nodes
 
 
 def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
@@ -72,11 +64,10 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
     path = Path(options.hostfile) if options.hostfile is not None else None
     if path is None and options.launcher == "deepspeed" and _DEEPSPEED_HOSTFILE.is_file():
         path = _DEEPSPEED_HOSTFILE
-    nodes = _parse_nodes(options.nodes or "1")
-    _check_combination(options, path, nodes)
+    _check_combination(options, path)
     hosts = _choose_hosts(options, path) if path else ()
     ranks = options.ranks or max((len(host.slots) for host in hosts), default=0) or _gpus_or_one()
-    alone = not hosts and nodes[1] == 1
+    alone = not hosts and options.nodes == 1
     if options.master_addr:
         check_host_name(options.master_addr, "master_addr")
     return LaunchPlan(
@@ -84,51 +75,34 @@ def build_plan(options: LaunchOptions, words: tuple[str, ...]) -> LaunchPlan:
         words,
         ranks,
         master_port=options.master_port or (find_free_port() if alone else _PORT),
-        master_addr=options.master_addr or (hosts[0].name if options.no_ssh else None),
         hosts=hosts,
         hostfile=path,
-        nodes=nodes,
         devices=_visible_devices(ranks) if alone and options.launcher == "deepspeed" else (),
     )
 
 
-def _check_combination(options: LaunchOptions, hostfile: Path | None, nodes: tuple[int, int]) -> None:
+def _check_combination(options: LaunchOptions, hostfile: Path | None) -> None:
     """Raise ConfigError for options that don't belong to the launcher, or need others."""
-    problem, numbered, meets = "", options.node_rank is not None, options.master_addr is not None
+    problem, meets = "", options.master_addr is not None
     if options.launcher == "torchrun":
-        if hostfile or options.no_ssh or numbered:
+        if hostfile:
             problem = (
-                "torchrun starts the processes of one machine: leave out --hostfile, --no_ssh and --node_rank, and run "
-                "the same command on every machine with --nodes N --master_addr HOST"
+                "torchrun starts the processes of one machine: leave out --hostfile, and run the same command on every "
+                "machine with --nodes N --master_addr HOST"
             )
-        elif nodes[1] > 1 and not meets:
+        elif options.nodes > 1 and not meets:
             problem = "--nodes: give --master_addr HOST, the machine where the others meet, the same on all"
-        elif nodes[0] < nodes[1] and options.max_restarts == 0:
-            problem = "--nodes: a machine that is lost would end the run: add --max_restarts 100"
-    elif options.nodes is not None:
+    elif options.nodes > 1:
         problem = "--nodes is for --launcher torchrun; for deepspeed a --hostfile names the machines"
-    elif options.no_ssh != numbered or (numbered and hostfile is None):
-        problem = "machines without ssh: give --no_ssh, the same --hostfile on all, and --node_rank N, its line from 0"
     elif meets and hostfile is None:
         problem = "--master_addr is for several machines: give --hostfile, or --launcher torchrun --nodes N"
     if problem:
         raise ConfigError(problem)
 
 
-def _parse_nodes(text: str) -> tuple[int, int]:
-    """Least and most machines from "4" or, for a number that may change, "1:4"."""
-    found = re.fullmatch(r"([1-9][0-9]{0,4})(?::([1-9][0-9]{0,4}))?", text, re.ASCII)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not found or least > most:
-        raise ConfigError(f"--nodes {text!r} is neither a number of machines nor LEAST:MOST, such as 4 or 1:4")
-    return least, most
-
-
 def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
     """The machines of the hostfile with the wanted slots."""
     hosts = read_hostfile(path)
-    if options.node_rank is not None and options.node_rank >= len(hosts):
-        raise ConfigError(f"--node_rank {options.node_rank}: the hostfile has machines 0 to {len(hosts) - 1}")
     fewest = min(len(host.slots) for host in hosts)
     if options.ranks is not None and options.ranks > fewest:
         raise ConfigError(f"--ranks {options.ranks}: a machine of {path} has {fewest} slots")
@@ -166,11 +140,8 @@ def _deepspeed(plan: LaunchPlan) -> list[str]:
     if plan.hosts:
         command += [f"--hostfile={plan.hostfile}"]
         command += [f"--num_gpus={plan.ranks}"] if plan.options.ranks else []
-        command += [f"--master_addr={plan.master_addr}"] if plan.master_addr else []
-        if plan.options.no_ssh:
-            command += ["--no_ssh", f"--node_rank={plan.options.node_rank}"]
-        else:
-            command += ["--force_multi"]  # else a single machine of the hostfile is taken for this one
+        command += [f"--master_addr={plan.options.master_addr}"] if plan.options.master_addr else []
+        command += ["--force_multi"]  # else a single machine of the hostfile is taken for this one
     elif plan.devices:
         # It would take the first GPUs and drop CUDA_VISIBLE_DEVICES.
         command += ["--include=localhost:" + ",".join(map(str, plan.devices))]
@@ -182,19 +153,14 @@ def _deepspeed(plan: LaunchPlan) -> list[str]:
 
 def _torchrun(plan: LaunchPlan) -> list[str]:
     command = [sys.executable, str(_TORCHRUN), f"--nproc_per_node={plan.ranks}"]
-    if plan.nodes[1] == 1:
+    if plan.options.nodes == 1:
         command += ["--master_addr=127.0.0.1", f"--master_port={plan.master_port}"]
     else:
         command += [
-            f"--nnodes={plan.nodes[0]}:{plan.nodes[1]}",
+            f"--nnodes={plan.options.nodes}",
             "--rdzv_backend=c10d",
-            f"--rdzv_endpoint={plan.master_addr}:{plan.master_port}",
+            f"--rdzv_endpoint={plan.options.master_addr}:{plan.master_port}",
             "--rdzv_id=dino_ds",
-        ]
-    if plan.elastic:
-        command += [
-            f"--max_restarts={plan.options.max_restarts}",
-            "--signals_to_handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1,SIGUSR2",
         ]
     return [*command, str(SCRIPT), *plan.words]
 

@@ -15,9 +15,7 @@ class LaunchOptions:
     hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
     ranks: Count | None = option(None, "processes on each machine", shown="the slots, or one a GPU, or 1")
     launcher: Literal["deepspeed", "torchrun"] = option("deepspeed", "who starts the processes")
-    nodes: str | None = option(None, "with torchrun: machines, or LEAST:MOST of an elastic run", shown="1")
-    no_ssh: bool = option(False, "start only this machine's processes; the same is done on the others")
-    node_rank: Amount | None = option(None, "with --no_ssh: this machine's line of hostfile, from 0")
+    nodes: Count = option(1, "with torchrun: machines, on each of which the same command is run")
     master_addr: str | None = option(None, "where the ranks meet", shown="the first machine")
     master_port: Count | None = option(None, "port of that machine", shown="29500; on one machine a free one")
     max_restarts: Amount = option(

@@ -13,14 +13,7 @@ import pytest
 
 import dino_ds.launching.checks as checks
 from dino_ds.cli.main import main
-from dino_ds.config.ds_config import load_ds_config
-from dino_ds.config.loading import load_recipe
-from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
-from dino_ds.launching.launch import _check_batches
-from dino_ds.launching.plan import LaunchPlan
-from dino_ds.options.machine import LaunchOptions
-from tests.launching.cluster import REPOSITORY
 from tests.run.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}
@@ -87,19 +80,6 @@ def test_why_a_machine_is_silent():
         assert says in checks._ask(["sh", "-c", script], question)
     answer = json.dumps(dataclasses.asdict(ANSWER))
     assert checks._ask(["sh", "-c", f"echo welcome; echo '{answer}'; echo bye"], question) == ANSWER
-
-
-@pytest.mark.parametrize(("nodes", "fits"), [((1, 2), True), ((1, 4), False)])
-def test_an_elastic_run_divides_its_batch_between_every_number_of_machines(nodes, fits):
-    path = str(REPOSITORY / "ds_configs/zero2_fp32.json")
-    train = {"ds": load_ds_config(path, {}), "ds_path": path, "recipe": load_recipe("vits16", {})}
-    plan = LaunchPlan(LaunchOptions(launcher="torchrun"), (), 8, 29500, "w1", nodes=nodes)
-    if fits:
-        _check_batches(plan, train)
-        return
-    with pytest.raises(ConfigError) as error:
-        _check_batches(plan, train)
-    assert "or use 16 or 32 ranks" in str(error.value) and "may train on 3 machines" in str(error.value)
 
 
 def test_all_problems_of_all_machines_come_together_before_anything_starts(tmp_path, monkeypatch, capsys):

@@ -12,10 +12,9 @@ import pytest
 from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
-from dino_ds.launching.launch import _start, run
+from dino_ds.launching.launch import _start
 from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_forwarded, quote_for_pdsh
 from dino_ds.options.machine import LaunchOptions
-from dino_ds.run.train_options import TrainOptions
 
 WORDS = ("--data.root", "/images")
 
@@ -65,31 +64,19 @@ def test_machines_of_a_hostfile(hostfile):
     plan = _plan(hostfile=hostfile, master_addr="10.0.0.1", master_port=2345)
     args = _deepspeed(plan)
     assert (args.hostfile, args.force_multi) == (hostfile, True)
-    assert (args.master_addr, args.master_port, plan.world_sizes) == ("10.0.0.1", 2345, (6,))
-    assert _plan(hostfile=hostfile, ranks=1).world_sizes == (2,)
-    args = _deepspeed(_plan(hostfile=hostfile, no_ssh=True, node_rank=1))
-    assert (args.no_ssh, args.node_rank, args.master_addr, args.force_multi) == (True, 1, "w1", False)
+    assert (args.master_addr, args.master_port, plan.world_size) == ("10.0.0.1", 2345, 6)
+    assert _plan(hostfile=hostfile, ranks=1).world_size == 2
 
 
-def test_torchrun_and_its_elastic_form():
+def test_torchrun_on_one_machine_and_on_several():
     from torch.distributed.run import parse_args
 
     command = build_command(_plan(launcher="torchrun", ranks=4))
     args = parse_args(command[2:])
     assert (args.nproc_per_node, args.training_script_args) == ("4", list(WORDS))
-    plan = _plan(launcher="torchrun", ranks=4, nodes="1:3", master_addr="w1", max_restarts=5)
-    command = build_command(plan)
-    args = parse_args(command[2:])
-    assert (args.nnodes, args.rdzv_endpoint, args.max_restarts) == ("1:3", "w1:29500", 5)
-    assert plan.world_sizes == (4, 8, 12)
-
-
-def test_an_elastic_run_must_be_able_to_go_on():
-    options = LaunchOptions(
-        launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", max_restarts=9, skip_checks=True, dry_run=True
-    )
-    with pytest.raises(ConfigError, match="add --resume auto"):
-        run(options, train_words=WORDS, train={"options": TrainOptions()})
+    plan = _plan(launcher="torchrun", ranks=4, nodes=3, master_addr="w1")
+    args = parse_args(build_command(plan)[2:])
+    assert (args.nnodes, args.rdzv_endpoint, plan.world_size) == ("3", "w1:29500", 12)
 
 
 STAGES = "--stages=quickstart_dinov3,quickstart_gram,quickstart_highres"
@@ -126,23 +113,15 @@ def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
     resumed = launched("--resume", *STAGES.split("="), "--run_dir", runs)
     assert resumed[0] == f"--config quickstart_gram --run_dir {second} --resume auto --from {first}"
     assert len(resumed) == 2
-    options = LaunchOptions(launcher="torchrun", ranks=1, nodes="1:2", master_addr="w1", max_restarts=9)
-    with pytest.raises(ConfigError, match="launch each stage, --from the one before"):
-        run(options, train_words=WORDS, train={"options": TrainOptions(stages="a,b")})
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"launcher": "torchrun", "hostfile": "h"}, "torchrun starts the processes of one machine"),
-        ({"launcher": "torchrun", "nodes": "2"}, "give --master_addr HOST"),
-        ({"launcher": "torchrun", "nodes": "3:2"}, "LEAST:MOST"),
-        ({"launcher": "torchrun", "nodes": "1:2", "master_addr": "w1"}, "a machine that is lost would end the run"),
-        ({"nodes": "2"}, "--nodes is for --launcher torchrun"),
-        ({"no_ssh": True}, "give --no_ssh, the same --hostfile on all, and --node_rank N"),
-        ({"node_rank": 0}, "give --no_ssh"),
+        ({"launcher": "torchrun", "nodes": 2}, "give --master_addr HOST"),
+        ({"nodes": 2}, "--nodes is for --launcher torchrun"),
         ({"master_addr": "w1"}, "for several machines"),
-        ({"hostfile": "HOSTS", "no_ssh": True, "node_rank": 2}, "machines 0 to 1"),
         ({"hostfile": "HOSTS", "ranks": 3}, "has 2 slots"),
         ({"hostfile": "HOSTS", "master_addr": "-oX"}, "--master_addr '-oX' is not a machine's name"),
         ({"ranks": 1, "master_port": 70000}, "1 to 65535"),

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dino_ds.engine.process import init_distributed
 from dino_ds.method import centering
 from dino_ds.models import logits
-from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_without_engine
+from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_exact
 from tests.planning.measure.tiny import tiny_recipe
 
 pytestmark = pytest.mark.numerical
@@ -73,7 +73,7 @@ def test_a_step_holds_only_tiles(monkeypatch):
     monkeypatch.setitem(logits._TILE, "cpu", TILE * 4 * K)
     monkeypatch.setitem(logits._PART, "cpu", PART * 4 * K)
     monkeypatch.setitem(centering._KEPT, "cpu", KEPT * 4 * K)
-    lean, plain = _watched(last_without_engine()), _watched(all_steps()[0])
+    lean, plain = _watched(last_exact()), _watched(all_steps()[0])
     assert lean.largest == TILE
     assert lean.most <= max(KEPT + TILE, 2 * TILE) + 4 * PART
     assert plain.largest > 100 and lean.most <= 0.2 * plain.most

@@ -24,20 +24,12 @@ from dino_ds.method.backbone_checks import fitting_levers
 from dino_ds.method.specs.dino import DINO
 from dino_ds.method.specs.of_recipe import terms_of
 from dino_ds.options.bench import BenchLadderOptions
-from dino_ds.planning.bench.naive import CLIPPING, build_plain_step
+from dino_ds.planning.bench.naive import use_plain_losses
 from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
-from dino_ds.planning.measure.trial import (
-    MEMORY_STEPS,
-    Trial,
-    begin,
-    begin_training,
-    build_trial,
-    resolve,
-    synthetic_inputs,
-)
+from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
 
 FIRST = 3
 """Steps whose losses are compared: exact optimizations add in another order, and Adam makes the difference grow."""
@@ -46,18 +38,18 @@ _OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic d
 _OF_OTHERS = ("channels-last images",)
 
 
+CLIPPING = 3.0
+
+
 @dataclass(frozen=True)
 class LadderStep:
-    """The make of a training step. exact: the result stays the same up to rounding."""
+    """The make of a training step of the engine. exact: the result stays the same up to rounding."""
 
     name: str
     exact: bool = True
     performance: PerformanceOptions = _PLAIN
     tiled_loss: bool = False
-    fused_adamw: bool = False
-    one_pass_ema: bool = False
     onednn: bool = False
-    engine: bool = False
     precision: str = "fp32"
     batched_stochastic_depth: bool = False
     dino_alone: bool = False
@@ -77,20 +69,17 @@ def all_steps() -> list[LadderStep]:
     add("CLS-only last block", {"cls_only_last_block": True})
     add("channels-last images", {"channels_last": True})
     add("prototypes and loss in tiles", tiled_loss=True)
-    add("fused AdamW", fused_adamw=True)
-    add("one-pass EMA", one_pass_ema=True)
     add("oneDNN's products", onednn=True)
-    add("DeepSpeed engine", engine=True)
     exact = steps[-1]
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", {"compile": "default"})
     add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # not both
-    return [*steps, dataclasses.replace(exact, name="DeepSpeed engine, DINO alone", exact=False, dino_alone=True)]
+    return [*steps, dataclasses.replace(exact, name="DINO alone", exact=False, dino_alone=True)]
 
 
-def last_without_engine() -> LadderStep:
-    """All exact optimizations, and torch's AdamW alone."""
-    return [step for step in all_steps() if not step.engine][-1]
+def last_exact() -> LadderStep:
+    """All exact optimizations."""
+    return [step for step in all_steps() if step.exact][-1]
 
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
@@ -123,17 +112,14 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     if step.dino_alone:
         recipe = _dino_alone(recipe)
-    levers = fitting_levers(recipe, step.performance)
-    if step.engine:
-        stage = 0 if step.precision == "fp32" else 1
-        ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
-        ds |= {"dino_ds": dataclasses.asdict(levers)}
-        ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
-        return build_trial(*resolve(recipe, ds, "bench ladder", batch))
-    recipe = change_recipe(recipe, {"data.global_batch": str(batch)})
-    built = build_plain_step(recipe, levers, step.tiled_loss, step.fused_adamw, step.one_pass_ema)
-    begin_training(built)
-    return Trial(built, 1, synthetic_inputs(recipe, batch, device()))
+    stage = 0 if step.precision == "fp32" else 1
+    ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
+    ds |= {"dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance))}
+    ds |= {} if step.precision == "fp32" else {step.precision: {"enabled": True}}
+    trial = build_trial(*resolve(recipe, ds, "bench ladder", batch))
+    if not step.tiled_loss:
+        use_plain_losses(trial.step.engine._engine.module)
+    return trial
 
 
 def _dino_alone(recipe: Recipe) -> Recipe:
