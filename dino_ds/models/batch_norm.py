@@ -8,6 +8,7 @@ Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of parts are joine
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -183,12 +183,12 @@ def _channels(x: Tensor) -> list[int]:
     return [1, -1, *[1] * (x.ndim - 2)]
 
 
-_KINDS: dict[type, type[BatchNorm]] = {
-    nn.BatchNorm1d: BatchNorm,
-    nn.BatchNorm2d: BatchNorm,
-    nn.BatchNorm3d: BatchNorm,
-    BatchNormAct2d: BatchNormAct,
-}
+def _own_class(kind: type) -> type[BatchNorm] | None:
+    """The class of ours for one of torch's or of timm's, which takes seconds to import: a network that has it has."""
+    layers = sys.modules.get("timm.layers")
+    if layers is not None and kind is layers.BatchNormAct2d:
+        return BatchNormAct
+    return BatchNorm if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) else None
 
 
 def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
@@ -199,8 +199,8 @@ def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
     for name, module in network.named_modules():
         if isinstance(module, BatchNorm):
             continue
-        if type(module) in _KINDS:
-            module.__class__ = _KINDS[type(module)]
+        if own := _own_class(type(module)):
+            module.__class__ = own
             module.synced = synced
             if module.momentum is None:
                 raise ConfigError(f"{name} averages its statistics over all batches: give its momentum a number")

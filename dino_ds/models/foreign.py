@@ -9,7 +9,6 @@ from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError, one_line
@@ -28,6 +27,8 @@ class ForeignBackbone(Backbone):
     """
 
     def __init__(self, spec: ForeignSpec, image_size: int, options: BackboneOptions) -> None:
+        from timm.layers import DropPath  # seconds, that runs of our own ViTs do not need
+
         super().__init__(spec)
         self._foreign, self.options, self.image_size = spec, options, image_size
         self._facts = facts_of(spec)

@@ -78,9 +78,6 @@ class BenchWorkersOptions:
 
     seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
     max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
-    step_images_per_second: Positive | None = option(
-        None, "of one rank's training step: would it wait?", shown="not compared"
-    )
     json: Json = False
 
 

@@ -32,7 +32,6 @@ from dino_ds.planning.rules import (
     Gpus,
     frozen_weights,
     recipe_for,
-    released_weights,
     useful_gpus,
 )
 
@@ -133,20 +132,13 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> di
     """Options of `dino-ds train` that the recipe does not set so itself."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
-    flags |= {"eval.root": tests} if (tests := _tests_beside(options)) else {}
+    tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
+    flags |= {"eval.root": str(tests)} if tests else {}
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
     own, wanted = (dict(named_values(load_recipe(recipe, given))) for given in (start, flags))
     return {key: text for key, text in flags.items() if key in start or wanted[key] != own[key]}
-
-
-def _tests_beside(options: AdviseOptions) -> str | None:
-    """The folder of labelled test images next to a folder `train`, if there is one."""
-    if options.source != "folder" or options.root is None:
-        return None
-    tests = test_folder(Path(options.root))
-    return None if tests is None else str(tests)
 
 
 def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> str:
@@ -159,23 +151,15 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
 def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
-    images = _images(options)
     if weights := frozen_weights(data, gpus):
-        tests = _tests_beside(options)
-        evaluate = f"eval {weights} {_images(options, '')} --test_root {shlex.quote(tests)}" if tests else ""
         yield (
             "first, without training (DINOv2's model card: good features out of the box)\n"
-            f"  dino-ds {evaluate or _embed(weights, options)}"
-        )
-    if released_weights(data, gpus):
-        yield (
-            "instead, for a small network: distil a large one, as LightlyTrain recommends (docs/distillation.md)\n"
-            f"  dino-ds train --config distill_vits16 {images} --teacher.from WEIGHTS --teacher.distill features"
+            f"  dino-ds {_embed(weights, options)}"
         )
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     else:
-        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {images}"
+        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {_images(options)}"
     if not has_tests and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
     yield "if it does not learn: docs/your-data.md"
@@ -189,17 +173,13 @@ def _images(options: AdviseOptions, section: str = "data.") -> str:
 
 def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator[str]:
     """`named`: the options that name the images."""
-    channels = "" if data.color else f" --model.in_chans {data.channels}"
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
-    if images["types"] != ["uint8"]:
-        # Where the sample doesn't say which, `train` stops and names the flag.
-        kinds = ", ".join(images["types"])
-        shown = f"dino-ds look-data {named}{channels}"
-        yield f"values are {kinds}: which range training takes, or which to give, shows\n  {shown}"
-    if channels:
-        yield f"--data.mean and --data.std of these channels: measured by\n  dino-ds look-data {named}{channels}"
+    if images["types"] != ["uint8"] or not data.color:
+        channels = "" if data.color else f" --model.in_chans {data.channels}"
+        what = f"{data.channels} channel(s) of {', '.join(images['types'])}"
+        yield f"{what}: data.value_range, data.mean and data.std are measured by\n  dino-ds look-data {named}{channels}"
     if data.side > _LARGE_SIDE:
         yield "large images are slow to decode: smaller ones are made once by\n  dino-ds shard --shrink 512"
 

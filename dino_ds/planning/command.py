@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dino_ds.config.crops import describe_crops
-from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
+from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB
@@ -20,14 +19,13 @@ from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.trained import ALL
 from dino_ds.options.machine import PlanOptions
-from dino_ds.planning.fit import FRAGMENTATION, Fit, Setup, micro_batches, with_backbone
+from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches, with_backbone
 from dino_ds.planning.gpus import REACHED, Cluster, describe_hours, hours, named_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.measure.tables import markdown_table, print_result
 from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_ds
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
-_TOGGLE = "activation_checkpointing"
 _IMAGES = 1_000_000
 """Images of which hours are said where the recipe counts in epochs: the planner sees none."""
 
@@ -44,19 +42,15 @@ def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_
         raise ConfigError("--write is for the recommended config: leave --ds_config out")
     if options.write:
         check_new(Path(options.write))
-    stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     recipe = with_backbone(recipe, options.backbone)
+    is_stage_alone = recipe.stage_start is not None and "backbone" not in recipe.model.model_fields_set
     cluster = Cluster(named_gpu(options.gpu, options.memory_gib), options.gpus, options.nodes)
     recipe, warnings = _divisible(recipe, cluster.world_size)
-    if stage_alone and options.backbone is None:
+    if is_stage_alone:
         warnings.append(
-            f"the recipe is a stage and names no backbone: planned with {recipe.model.backbone}; --config RECIPE,STAGE "
-            "plans it over the recipe of the run that it begins with"
+            f"a stage alone: planned with {recipe.model.backbone}; --config RECIPE,STAGE takes its backbone"
         )
-    if ds is None or ds_path is None:
-        result = _recommended(recipe, cluster)
-    else:
-        result = _given(Setup(recipe, ds, ds_path, cluster))
+    result = _recommended(recipe, cluster) if ds is None or ds_path is None else _given(recipe, ds, ds_path, cluster)
     result["warnings"] = warnings + result["warnings"]
     if options.write:
         write_ds(result["ds_config"], Path(options.write))
@@ -75,38 +69,35 @@ def _divisible(recipe: Recipe, world_size: int) -> tuple[Recipe, list[str]]:
 
 
 def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
-    limit = cluster.gpu.memory_gib
-    best = recommend(recipe, cluster, limit)
-    result = describe(Setup(recipe, best.ds, RECOMMENDED, cluster), best.fit)
+    best = recommend(recipe, cluster, cluster.gpu.memory_gib)
+    result = describe(recipe, best.ds, RECOMMENDED, cluster, best.fit)
+    config = best.fit.config
     verdict = (
-        f"recommended: {best.shape}, {best.fit.config.precision}, micro-batch {best.fit.config.micro_batch}: "
-        f"{best.fit.memory.gib:.1f} of {limit:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
+        f"recommended: {best.shape}, {config.precision}, micro-batch {config.micro_batch}: {best.fit.memory.gib:.1f} "
+        f"of {best.fit.limit_gib:g} GiB; largest micro-batch that fits {result['max_micro_batch']}"
     )
     return result | {"verdict": verdict, "refused": best.refused, "warnings": []}
 
 
-def _given(setup: Setup) -> dict[str, Any]:
-    found = setup.fit()
-    result = describe(setup, found)
-    return result | {"verdict": _verdict(setup, found), "refused": [], "warnings": costly_settings(setup)}
+def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> dict[str, Any]:
+    found = fit(recipe, ds, path, cluster.world_size, cluster.gpu.memory_gib)
+    result = describe(recipe, ds, path, cluster, found)
+    warnings = []
+    if ds.get("fp16", {}).get("enabled") and cluster.gpu.bf16:
+        warnings.append("fp16 needs a loss scale and skips steps: these GPUs have bf16, which needs neither")
+    if ds.get("bf16", {}).get("enabled") and not cluster.gpu.bf16:
+        warnings.append(f"{cluster.gpu.name} has no bf16 units: use fp16")
+    return result | {"verdict": _verdict(recipe, cluster, found, result), "refused": [], "warnings": warnings}
 
 
-def _verdict(setup: Setup, found: Fit) -> str:
+def _verdict(recipe: Recipe, cluster: Cluster, found: Fit, result: Mapping[str, Any]) -> str:
     """The answer in one line: it fits, it fits with a change, or it does not fit."""
-    recipe, cluster = setup.recipe, setup.cluster
-    needs, largest = f"{found.memory.gib:.1f} of {found.limit_gib:g} GiB", setup.largest_micro_batch()
+    needs, largest = f"{found.memory.gib:.1f} of {found.limit_gib:g} GiB", result["max_micro_batch_of_global_batch"]
     if found.fits:
-        return f"fits: {needs}; largest micro-batch that fits {largest}"
-    sizes = micro_batches(recipe.data.global_batch, cluster.world_size)
-    for size in sizes:
-        if size <= largest:
-            accumulation = recipe.data.global_batch // cluster.world_size // size
-            return f"fits with micro-batch {size}, accumulation {accumulation}: as it is it needs {needs}"
-    if _TOGGLE not in setup.ds:
-        lighter = setup.with_ds({**setup.ds, _TOGGLE: {}})
-        for size in sizes:
-            if size <= found.config.micro_batch and lighter.fit(size).fits:
-                return f"fits with activation checkpointing and micro-batch {size}: as it is it needs {needs}"
+        return f"fits: {needs}; largest micro-batch that fits {result['max_micro_batch']}"
+    if largest:
+        accumulation = recipe.data.global_batch // cluster.world_size // largest
+        return f"fits with micro-batch {largest}, accumulation {accumulation}: as it is it needs {needs}"
     try:
         other = recommend(recipe, cluster, found.limit_gib)
     except ConfigError as error:
@@ -114,49 +105,13 @@ def _verdict(setup: Setup, found: Fit) -> str:
     return f"does not fit: it needs {needs}; {other.shape} with micro-batch {other.fit.config.micro_batch} would"
 
 
-def costly_settings(setup: Setup) -> list[str]:
-    """Settings that cost more than they give for this model on these GPUs: a sentence each, with what to do."""
-    weights, ds, gpu = count_parameters(setup.recipe), setup.ds, setup.cluster.gpu
-    zero = ds.get("zero_optimization", {})
-    found = [
-        f"{key} {zero[key]:,} is more than the {weights:,} weights: one bucket, as large, and nothing to overlap; "
-        'write "auto"'
-        for key in ("reduce_bucket_size", "allgather_bucket_size")
-        if isinstance(zero.get(key), int) and zero[key] > weights
-    ]
-    if ds.get("fp16", {}).get("enabled") and gpu.bf16:
-        found.append("fp16 needs a loss scale and skips steps: these GPUs have bf16, which needs neither")
-    if ds.get("bf16", {}).get("enabled") and not gpu.bf16:
-        found.append(f"{gpu.name} has no bf16 units: use fp16")
-    if _TOGGLE in ds:
-        other = {key: value for key, value in ds.items() if key != _TOGGLE}
-        found += _unneeded("activation checkpointing is not needed: without it", setup.with_ds(other))
-    if offloads_optimizer(zero) or offloads_weights(zero):
-        other = copy.deepcopy(dict(ds))
-        for key in ("offload_optimizer", "offload_param"):
-            other["zero_optimization"].pop(key, None)
-        found += _unneeded("offloading is not needed: without it", setup.with_ds(other))
-    if zero.get("stage") == 3 and not offloads_weights(zero):
-        kept = {key: value for key, value in zero.items() if not key.startswith(("stage3_", "zero_", "sub_group"))}
-        lower = setup.with_ds({**ds, "zero_optimization": {**kept, "stage": 2}})
-        found += _unneeded("ZeRO 3 gathers every weight for each micro-batch: with ZeRO 2", lower)
-    return found
-
-
-def _unneeded(why: str, without: Setup) -> list[str]:
-    needed = without.fit()
-    need = f"this micro-batch needs {needed.memory.gib:.1f} of {needed.limit_gib:g} GiB"
-    return [f"{why} {need}"] if needed.fits else []
-
-
-def describe(setup: Setup, found: Fit) -> dict[str, Any]:
+def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster, found: Fit) -> dict[str, Any]:
     """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and hours."""
-    recipe, cluster, config = setup.recipe, setup.cluster, found.config
-    world, largest = cluster.world_size, setup.largest_micro_batch()
+    world, config, batch = cluster.world_size, found.config, recipe.data.global_batch
+    largest = largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
-    whole = [size for size in micro_batches(recipe.data.global_batch, world) if size <= largest]
     flops = sum(mean_flops(recipe, config, on_gpu=True).values()) * config.accumulation
-    by_epochs, batch = recipe.length.unit == "epochs", recipe.data.global_batch
+    by_epochs = recipe.length.unit == "epochs"
     steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
     work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"
     return {
@@ -173,30 +128,30 @@ def describe(setup: Setup, found: Fit) -> dict[str, Any]:
         "limit_bytes": round(found.limit_gib * GIB),
         "moment": found.memory.moment,
         "bytes_per_gpu": found.memory.parts,
-        "activation_bytes": _activations(setup, config),
+        "activation_bytes": _activations(recipe, config),
         "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
         "checkpoint_bytes": checkpoint_bytes(recipe),
         "global_batch": batch,
         "micro_batch": config.micro_batch,
         "accumulation": config.accumulation,
         "max_micro_batch": largest,
-        "max_micro_batch_of_global_batch": max(whole, default=0),
+        "max_micro_batch_of_global_batch": max((n for n in micro_batches(batch, world) if n <= largest), default=0),
         "flops_per_gpu": flops,
         "hours": hours(cluster.gpu, flops * steps),
         "time": describe_hours(cluster.gpu, flops * steps, work),
         "assumptions": {"fragmentation": FRAGMENTATION, "share_of_peak": REACHED},
-        "ds_config": dict(setup.ds),
-        "ds_path": setup.path,
+        "ds_config": dict(ds),
+        "ds_path": path,
         "notes": [*config.notes, *(text for texts in notes for text in texts), *not_counted(recipe)],
     }
 
 
-def _activations(setup: Setup, config: DsConfig) -> dict[str, int]:
+def _activations(recipe: Recipe, config: DsConfig) -> dict[str, int]:
     """The bytes that autograd keeps of one micro-batch without and with checkpointing."""
     without = dataclasses.replace(config, checkpoint_blocks=0, checkpoint_on_cpu=False)
     all_blocks = dataclasses.replace(without, checkpoint_blocks="all")
     variants = {"without_checkpointing": without, "with_checkpointing": all_blocks}
-    return {name: round(step_costs(setup.recipe, variant, True).saved) for name, variant in variants.items()}
+    return {name: round(step_costs(recipe, variant, True).saved) for name, variant in variants.items()}
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.planning.gpus import Cluster
 
 # Assumptions, not measured: what the driver and the libraries' kernels take of a device, NCCL's channels where there
 # are several ranks, and the part of the tensors' size that the allocator can't use between them.
@@ -37,28 +35,6 @@ class Fit:
     @property
     def fits(self) -> bool:
         return self.memory.gib <= self.limit_gib
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A recipe and a ds JSON (of `load_ds_config`, read from `path`) on the GPUs of a cluster."""
-
-    recipe: Recipe
-    ds: Mapping[str, Any]
-    path: str
-    cluster: Cluster
-
-    def with_ds(self, ds: Mapping[str, Any]) -> Setup:
-        return dataclasses.replace(self, ds=ds)
-
-    def fit(self, micro_batch: int | None = None) -> Fit:
-        """Resolve the config with its own batch sizes or with this micro-batch. Raises ConfigError."""
-        given = (self.recipe, self.ds, self.path, self.cluster.world_size, self.cluster.gpu.memory_gib)
-        return fit(*given) if micro_batch is None else fit_with(*given, micro_batch)
-
-    def largest_micro_batch(self) -> int:
-        cluster = self.cluster
-        return largest_micro_batch(self.recipe, self.ds, self.path, cluster.world_size, cluster.gpu.memory_gib)
 
 
 def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:

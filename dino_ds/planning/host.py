@@ -23,9 +23,9 @@ _STATE = 12
 
 @dataclass(frozen=True)
 class Machine:
-    """The least that any rank has. card_gib: memory of its GPU, None without one; host_gib: of its node, which
-    `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes of a process before it builds
-    anything."""
+    """Resources common to all ranks (the minimum of each). card_gib: memory of a rank's GPU, None without one;
+    host_gib: of its node, which `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes
+    of a process before it builds anything."""
 
     ranks: int
     ranks_per_node: int

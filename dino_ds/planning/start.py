@@ -201,14 +201,17 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
     problem = _problem(recipe, start.config, machine)
     if not problem:
         return
-    flags = _fitting(recipe, start, machine)
-    cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
-    cure = cure if flags else _other(recipe, machine)
+    if flags := _fitting(recipe, start, machine):
+        cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
+    else:
+        cure = "take a smaller model, smaller crops or fewer prototypes"
+        if start.is_named and machine.card_gib is not None:
+            cure = f"leave --ds_config out, for one that the planner chooses, or {cure}"
     raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
 
 
 def _fitting(recipe: Recipe, start: Start, machine: Machine) -> dict[str, str]:
-    """The first overrides with which a start fits that does not; {} for none."""
+    """First overrides that make an oversized start fit; {} for none."""
 
     def fits(flags: Mapping[str, str]) -> bool:
         ds = change_ds_config(dict(start.ds), start.path, flags)
@@ -248,26 +251,9 @@ def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[list[di
     images = recipe.data.global_batch // machine.ranks
     stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
     recompute = {} if config.checkpoint_blocks else {"activation_checkpointing.number_checkpoints": "auto"}
-    copies = config.keeps_teacher_copy(machine.card_gib is not None, count_parameters(recipe))
-    no_copy = {"dino_ds.teacher_copy": "false"} if copies else {}
-    both = no_copy | recompute if no_copy and recompute else {}
-    for more in ({}, *filter(None, (no_copy, recompute, both))):
+    for more in ({}, *filter(None, [recompute])):
         yield [
             {_MICRO: str(size), _ACCUMULATION: str(images // size), **(stage if size < images else {}), **more}
             for size in micro_batches(recipe.data.global_batch, machine.ranks)
             if size < config.micro_batch or (more and size == config.micro_batch)
         ]
-
-
-def _other(recipe: Recipe, machine: Machine) -> str:
-    """The advice where no batch size helps."""
-    smaller = "take a smaller model, smaller crops or fewer prototypes"
-    if machine.card_gib is None:
-        return smaller
-    try:
-        other = planned_start(recipe, {}, machine)
-    except ConfigError as error:
-        return str(error)
-    if _problem(recipe, other.config, machine):
-        return smaller
-    return f"leave --ds_config out, the planner has one that fits ({other.config.precision}, ZeRO {other.config.stage})"

@@ -134,8 +134,6 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     image_folder(place / "val", 4, classes=2)
     found = _advise(capsys, str(place / "train"), "--gpu", "t4-16g")
     assert _accepted(found["command"]).eval.root == str(place / "val") and found["found"]["classes"] == 2
-    (command,) = [line for note in found["notes"] for line in note.splitlines() if "dino-ds eval" in line]
-    assert shlex.split(command)[-3:] == [str(place / "train"), "--test_root", str(place / "val")]
     with pytest.raises(SystemExit) as stopped:
         main(["advise", str(place)])
     says = (
@@ -153,7 +151,6 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
 def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
     notes = _advise(capsys, str(_photographs(tmp_path)))["notes"]
     assert any(f"dino-ds embed vit_small_patch16_224.dino --root {tmp_path} --out" in note for note in notes)
-    assert not any("distil" in note for note in notes)
 
 
 def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):

@@ -68,7 +68,6 @@ def test_the_written_config_is_the_planned_one(capsys, tmp_path):
     [
         ("80", "fits: 78.7 of 80 GiB; largest micro-batch that fits 73"),
         ("23.6", "fits with micro-batch 8, accumulation 8: as it is it needs 78.7 of 23.6 GiB"),
-        ("11", "fits with activation checkpointing and micro-batch 4: as it is"),
         ("8", "does not fit: it needs 78.7 of 8 GiB; ZeRO 3, checkpointing with micro-batch 4 would"),
         ("1", "does not fit: it needs 78.7 of 1 GiB; nothing fits 1 GiB"),
     ],
@@ -86,27 +85,24 @@ def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
 
 @pytest.mark.slow
 def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
-    alone = _plan(capsys, "--config", "dinov3_gram", "--gpu", "h100-80g", "--model.depth", "1")
-    assert "stage" in alone["warnings"][0] and "vit_small" in alone["warnings"][0]
-    _no_word_of_a_stage(capsys, "dinov3_gram", "--backbone", "vit_tiny_patch16_224")
-
-
-@pytest.mark.full
-def test_a_stage_after_another_is_planned_with_its_backbone(capsys):
-    _no_word_of_a_stage(capsys, "dinov3_vitl16,dinov3_gram")
-
-
-def _no_word_of_a_stage(capsys, *words):
-    assert not any(
-        "stage" in line
-        for line in _plan(capsys, "--config", *words, "--gpu", "h100-80g", "--model.depth", "1")["warnings"]
-    )
+    words = "--config", "dinov3_gram", "--gpu", "h100-80g", "--model.depth", "1"
+    alone, named = _plan(capsys, *words), _plan(capsys, *words, "--backbone", "vit_tiny_patch16_224")
+    assert "a stage alone: planned with vit_small" in alone["warnings"][0] and not named["warnings"]
 
 
 def test_crops_follow_the_patches_of_a_named_backbone(capsys):
     found = _plan(capsys, "--memory_gib", "80", "--backbone", "vit_giant_patch14_dinov2", "--model.depth", "1")
     assert found["crops"] == "2x224 + 8x98"
     assert found["hours"] is None and "images/s" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "config", "words"),
+    [("a100-80g", "zero2_fp16", "these GPUs have bf16"), ("t4-16g", "zero2_bf16", "has no bf16 units")],
+)
+def test_a_precision_that_is_not_the_card_s_is_named(gpu, config, words, invented, capsys):
+    given = "--gpu", gpu, "--ds_config", f"ds_configs/{config}.json", "--model.depth", "1"
+    assert any(words in line for line in _plan(capsys, *given)["warnings"])
 
 
 @pytest.mark.parametrize(

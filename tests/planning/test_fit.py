@@ -12,15 +12,10 @@ from dino_ds.costs.memory import GIB
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import accumulation_notes
-from dino_ds.planning.command import costly_settings
-from dino_ds.planning.fit import FRAGMENTATION, Setup, fit, fit_with, largest_micro_batch, micro_batches
+from dino_ds.planning.fit import FRAGMENTATION, fit, fit_with, largest_micro_batch, micro_batches
 from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu, hours, installed_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.recommend import SHAPES, ds_of, recommend, write_ds
-
-
-def _cluster(name: str, gpus: int = 8, nodes: int = 1) -> Cluster:
-    return Cluster(GPUS[name], gpus, nodes)
 
 
 def _ds(name: str, **overrides: str):
@@ -113,30 +108,6 @@ def test_accumulation_is_said_where_terms_look_at_several_images():
     everywhere = load_recipe("vits16", terms | {"objective.koleo_ranks": "all"})
     assert "of 256 images" in accumulation_notes(everywhere, 32, 2, 8)[1][0]
     assert accumulation_notes(recipe, 64, 1, 8) == accumulation_notes(load_recipe("vits16", {}), 32, 2, 8) == ([], [])
-
-
-@pytest.mark.parametrize(
-    ("gpu", "config", "overrides", "words"),
-    [
-        ("a100-80g", "zero2_bf16", {"zero_optimization__reduce_bucket_size": "500000000"}, "reduce_bucket_size"),
-        ("a100-80g", "zero2_bf16_checkpointing", {}, "activation checkpointing is not needed"),
-        ("a100-80g", "zero2_bf16_offload", {}, "offloading is not needed"),
-        ("a100-80g", "zero3_bf16_offload", {}, "offloading is not needed"),
-        ("a100-80g", "zero3_bf16", {}, "ZeRO 3 gathers every weight"),
-        ("a100-80g", "zero2_fp16", {}, "these GPUs have bf16"),
-        ("t4-16g", "zero2_bf16", {}, "has no bf16 units"),
-        ("a100-80g", "zero2_bf16", {}, ""),
-    ],
-)
-def test_costly_settings_are_named(gpu, config, overrides, words, invented):
-    recipe = load_recipe("vits16", {})
-    found = costly_settings(Setup(recipe, _ds(config, **overrides), config, _cluster(gpu)))
-    assert any(words in line for line in found) if words else not found
-
-
-def test_no_advice_against_what_is_needed(invented):
-    recipe = load_recipe("vits16", {})
-    assert not costly_settings(Setup(recipe, _ds("zero2_bf16_checkpointing"), "x", _cluster("a100-40g")))
 
 
 def test_a_node_holds_what_is_offloaded_and_saved():

@@ -18,10 +18,7 @@ import torch
 from tqdm import tqdm
 
 from dino_ds.basics.digits import short
-from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.memory import estimate_memory
-from dino_ds.costs.step_costs import count_parameters
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
@@ -43,11 +40,9 @@ _LEAST_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Tried:
-    """One micro-batch on the real step: `predicted_gib`, and where it fits the rate and the peak of the fullest
-    process."""
+    """One micro-batch on the real step; where it fits, the rate and the peak of the fullest process."""
 
     micro_batch: int
-    predicted_gib: float
     images_per_second: float | None = None
     memory_gib: float | None = None
 
@@ -70,7 +65,7 @@ def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any]
     limit = options.memory_gib if gpus or options.memory_gib else usable_memory_gib()
     room = "the GPU's memory" if limit is None else f"{limit:.1f} GiB{' of a GPU' if gpus else ''}"
     trials = _Trials(recipe, ds, ds_path, ranks, limit, options)
-    tried = sorted(search(images, trials.take), key=lambda one: one.micro_batch)
+    tried = search(images, trials.take)
     fitting = [one for one in tried if one.fits]
     if not fitting:
         cures = "recompute activations (activation_checkpointing), shard or offload more (zero_optimization)"
@@ -92,20 +87,11 @@ def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any]
 
 
 def search(images: int, take: Callable[[int], Tried]) -> list[Tried]:
-    """Try divisors of `images`: from a 64th of it upwards until one does not fit, downwards if not even the first."""
-    sizes = [1]
-    for size in micro_batches(images, 1)[::-1]:
-        if size >= _LEAST_GROWTH * sizes[-1]:
-            sizes.append(size)
-    if sizes[-1] != images:
-        sizes[-1] = images
-    first = next(number for number, size in enumerate(sizes) if size >= images // 64)
-    tried = [take(sizes[first])]
-    following = sizes[first + 1 :] if tried[0].fits else sizes[:first][::-1]
-    for size in following:
-        tried.append(take(size))
-        if tried[-1].fits != tried[0].fits:
-            break
+    """Try divisors of `images`, each at least half as large again as the one before, until one does not fit."""
+    tried = [take(1)]
+    for size in micro_batches(images, 1)[-2::-1]:
+        if tried[-1].fits and (size >= _LEAST_GROWTH * tried[-1].micro_batch or size == images):
+            tried.append(take(size))
     return tried
 
 
@@ -145,21 +131,14 @@ class _Trials:
             )
         except ChildFailed as error:
             if error.returncode in (_OUT_OF_MEMORY, -signal.SIGKILL):
-                return Tried(micro_batch, self._predict(ds, 0))
+                return Tried(micro_batch)
             last = (error.log.strip().splitlines() or ["no message"])[-1].removeprefix("dino_ds.errors.ConfigError: ")
             raise DataError(f"the step fails at micro-batch {micro_batch}: {last}") from error
-        predicted = self._predict(ds, round(max(child.imports_mib for child in children) * 2**20))
         peaks = [child.peak_mib / 1024 for child in children]
         if self.limit_gib is not None and (max(peaks) if on_gpu else sum(peaks)) > self.limit_gib:
-            return Tried(micro_batch, predicted)
+            return Tried(micro_batch)
         seconds = max(child.value for child in children)
-        return Tried(micro_batch, predicted, micro_batch * self.ranks / seconds, max(peaks))
-
-    def _predict(self, ds: dict[str, Any], libraries: int) -> float:
-        """Predicted GiB of one process; without a GPU `libraries` bytes of them were measured."""
-        total = ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"] * self.ranks
-        config = resolve_ds_config(ds, self.ds_path, total, self.ranks, parameters=count_parameters(self.recipe))
-        return estimate_memory(self.recipe, config, self.ranks, torch.cuda.is_available(), libraries).gib
+        return Tried(micro_batch, micro_batch * self.ranks / seconds, max(peaks))
 
 
 def measure(
@@ -206,14 +185,14 @@ def _page(result: dict[str, Any]) -> str:
     for one in result["tried"]:
         rate = short(one["images_per_second"], 4) if one["fits"] else "no room"
         peak = f"{one['memory_gib']:.2f}" if one["fits"] else ""
-        rows.append((str(one["micro_batch"]), rate, peak, f"{one['predicted_gib']:.2f}"))
+        rows.append((str(one["micro_batch"]), rate, peak))
     best, ranks, accumulation = result["best"], result["ranks"], result["accumulation"]
     return "\n".join(
         [
             f"bench batch-size: {result['backbone']}, {ranks} process(es), {result['room']}",
             host_line(result["host"]),
             "",
-            markdown_table(("micro-batch", "images/s", "peak GiB a process", "predicted"), rows),
+            markdown_table(("micro-batch", "images/s", "peak GiB a process"), rows),
             "",
             f"recommended  --ds.train_micro_batch_size_per_gpu {best} --ds.gradient_accumulation_steps {accumulation}: "
             f"the fastest; global batch {result['global_batch']} = {best} x {accumulation} x ranks {ranks}",

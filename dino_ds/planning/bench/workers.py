@@ -29,8 +29,6 @@ _MAX_WORKERS = 32
 """The most processes that are tried by default."""
 _AS_GOOD = 0.95
 """Fewer workers are preferred if they reach this part of the best rate."""
-_RESERVE = 1.1
-"""Images a second to load for each that the step takes: loading times vary."""
 _BUSY = 1.0
 """Load average at the start above which the results are reported as too low."""
 
@@ -57,9 +55,7 @@ def run(options: BenchWorkersOptions, *, recipe: Recipe) -> None:
         "device": device.type,
         "ranks": ranks,
         "workers": [{"workers": count, "images_per_second": _spread(rates[count])} for count in counts],
-        "recommended": recommend(
-            {count: median(rates[count]) for count in counts}, cores, options.step_images_per_second
-        ),
+        "recommended": recommend({count: median(rates[count]) for count in counts}, cores),
         "host": host,
     }
     print_result(_page(result), result, options.json)
@@ -109,24 +105,16 @@ def _measure_once(
     return rate, start
 
 
-def recommend(rates: dict[int, float], cores: int, step_rate: float | None) -> dict[str, Any]:
-    """The fewest workers that are as good as the best, or enough for a step that takes `step_rate` images/s, with one
-    core left for training."""
+def recommend(rates: dict[int, float], cores: int) -> dict[str, Any]:
+    """The fewest workers that are as good as the best, with one core left for training."""
     allowed = {count: rate for count, rate in rates.items() if count < cores} or {0: rates[0]}
     best = max(allowed.values())
-    enough = best * _AS_GOOD if step_rate is None else min(step_rate * _RESERVE, best * _AS_GOOD)
-    workers = min(count for count, rate in allowed.items() if rate >= enough)
-    rate = allowed[workers]
-    if step_rate is not None and rate >= step_rate * _RESERVE:
-        reason = f"the fewest that load {step_rate:g} images/s with a tenth to spare"
-    else:
-        reason = f"the fewest within {1 - _AS_GOOD:.0%} of the best rate, {best:,.0f} images/s"
+    workers = min(count for count, rate in allowed.items() if rate >= best * _AS_GOOD)
     return {
         "workers": workers,
-        "images_per_second": rate,
-        "reason": f"{reason}; one of {cores} cores is left to the training process",
-        "step_images_per_second": step_rate,
-        "step_waits": None if step_rate is None else max(0.0, 1 - rate / step_rate),
+        "images_per_second": allowed[workers],
+        "reason": f"the fewest within {1 - _AS_GOOD:.0%} of the best rate, {best:,.0f} images/s; one of {cores} cores "
+        "is left to the training process",
     }
 
 
@@ -153,11 +141,4 @@ def _page(result: dict[str, Any]) -> str:
         lines.append(f"note         measured with one rank; {result['ranks']} share this machine's storage and memory")
     if busy > _BUSY:
         lines.append(f"note         other programs were running (load average {busy}): a quiet machine loads faster")
-    if chosen["step_waits"]:
-        lines.append(
-            f"WARNING      the step takes {chosen['step_images_per_second']:,.0f} images/s: it would wait for data "
-            f"{chosen['step_waits']:.0%} of the time"
-        )
-    elif chosen["step_images_per_second"]:
-        lines.append(f"step         takes {chosen['step_images_per_second']:,.0f} images/s and would not wait")
     return "\n".join(lines)

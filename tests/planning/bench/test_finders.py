@@ -39,14 +39,11 @@ def test_workers_are_measured_and_none_is_left(tmp_path, capsys):
     for row in result["workers"]:
         rate = row["images_per_second"]
         assert 0 < rate["low"] <= rate["median"] <= rate["high"] and len(rate["rounds"]) == 3
-    assert result["recommended"]["workers"] in (0, 1) and result["recommended"]["step_waits"] is None
+    assert result["recommended"]["workers"] in (0, 1)
     assert result["images"] == 20 and result["host"]["versions"]["torch"]
-    rates = {row["workers"]: row["images_per_second"]["median"] for row in result["workers"]}
     result["host"]["load_average"] = [3.5]
-    page = workers._page({**result, "recommended": workers.recommend(rates, 2, 1e9)})
+    page = workers._page(result)
     assert "| 1 " in page and "recommended  --data.workers " in page and "load average 3.5" in page
-    assert "takes 1,000,000,000 images/s: it would wait for data 100% of the time" in page
-    assert "would not wait" in workers._page({**result, "recommended": workers.recommend(rates, 2, 1e-3)})
 
 
 def test_images_that_cannot_be_loaded(tmp_path):
@@ -63,21 +60,17 @@ RATES = {0: 50.0, 1: 60.0, 2: 118.0, 4: 230.0, 8: 238.0, 16: 300.0}
 
 
 @pytest.mark.parametrize(
-    ("cores", "step_rate", "count", "waits"),
+    ("cores", "count"),
     [
-        (16, None, 4, None),  # 8 give 3 % more, and 16 would leave no core to training
-        (17, None, 16, None),
-        (4, None, 2, None),
-        (1, None, 0, None),
-        (16, 100.0, 2, 0.0),
-        (16, 40.0, 0, 0.0),
-        (16, 460.0, 4, 0.5),
+        (16, 4),  # 8 give 3 % more, and 16 would leave no core to training
+        (17, 16),
+        (4, 2),
+        (1, 0),
     ],
 )
-def test_the_fewest_workers_that_are_enough_are_recommended(cores, step_rate, count, waits):
-    chosen = workers.recommend(RATES, cores, step_rate)
+def test_the_fewest_workers_that_are_enough_are_recommended(cores, count):
+    chosen = workers.recommend(RATES, cores)
     assert (chosen["workers"], chosen["images_per_second"]) == (count, RATES[count])
-    assert chosen["step_waits"] == (waits if waits is None else pytest.approx(waits))
 
 
 @pytest.mark.parametrize("images", [1, 2, 7, 48, 64, 100, 512, 720])
@@ -86,7 +79,7 @@ def test_the_search_finds_the_limit_among_the_divisors_that_it_tries(images):
     for limit in (0, 1, 3, 5, 47, 48, 63, 65, 300, 511, 512, 5000):
 
         def take(size, limit=limit):
-            return Tried(size, 1.0, 1.0 if size <= limit else None)
+            return Tried(size, 1.0 if size <= limit else None)
 
         tried[limit] = search(images, take)
         sizes = [one.micro_batch for one in tried[limit]]
@@ -117,10 +110,8 @@ def test_the_real_step_is_measured(capsys, monkeypatch):
     _bench_batch_size("1", memory_gib=20.0)
     page = capsys.readouterr().out
     assert "--ds.train_micro_batch_size_per_gpu 1 --ds.gradient_accumulation_steps 1: the fastest" in page
-    found = re.search(r"\| 1 +\| *(\S+) \| *(\S+) \| *(\S+) \|", page)
-    assert found
-    rate, peak, predicted = map(float, found.groups())
-    assert rate > 0 and peak == 0.29 and 0.24 < predicted < 0.4
+    found = re.search(r"\| 1 +\| *(\S+) \| *(\S+) \|", page)
+    assert found and float(found[1]) > 0 and float(found[2]) == 0.29
 
 
 @pytest.mark.parametrize(
