@@ -103,6 +103,7 @@ def train(
     options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
     keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
     as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
+    With `ranks` there are none.
 
     Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
@@ -115,6 +116,8 @@ def train(
     words = words_of(COMMANDS["train"], own, options)
     if ranks is None:
         return Run(_train_here(words, callbacks))
+    if callbacks:
+        raise ConfigError("callbacks are called in this process: leave ranks out, or read the run's metrics afterwards")
     from dino_ds.launching.child import launch_from_python
 
     with as_it_was():
@@ -122,7 +125,7 @@ def train(
         asked = prepare(launch)[2]["train"]
         folders = _folders(asked["options"], asked["given"])
         launch += [] if run_dir else [f"--run_dir={asked['options'].run_dir}"]
-        launch_from_python(launch, folders, callbacks)
+        launch_from_python(launch)
     return Run(folders[-1])
 
 

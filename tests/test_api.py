@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import errno
 import gc
 import inspect
 import json
@@ -29,7 +28,7 @@ from dino_ds.cli import main as cli
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, PeerError, Stopped
 from dino_ds.launching import child
-from dino_ds.launching.child import NewLines, Output
+from dino_ds.launching.child import error_of
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import words_of
@@ -223,51 +222,49 @@ def test_it_trains_in_a_thread_and_a_slow_callback_is_no_hang(recipe, tmp_path, 
 
 
 LAUNCH = """#!{python}
-import json, sys
+import sys
 from pathlib import Path
 from dino_ds.cli.main import prepare
-assert sys.argv[1:3] == ["-m", "dino_ds"]
-train = prepare(sys.argv[3:])[2]["train"]
-run = Path(train["options"].run_dir)
-run.mkdir(exist_ok=True)
-for step in range(1, train["options"].max_steps + 1):
-    with (run / "metrics.jsonl").open("a") as file:
-        print(json.dumps({{"step": step, "images": train["recipe"].data.global_batch}}), file=file)
-print("dino_ds: error: rank 1 died")
+assert sys.argv[1:3] == ["-m", "dino_ds"] and sys.argv[3:6] == ["launch", "--ranks=2", "--skip_checks=True"]
+options = prepare(sys.argv[3:])[2]["train"]["options"]
+(Path(options.run_dir) / "2_quickstart_gram").mkdir(parents=True, exist_ok=True)
+print("{line}")
 sys.exit({code})
 """
 
 
-@pytest.mark.parametrize("code", [0, 6])
-def test_ranks_train_as_the_launcher_s_do(code, folder, tmp_path, monkeypatch):
-    """By a stand-in for the command, which reads its words: callbacks are told in this process, an exit code is an
-    error."""
-    told, python = [], tmp_path / "python"
-    python.write_text(LAUNCH.format(python=sys.executable, code=code))
+@pytest.mark.parametrize(
+    ("code", "line", "error", "says"),
+    [
+        (0, "done", None, ""),
+        (6, "dino_ds: error: rank 1 died", PeerError, "^rank 1 died$"),
+        (3, "dino_ds: error: damaged", CheckpointError, "^damaged$"),
+        (1, "dino_ds: error: a bug", RuntimeError, r"^a bug \(exit code 1\)$"),
+        (
+            75,
+            "stopped  by SIGTERM at step 4; saved step 4. To continue: the",
+            Stopped,
+            "^stopped by .*step 4; the same",
+        ),
+        (75, "", Stopped, "before this start had anything to save$"),
+    ],
+)
+def test_ranks_are_started_by_the_launcher(code, line, error, says, tmp_path, monkeypatch, capsys):
+    """By a stand-in for the command, which reads its words: what it prints is printed, its exit code is an error."""
+    python = tmp_path / "python"
+    python.write_text(LAUNCH.format(python=sys.executable, line=line, code=code))
     python.chmod(0o755)
     monkeypatch.setattr(child.sys, "executable", str(python))
-    given = {**TINY, "data.root": folder / "images", "run_dir": tmp_path / "run", "ranks": 2}
-    given |= {"max_steps": 2, "callbacks": [lambda *line: told.append(line)]}
-    with pytest.raises(PeerError, match="rank 1 died") if code else nullcontext():
-        run = dino_ds.train(ds_config="ds_configs/zero1_fp32.json", **given)
-        assert told == [(line["step"], line) for line in run.metrics]
-    assert [step for step, _ in told] == [1, 2] and told[0][1]["images"] == int(TINY["data.global_batch"])
+    given = {"stages": ["quickstart_dinov3", "quickstart_gram"], "run_dir": tmp_path / "runs", "ranks": 2}
+    with pytest.raises(error, match=says) if error else nullcontext():
+        assert dino_ds.train(**given).path == tmp_path / "runs/2_quickstart_gram"
+    assert line in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="callbacks are called in this process: leave ranks out"):
+        dino_ds.train(callbacks=[print], **given)
 
 
-def test_stages_on_several_ranks_are_followed_in_all_their_folders(tmp_path, monkeypatch):
-    asked = []
-
-    def launch(words, folders, callbacks):
-        asked.append(folders)
-        folders[-1].mkdir()
-
-    monkeypatch.setattr(child, "launch_from_python", launch)
-    stages = ["quickstart_dinov3", "quickstart_gram"]
-    monkeypatch.chdir(tmp_path.parent)
-    run = dino_ds.train(stages=stages, run_dir=tmp_path.name, ranks=2)
-    monkeypatch.chdir("/")  # a notebook's %cd
-    assert asked == [[tmp_path / "1_quickstart_dinov3", tmp_path / "2_quickstart_gram"]]
-    assert run.path == asked[0][-1]
+def test_an_interrupted_launch_without_anything_saved_is_that():
+    assert all(isinstance(error_of(*given), KeyboardInterrupt) for given in ((75, [], True), (130, ["stopped x"])))
 
 
 def _printed(capsys, *words):
@@ -439,46 +436,3 @@ def test_the_folder_of_an_earlier_run_is_a_run(tmp_path, monkeypatch):
         run.report()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1}\n{"st')
     assert run.metrics == [{"step": 1}]
-
-
-def test_new_lines_are_those_after_what_a_resumed_run_keeps(tmp_path, monkeypatch):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    lines = NewLines(path)
-    assert list(lines) == []
-    (tmp_path / "new").write_text('{"step": 1}\n{"step": 2, "x": 0}\n{"step"')
-    (tmp_path / "new").replace(path)
-    assert list(lines) == [{"step": 2, "x": 0}]
-    with path.open("a") as file:
-        file.write(": 3}\n")
-
-    def fail(*_, **__):
-        raise OSError(errno.ESTALE, "stale file handle")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(Path, "stat", fail)
-        assert list(lines) == []
-    assert list(lines) == [{"step": 3}]
-
-
-@pytest.mark.parametrize(
-    ("code", "error", "text"),
-    [(3, CheckpointError, "^damaged$"), (1, RuntimeError, r"^damaged \(exit code 1\)$"), (75, Stopped, "at step 4")],
-)
-def test_an_exit_code_of_the_launcher_is_an_error(code, error, text, tmp_path, capsys):
-    import dino_ds.planning.measure.memory  # noqa: F401  (its error has the code of a bug)
-
-    with (tmp_path / "output").open("w+b", buffering=0) as file:
-        output = Output(file)
-        file.write(b"stopped  by SIGTERM at step 4; saved step 4. To continue: the\ndino_ds: error: damaged\n")
-        output.show()
-    assert capsys.readouterr().err.count("\n") == 2
-    with pytest.raises(error, match=text):
-        raise output.error(code)
-
-
-def test_a_stop_before_anything_is_saved_is_told_as_such(tmp_path):
-    with (tmp_path / "output").open("w+b", buffering=0) as file:
-        output = Output(file)
-    assert isinstance(output.error(75, interrupted=True), KeyboardInterrupt)
-    assert isinstance(output.error(75), Stopped) and "resume" not in str(output.error(75))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,17 +22,12 @@ from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_
 from dino_ds.launching.supervise import supervise
 from dino_ds.options.machine import LaunchOptions
 
-PARENT = "DINO_DS_PARENT"
-"""Names, in the environment, the Python program that has started this process, if one has."""
-_SET_DEATH_SIGNAL = 1
-
 
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
     """Train, then end the process with the training's exit code. Raises ConfigError before anything has started.
 
     train: the meaning of the words after "--": `train`'s options, recipe, ds, ds_path and given.
     """
-    _end_with_parent()
     plan = build_plan(options, train_words)
     # Raises ConfigError if the global batch can't be shared out over the ranks.
     resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.world_size)
@@ -90,15 +83,6 @@ def _without(words: Sequence[str], *names: str) -> list[str]:
         if not value and word.partition("=")[0] not in names:
             kept.append(word)
     return kept
-
-
-def _end_with_parent() -> None:
-    """Save and stop when the Python program is gone whose `dino_ds.train` has started this process (Linux)."""
-    parent = os.environ.pop(PARENT, None)
-    if parent is not None:
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != int(parent):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:

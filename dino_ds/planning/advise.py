@@ -159,7 +159,8 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> I
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     else:
-        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {_images(options)}"
+        named = _images(options)
+        yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {named}"
     if not has_tests and options.source == "folder":
         yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
     yield "if it does not learn: docs/your-data.md"

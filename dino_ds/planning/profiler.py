@@ -13,7 +13,6 @@ that bounds it, in this order:
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from json import dumps
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from tqdm import tqdm
 
 from dino_ds.basics.digits import short
@@ -104,11 +103,11 @@ def profile_step(step: Callable[[], object], warmup: int, steps: int, folder: Pa
     where = device()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.type == "cuda" else [])]
     parts = PartTimes(where, waits=True)  # for data
-    rank = distributed.rank()
+    trace = folder / ("trace.json" if distributed.rank() == 0 else f"trace_rank{distributed.rank()}.json")
     profiler = profile(
         activities=activities,
         schedule=schedule(wait=_WAIT, warmup=warmup, active=steps, repeat=1),
-        on_trace_ready=tensorboard_trace_handler(str(folder / "tensorboard"), worker_name=f"rank{rank}"),
+        on_trace_ready=lambda done: done.export_chrome_trace(str(trace)),
         profile_memory=True,
         acc_events=True,
     )
@@ -121,11 +120,6 @@ def profile_step(step: Callable[[], object], warmup: int, steps: int, folder: Pa
                 step()
                 synchronize(where)
                 profiler.step()
-    if rank == 0:
-        newest = max((folder / "tensorboard").glob("rank0*.json*"), key=lambda path: path.stat().st_mtime)
-        shutil.copy(newest, folder / "trace.json")
-    if where.type == "cuda":
-        record_memory(step, folder)
     return _summarise(profiler, parts.read(), steps, where.type == "cuda")
 
 
@@ -164,19 +158,6 @@ def _annotate(name: str) -> Iterator[None]:
     on_gpu = torch.cuda.is_available()
     with record_function(name), torch.cuda.nvtx.range(name) if on_gpu else contextlib.nullcontext():
         yield
-
-
-def record_memory(step: Callable[[], object], folder: Path) -> None:
-    """Every allocation of one more step on a GPU, with what made it, for https://pytorch.org/memory_viz.
-
-    Recording would slow the steps that are timed.
-    """
-    torch.cuda.memory._record_memory_history(max_entries=200_000)
-    try:
-        step()
-        torch.cuda.memory._dump_snapshot(str(folder / f"memory_rank{distributed.rank()}.pickle"))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _progress(steps: int) -> Any:
@@ -238,6 +219,6 @@ def _page(result: dict[str, Any], folder: Path) -> str:
         "",
         f"bound by {result['bound_by']}: {result['reason']}",
         f"to change: {result['advice']}",
-        f"files: {folder / 'trace.json'} (ui.perfetto.dev); tensorboard --logdir {folder}",
+        f"files: {folder / 'trace.json'} (ui.perfetto.dev), {folder / 'summary.json'}",
     ]
     return "\n".join(lines)
