@@ -9,7 +9,7 @@ PYTHON ?= python3
 RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
 READY := $(VENV)/.dino_ds_ready
-.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults soak site tiers bench-gpu setup clean
+.PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults site tiers bench-gpu setup clean
 
 train: setup
 	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
@@ -31,7 +31,7 @@ test-fast: setup
 # Every property, tables by a sample of their cells; test-all: with every cell. Two processes, one thread each, as idle
 # ones that wait for work would take the other's core. The first runs what starts ranks, then files of the second, whose
 # output comes at the end; that one begins with what compares rounded arithmetic, without AVX: other sums than this CPU's.
-MARKS = not soak$(if $(filter test-all,$@), , and not full)
+MARKS = $(if $(filter test-all,$@),(full or not full),not full)
 NO_AVX := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 test test-all: setup
 	@taken=$$(mktemp -d); export DINO_DS_TESTS_TAKEN=$$taken; \
@@ -50,10 +50,6 @@ test-alone:
 # Two real ranks and every kind of fault; malformed and hostile files.
 test-faults: setup
 	$(VENV)/bin/python -m pytest -m faults
-
-# A supervised run with random faults: about an hour.
-soak: setup
-	$(VENV)/bin/python -m pytest -m soak
 
 # The documentation as a site in site/, with the page of all options; a broken link is an error.
 site: setup

@@ -22,7 +22,7 @@ STARTS_RANKS = {
     ("tests.engine.harness", "build_step"),
     ("tests.launching.cluster", "dino_ds"),
 }
-NOT_FAST = ("ranks", "slow", "faults", "full", "soak", "gpu")
+NOT_FAST = ("ranks", "slow", "faults", "full", "gpu")
 TAKEN = os.environ.get("DINO_DS_TESTS_TAKEN", "")
 """A folder that the two processes of `make test` share: a file in it for each file of tests that one has taken."""
 

@@ -24,23 +24,23 @@ _found: dict[str, Any] = {}
 def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
     """The plain JSON that `make` gives, or gave before for the same `about`.
 
-    A file that was damaged or edited is made anew. A folder that can't be read or written changes nothing but the time
-    that it takes.
+    A file that is no JSON is made anew. A folder that can't be read or written changes nothing but the time that it
+    takes.
 
     Args:
         about: what is asked for, plain JSON too.
         make: called where nothing is kept.
         modules: other code that `make` runs, by name.
     """
-    text = json.dumps([about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
+    text = json.dumps([2, about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     if name not in _found:
         try:
-            _found[name] = _read(cache_folder() / "steps" / f"{name}.json", name)
-        except (*_UNUSABLE, ValueError, TypeError, KeyError):
+            _found[name] = json.loads((cache_folder() / "steps" / f"{name}.json").read_text(encoding="utf-8"))
+        except (*_UNUSABLE, ValueError):
             _found[name] = make()
             with suppress(*_UNUSABLE):
-                _write(cache_folder() / "steps" / f"{name}.json", name, _found[name])
+                _write(cache_folder() / "steps" / f"{name}.json", _found[name])
     return _found[name]
 
 
@@ -51,25 +51,13 @@ def share() -> None:
     _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 
 
-def _read(path: Path, name: str) -> Any:
-    """Raises OSError, and ValueError, TypeError or KeyError for a file that is not as `_write` has written it."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if content["sha256"] != _checksum(name, content["found"]):
-        raise ValueError(f"{path} was changed")
-    return content["found"]
-
-
-def _write(path: Path, name: str, found: Any) -> None:
+def _write(path: Path, found: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps({"sha256": _checksum(name, found), "found": found}), encoding="utf-8")
+        temporary.write_text(json.dumps(found), encoding="utf-8")
     files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for old in files[:-_MOST_FILES]:
         old.unlink(missing_ok=True)
-
-
-def _checksum(name: str, found: Any) -> str:
-    return hashlib.sha256(f"{name} {json.dumps(found, sort_keys=True)}".encode()).hexdigest()
 
 
 @functools.cache

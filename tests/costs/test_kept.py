@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from dino_ds.costs import kept
 from dino_ds.costs import step_costs as costs_of_a_step
-from dino_ds.costs.memory import estimate_memory
 from dino_ds.planning.measure.trial import resolve
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 
@@ -49,59 +47,19 @@ def test_it_is_kept_by_what_was_asked_and_by_the_code(ask, monkeypatch):
     assert ask() == 3
 
 
-EDITS = {
-    "cut off": lambda text: text[:-3],
-    "empty": lambda text: "",
-    "not JSON": lambda text: "{",
-    "a list": lambda text: "[1]",
-    "nothing found": lambda text: '{"found": null}',
-    "a number": lambda text: text.replace("2.5", "2.6"),
-    "a text for a number": lambda text: text.replace("2.5", '"2.5"'),
-    "NaN": lambda text: text.replace("2.5", "NaN"),
-    "a key less": lambda text: text.replace('"n": 1, ', ""),
-    "of another question": lambda text: text.replace('"n": 1', '"n": 7'),
-    "nested": lambda text: "[" * 100_000,
-    "bytes": lambda text: "\udcff",
-}
-
-
-@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_a_file_that_was_damaged_or_edited_is_made_anew(edit, ask, tmp_path):
+@pytest.mark.parametrize("content", ["", '{"n": 1, "siz', "[" * 100_000, "\udcff"])
+def test_a_file_that_is_no_json_is_made_anew(content, ask, tmp_path):
     assert ask() == 1
     (file,) = (tmp_path / "dino_ds/steps").iterdir()
-    file.write_text(edit(file.read_text()), errors="surrogateescape")
+    file.write_text(content, errors="surrogateescape")
     assert (ask(), ask()) == (2, 2)
-
-
-@pytest.mark.parametrize("what", ["found", "sizes", "parts", "moments", "teachers"])
-def test_an_edited_rehearsal_does_not_stop_a_prediction(what, tmp_path, monkeypatch):
-    """Whichever value of it is another kind of thing."""
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path))
-
-    def predict() -> float:
-        monkeypatch.setattr(kept, "_found", {})
-        for function in (costs_of_a_step.student_facts, costs_of_a_step._rehearsed):
-            function.cache_clear()
-        recipe = tiny_recipe()
-        return estimate_memory(recipe, resolve(recipe, tiny_ds(0), "test.json", 4)[1], 1, on_gpu=False).gib
-
-    first = predict()
-    for file in (tmp_path / "steps").iterdir():
-        file.write_text(json.dumps(_spoilt(json.loads(file.read_text()), what)))
-    assert predict() == first
-
-
-def _spoilt(content, key):
-    if isinstance(content, dict):
-        return {name: "?" if name == key else _spoilt(value, key) for name, value in content.items()}
-    return content
 
 
 def test_a_slow_rehearsal_says_what_is_being_done(monkeypatch, capfd):
     monkeypatch.setattr(costs_of_a_step, "_SILENT_SECONDS", 0.0)
     costs_of_a_step._rehearsed.cache_clear()
     monkeypatch.setattr(kept, "_found", {})
-    monkeypatch.setattr(kept, "_read", lambda *_: kept.Path("missing").read_text())
+    monkeypatch.setattr(kept, "_versions", lambda: ["new code"])
     recipe = tiny_recipe()
     costs_of_a_step.step_costs(recipe, resolve(recipe, tiny_ds(0), "test.json", 5)[1], on_gpu=False)
     assert "dino_ds: rehearsing a step of 5 images" in capfd.readouterr().err

@@ -221,26 +221,9 @@ PEAKS = [
     ({"zero_optimization": {"stage": 2}, **BF16}, 64, OWN),
     ({}, 64, MUON),
 ]
-MORE_PEAKS = [
-    ({"zero_optimization": {"stage": 0}, "dino_ds": {"attention": "naive"}}, 64, {}),
-    ({}, 32768, SHARED | {"model.registers": "4"}),
-    ({}, 64, {}),
-    ({}, 16384, {}),
-    ({"zero_optimization": {"stage": 1}, **BF16}, 2048, {}),
-    ({"zero_optimization": {"stage": 0}, "activation_checkpointing": {"number_checkpoints": 2}}, 64, {}),
-    ({}, 64, IBOT),
-    ({}, 131072, SHARED | {"head.bottleneck": "256"}),
-    ({"zero_optimization": {"stage": 2}, **BF16}, 16384, IBOT),
-    ({"zero_optimization": {"stage": 2}, **BF16, "activation_checkpointing": {}}, 2048, ROTARY),
-    ({"zero_optimization": {"stage": 0}}, 64, MUON),
-    ({}, 64, GRAM),
-    ({}, 64, GRAM | {"gram.crop_size": "128", "gram.whole_batch": "true"}),
-]
 
 
-@pytest.mark.parametrize(
-    ("sections", "prototypes", "terms"), [*PEAKS, *(pytest.param(*cell, marks=pytest.mark.full) for cell in MORE_PEAKS)]
-)
+@pytest.mark.parametrize(("sections", "prototypes", "terms"), PEAKS)
 @pytest.mark.slow
 def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms, monkeypatch):
     """Within 6 %, whatever moment it is at: of a toy's 25 MB at the least, some 1.5 MB are short-lived copies.
@@ -260,8 +243,6 @@ def test_the_peak_of_a_step_is_predicted(sections, prototypes, terms, monkeypatc
 @pytest.mark.parametrize(
     ("network", "sections", "prototypes"),
     [
-        pytest.param(RESNET, {}, "64", marks=pytest.mark.full),
-        pytest.param(CONVNEXT, {}, "64", marks=pytest.mark.full),
         (RESNET, {"activation_checkpointing": {}}, "64"),
         (RESNET, {"zero_optimization": {"stage": 1}, **BF16}, "2048"),
         (CONVNEXT, {}, "32768"),
@@ -297,16 +278,15 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_gpu", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third(on_gpu):
+def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third():
     """At most 15 % below it, and 30 % above: scratch for tiles grows no more where they are full. What a search
     has found by the line is rehearsed exactly before it is recommended."""
     recipe = tiny_recipe(**SMALL | IBOT)
     for images in (6, 80):
         config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
-        line = estimate_memory(recipe, config, 1, on_gpu, exact=False).gib
-        with mock.patch.dict(costs_of_a_step._LINES, {on_gpu: (2, images)}):
-            exact = estimate_memory(recipe, config, 1, on_gpu).gib
+        line = estimate_memory(recipe, config, 1, True, exact=False).gib
+        with mock.patch.dict(costs_of_a_step._LINES, {True: (2, images)}):
+            exact = estimate_memory(recipe, config, 1, True).gib
         assert 0.85 * exact <= line <= 1.3 * exact
 
 
