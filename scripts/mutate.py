@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--marks", default="not full", help="what to run, as pytest's -m")
-    parser.add_argument("--whole", default="full or not full", help="what to run of what was not caught; '' for nothing")
+    parser.add_argument("--whole", default="full or not full", help="what to run of the mutants left; '' for nothing")
     parser.add_argument("--seconds", type=float, default=600, help="of one run of the tests; longer counts as caught")
     options = parser.parse_args()
     files = [f for path in options.paths for f in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -126,17 +124,3 @@ def test_kubernetes_pods_find_each_other_and_count_alike():
     assert 75 in [
         code for rule in spec["podFailurePolicy"]["rules"] for code in rule.get("onExitCodes", {}).get("values", [])
     ]
-
-
-def test_compose_builds_from_the_dockerfile_without_root_and_its_command_exists():
-    (document,) = _documents("compose.yaml")
-    service = document["services"]["train"]
-    build = LAUNCHES / service["build"]["context"]
-    assert (build / service["build"]["dockerfile"]).samefile(LAUNCHES / "Dockerfile")
-    words = shlex.split(service["command"])
-    flags = parse_flags(COMMANDS["launch"], words[1:])
-    assert flags.train is not None and service["init"] and service["shm_size"]
-    mounted = [volume.split(":")[1] for volume in service["volumes"]]
-    assert flags.train.recipe["data.root"] in mounted and str(Path(flags.train.fixed["run_dir"]).parent) in mounted
-    text = (LAUNCHES / "Dockerfile").read_text()
-    assert "USER 10001" in text and "--uid 10001" in text and 'ENTRYPOINT ["dino-ds"]' in text

@@ -126,9 +126,3 @@ def test_recipe_continue_is_the_advice_for_fifty_thousand_images():
     flags = {name: text for row in advise(data, gpus) for name, text in row.flags.items()}
     start = {"model.init_from": flags["model.init_from"]}
     assert load_recipe(recipe_for(data, gpus), start) == load_recipe(recipe_for(data, gpus), flags)
-
-
-@pytest.mark.parametrize(("images", "gpus", "limits"), [(120, 1, False), (1000, 2, True), (50_000, 1, False)])
-def test_a_batch_that_the_number_of_images_limits_says_so(images, gpus, limits):
-    (row,) = [row for row in advise(Data(images, 375), Gpus(gpus, 23.6)) if row.setting == "batch"]
-    assert (f"8 steps an epoch of {images:,} images" in row.why) == limits

@@ -75,15 +75,6 @@ def test_a_real_step_leaves_traces_with_named_parts(tmp_path, capsys):
     assert json.loads((tmp_path / "summary.json").read_text())["bound_by"] == result["bound_by"]
 
 
-@pytest.mark.slow
-def test_real_images_are_used_when_given(tmp_path, capsys):
-    recipe = tiny_recipe(data__source="photos", data__workers="0", crops__augment="low_res")
-    _profile(tmp_path, recipe)
-    result = json.loads(capsys.readouterr().out)
-    assert result["data"] == "photos" and result["parts"]["data"] > 0
-    assert {"student", "ema"} < set(result["parts"])
-
-
 def test_a_folder_that_can_not_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can't be made"):

@@ -153,12 +153,6 @@ def test_a_resumed_run_keeps_its_precision_on_other_ranks():
     assert (changed.config.micro_batch, changed.config.accumulation) == (16, 32)
 
 
-def test_a_saved_config_may_be_set_to_auto_by_hand():
-    recipe, start = _given("zero2_bf16", RTX3090)
-    opened = {**start.config.raw, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    assert resumed_start(recipe, opened, "x", {}, RTX3090).config.micro_batch == recipe.data.global_batch
-
-
 def _train(images, run, card_gib, **options):
     """A tiny run on CPUs whose ranks believe to have cards of other sizes."""
     mine = Machine(2, 2, 64.0, card_gib + distributed.rank())
@@ -228,7 +222,7 @@ def _saved_bytes(stage: int) -> int:
     return sum(tensor.nbytes for tensor in step.engine.state().tensors.values()) + shared // 2
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_all_ranks_tensors_make_up_the_checkpoint(stage):
     """Within 0.5 %: shards are padded."""
     recipe = tiny_recipe()

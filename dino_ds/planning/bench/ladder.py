@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,8 +20,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.engine.products import on_amd, products_of_torch
 from dino_ds.method.backbone_checks import fitting_levers
-from dino_ds.method.specs.dino import DINO
-from dino_ds.method.specs.of_recipe import terms_of
 from dino_ds.options.bench import BenchLadderOptions
 from dino_ds.planning.bench.naive import use_plain_losses
 from dino_ds.planning.measure.host import about, clock_name, heading
@@ -52,12 +49,10 @@ class LadderStep:
     onednn: bool = False
     precision: str = "fp32"
     batched_stochastic_depth: bool = False
-    dino_alone: bool = False
 
 
 def all_steps() -> list[LadderStep]:
-    """The steps from the plain one upwards, each with all optimizations of those before it; last, the exact step
-    without iBOT and KoLeo."""
+    """The steps from the plain one upwards, each with all optimizations of those before it."""
     steps = [LadderStep("plain step")]
 
     def add(name: str, levers: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -70,11 +65,10 @@ def all_steps() -> list[LadderStep]:
     add("channels-last images", {"channels_last": True})
     add("prototypes and loss in tiles", tiled_loss=True)
     add("oneDNN's products", onednn=True)
-    exact = steps[-1]
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", {"compile": "default"})
     add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # not both
-    return [*steps, dataclasses.replace(exact, name="DINO alone", exact=False, dino_alone=True)]
+    return steps
 
 
 def last_exact() -> LadderStep:
@@ -96,8 +90,6 @@ def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
         return "there is no C compiler" if cuda else "it pays on a GPU only, which has kernels to fuse"
     if step.batched_stochastic_depth and recipe.model.drop_path == 0:
         return "model.drop_path is 0"
-    if step.dino_alone and len(terms_of(recipe)) == 1:
-        return "the recipe has no other term than DINO"
     return None
 
 
@@ -110,8 +102,6 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     """A trial of this step with `batch` images, on one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
-    if step.dino_alone:
-        recipe = _dino_alone(recipe)
     stage = 0 if step.precision == "fp32" else 1
     ds: dict[str, Any] = {"gradient_clipping": CLIPPING, "zero_optimization": {"stage": stage}}
     ds |= {"dino_ds": dataclasses.asdict(fitting_levers(recipe, step.performance))}
@@ -120,18 +110,6 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
     if not step.tiled_loss:
         use_plain_losses(trial.step.engine._engine.module)
     return trial
-
-
-def _dino_alone(recipe: Recipe) -> Recipe:
-    """The recipe without the terms beside DINO, and without what is theirs."""
-    own = json.loads(recipe.objective.terms)
-    others = [term.name for term in terms_of(recipe) if term.name != DINO and term.name not in own]
-    kept = {name: v for name, v in recipe.model_dump(mode="json").items() if name not in ("ibot_head", *others)}
-    theirs = ("terms", *(f"{name}_" for name in others))  # options of a term begin with its name
-    kept["objective"] = {key: v for key, v in kept["objective"].items() if not key.startswith(theirs)}
-    kept["teacher"] |= {"others": "{}"}
-    kept["crops"] |= {"mask": "none"}
-    return Recipe.model_validate(kept)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from dino_ds.planning.bench.ladder import all_steps, build_ladder_step, last_exa
 from tests.costs.cnn import RESNET, cnn_recipe
 from tests.planning.measure.tiny import tiny_recipe
 from tests.reference import copied
-from tests.run.own_parts import OWN
 
 pytestmark = pytest.mark.numerical
 
@@ -83,21 +82,10 @@ def test_ladder_steps_grow_from_the_plain_step():
     assert EXACT[-1] == last_exact() and last_exact().performance == whole and last_exact().tiled_loss
 
 
-MORE = {key.replace(".", "__"): value for key, value in OWN.items()} | {"gram__weight": "1", "gram__teacher": "ema"}
-
-
-@pytest.mark.parametrize("more", [{}, MORE], ids=["DINOv2", "with Gram anchoring and a user's own"])
-def test_the_last_step_is_dino_alone(more):
-    trial = build_ladder_step(all_steps()[-1], tiny_recipe(**DINOV2 | more), 4)
-    assert list(trial.step.objective.terms) == ["dino"] and not trial.inputs.masks
-    assert trial.run().isfinite()
-
-
 def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     recipe = tiny_recipe(model__drop_path="0")
     monkeypatch.setattr("dino_ds.planning.bench.ladder.on_amd", lambda: False)
     reasons = {step.name: why_skipped(step, recipe) for step in all_steps()}
-    assert reasons["DINO alone"] == "the recipe has no other term than DINO"
     assert [step.name for step in EXACT if reasons[step.name]] == ["channels-last images", "oneDNN's products"]
     assert reasons["batched stochastic depth"] == "model.drop_path is 0"
     monkeypatch.setattr("dino_ds.planning.bench.ladder._cpu_has_bf16", lambda: False)
