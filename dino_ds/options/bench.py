@@ -1,4 +1,4 @@
-"""Options of the benches and of the profiler."""
+"""Options of the benches."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class BenchStepOptions(BenchOptions):
 
     compare: str | None = option(None, "KEY=A,B: two values of a key, interleaved in one process")
     data: bool = option(False, "real images through the loader, so that waiting for data is real")
+    profile: str | None = option(None, "folder for torch's trace of 3 more steps, whose operators are listed")
     steps: _Steps = 10
 
 
@@ -79,10 +80,3 @@ class BenchWorkersOptions:
     seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
     max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
     json: Json = False
-
-
-@command("profile", "dino_ds.planning.profiler:run", "measure", takes_recipe=True, recipe="vitti16", takes_ds=True)
-class ProfileOptions(BenchOptions):
-    """where the step's time goes by part and by operator, which resource bounds it and what to change"""
-
-    out: str = option("profile", "folder for the traces and the summary")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from dino_ds.basics.digits import short
-from dino_ds.basics.ranges import PARTS
+from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.ds_config import change_ds_config
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.loading import change_recipe
@@ -23,7 +25,7 @@ from dino_ds.options.bench import BenchStepOptions
 from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tflops
 from dino_ds.planning.measure.memory import MIB, GpuPeak, run_in_child
 from dino_ds.planning.measure.tables import markdown_table, print_result
-from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
+from dino_ds.planning.measure.timing import PartTimes, Timing, synchronize, time_interleaved
 from dino_ds.planning.measure.trial import (
     MEMORY_STEPS,
     begin,
@@ -33,6 +35,7 @@ from dino_ds.planning.measure.trial import (
     run_on_data,
 )
 
+_TRACED, _OPERATORS = 3, 15
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
 """The settings that are compared: recipe and ds JSON by name."""
 
@@ -43,6 +46,8 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     Raises ConfigError for a setting that does not exist.
     """
     settings = _settings(recipe, ds, ds_path, options.compare)
+    if options.profile and options.compare:
+        raise ConfigError("--compare with --profile: trace one setting, named by its own option")
     if options.data and options.compare:
         raise ConfigError("--compare with --data: the loader of one setting would work during the step of the other")
     if options.data and recipe.data.source == "folder" and not recipe.data.root and not recipe.data.mixture:
@@ -103,12 +108,13 @@ def _measure(
         steps = {name: _step_of(*pair, feeds if options.data else None) for name, pair in resolved.items()}
         runs = {name: parts[name].after(options.warmup, step) for name, step in steps.items()}
         timings = time_interleaved(runs, options.steps, options.warmup, device(), waits)
+        traced = {name: _trace(steps[name], Path(options.profile)) if options.profile else {} for name in resolved}
     memory = memory if peak is None else {name: {"peak_memory_mib": peak.mib()} for name in resolved}
     steps.clear()
     runs.clear()
     release_memory()
     return [
-        {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name])}
+        {"name": name, **_summary(timings[name], parts[name].read(), *pair, memory[name]), **traced[name]}
         for name, pair in resolved.items()
     ]
 
@@ -120,6 +126,27 @@ def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Calla
         return trial.run
     feed = feeds.enter_context(closing(real_feed(recipe, trial)))
     return lambda: run_on_data(trial, feed, recipe.seed)
+
+
+def _trace(step: Callable[[], object], folder: Path) -> dict[str, str]:
+    """Write what torch's profiler sees of a few steps into trace.json, with their parts; its table of operators."""
+    on_gpu, rank = torch.cuda.is_available(), distributed.rank()
+    path = folder / (f"trace_rank{rank}.json" if rank else "trace.json")
+    with (
+        profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler,
+        listen(record_function),
+    ):
+        for _ in range(_TRACED):
+            step()
+        synchronize(device())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--profile {folder} can't be made: {error.strerror}") from None
+    profiler.export_chrome_trace(str(path))
+    by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
+    table = profiler.key_averages().table(sort_by=by, row_limit=_OPERATORS, max_name_column_width=40)
+    return {"trace": str(path), "operators": table}
 
 
 def _summary(
@@ -176,6 +203,8 @@ def _page(result: dict[str, Any]) -> str:
         "",
         f"{clock_name(settings[0]['clock'])}; median of the steps; FLOPs of the whole model",
     ]
+    if "trace" in settings[0]:
+        lines += ["", settings[0]["operators"], f"{settings[0]['trace']}: open it in ui.perfetto.dev"]
     if "ratio" in result:
         lines.append(f"ratio of images/s, second to first: {result['ratio']:.3f}")
     return "\n".join(lines)

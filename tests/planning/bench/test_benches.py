@@ -97,9 +97,15 @@ def test_step_compares_two_settings(capsys, no_children, compare):
     assert "torch" in page
 
 
-def test_step_with_real_data_waits_for_it(capsys, no_children):
-    _bench_step(recipe=tiny_recipe(data__source="photos", data__workers="0"), data=True)
-    (setting,) = _result(capsys)["settings"]
+def test_step_with_real_data_waits_for_it_and_is_traced_with_its_parts(capsys, no_children, tmp_path):
+    recipe = tiny_recipe(data__source="photos", data__workers="0")
+    _bench_step(recipe=recipe, data=True, profile=str(tmp_path / "new"))
+    result = _result(capsys)
+    (setting,) = result["settings"]
+    events = json.loads((tmp_path / "new/trace.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert [names.count(part) for part in ("data", "teacher", "backward", "ema")] == [3] * 4
+    assert "aten::addmm" in setting["operators"] and "trace.json: open it in" in step._page(result)
     assert setting["parts"]["data"] > 0 and setting["clock"] == "wall", "waiting takes no CPU time"
 
 
@@ -148,6 +154,7 @@ def test_step_on_a_gpu_holds_one_setting_at_a_time(capsys, monkeypatch):
         ({"compare": "data.global_batch=1,2"}, "--batch"),
         ({"compare": "seed=1,2", "data": True}, "--compare with --data"),
         ({"data": True}, "--data needs images"),
+        ({"compare": "seed=1,2", "profile": "x"}, "--compare with --profile"),
         ({"ds": tiny_ds(0, train_micro_batch_size_per_gpu=3)}, "--data.global_batch"),
     ],
 )
