@@ -276,19 +276,15 @@ def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
 def _on_host(recorder: Recorder) -> Iterator[None]:
     """A context in which tensors that autograd saves on the host leave the device until they are asked for."""
 
-    class Hooks(torch.autograd.graph.saved_tensors_hooks):
-        def __init__(self, pin_memory: bool = False) -> None:
-            super().__init__(self._pack, self._unpack)
+    def pack(tensor: Tensor) -> Any:
+        recorder.on_host += tensor.nbytes
+        return tensor.shape, tensor.dtype
 
-        def _pack(self, tensor: Tensor) -> Any:
-            recorder.on_host += tensor.nbytes
-            return tensor.shape, tensor.dtype
-
-        def _unpack(self, packed: Any) -> Tensor:
-            return torch.empty(packed[0], dtype=packed[1])
+    def hooks(pin_memory: bool = False) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: torch.empty(kept[0], dtype=kept[1]))
 
     plain = torch.autograd.graph.save_on_cpu
-    torch.autograd.graph.save_on_cpu = Hooks  # type: ignore[misc,assignment]
+    torch.autograd.graph.save_on_cpu = hooks  # type: ignore[misc,assignment]
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.stages import stages_to_train
 from dino_ds.errors import ConfigError
 from dino_ds.launching.checks import check_machines
-from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_forwarded
+from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_paths
 from dino_ds.launching.supervise import supervise
 from dino_ds.options.machine import LaunchOptions
 
@@ -31,7 +31,7 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     plan = build_plan(options, train_words)
     # Raises ConfigError if the global batch can't be shared out over the ranks.
     resolve_ds_config(copy.deepcopy(train["ds"]), train["ds_path"], train["recipe"].data.global_batch, plan.world_size)
-    check_forwarded(plan, os.environ, Path.cwd())
+    check_paths(plan, Path.cwd())
     build_command(plan)  # refuses what can't be forwarded
     if not options.skip_checks:
         _check(plan, train)

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +24,6 @@ _TORCHRUN = CHECKOUT / "dino_ds" / "launching" / "torchrun.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
 """Taken by DeepSpeed's launcher if none is given."""
-_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that DeepSpeed's launcher exports to the other machines."""
 
 
 @dataclass(frozen=True)
@@ -179,37 +176,11 @@ def quote_for_pdsh(word: str) -> str:
     return shlex.quote(word)
 
 
-def check_forwarded(plan: LaunchPlan, environment: Mapping[str, str], folder: Path) -> None:
-    """Raise ConfigError for paths and exported variables that remote shells would take for commands.
-
-    folder: the working folder, which the other machines change to.
-    """
-    if not plan.uses_ssh:
-        return
+def check_paths(plan: LaunchPlan, folder: Path) -> None:
+    """Raise ConfigError for paths that remote shells would not take as they are; `folder`: the working folder, which
+    the other machines change to."""
     for what, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
-        _refuse(what, str(path), re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path)))
-    for name, value in environment.items():
-        if name.startswith(_EXPORTED):
-            _check_variable(name, value, f"the variable {name}")
-    own = environment.get("DS_ENV_FILE", ".deepspeed_env")
-    for path in {Path(place, own) for place in (os.path.expanduser("~"), folder)}:
-        lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        for number, line in enumerate(lines, 1):
-            name, equals, value = line.partition("=")
-            if not equals:
-                raise ConfigError(f"{path}:{number}: {line[:80]!r} is not NAME=value: DeepSpeed's launcher stops at it")
-            _check_variable(name.strip(), value, f"{name.strip()[:80]} of {path}:{number}")
-
-
-def _check_variable(name: str, value: str, what: str) -> None:
-    # In double quotes, as the launcher writes them, only these act.
-    acting = "".join(c for c in value.strip() if c in '$`"\\' or not c.isprintable())
-    _refuse(what, value, acting if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name, re.ASCII) else name or "=")
-
-
-def _refuse(what: str, value: str, acting: str) -> None:
-    if acting:
-        raise ConfigError(
-            f"refusing to forward {what} to other machines: the value {value[:80]!r} contains {acting[0]!r}, "
-            "which their shells would act on"
-        )
+        if plan.uses_ssh and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
+            raise ConfigError(
+                f"{what} {str(path)[:80]!r} contains {acting[0]!r}, which the shells of other machines would act on"
+            )

@@ -79,13 +79,13 @@ def find_gpu(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     word = re.sub(r"[^a-z0-9]", "", name.lower())
-    models = {card: card.partition("-")[0] for card in GPUS}
+    near = [card for card in GPUS if len(word) > 1 and word in card.replace("-", "")]
+    models = {card: card.partition("-")[0] for card in near}
     same = [card for card, model in models.items() if word in (model, model.removeprefix("rtx"), card.replace("-", ""))]
     if len(same) == 1:
         return GPUS[same[0]]
-    near = same or ([card for card in GPUS if word in card][:3] if len(word) > 1 else [])
+    hint = suggestion((same or near)[:3]) if near else did_you_mean(name, GPUS)
     known = f"there is {', '.join(GPUS)}, or give --memory_gib"
-    hint = suggestion(near) if near else did_you_mean(name, GPUS)
     raise ConfigError(f"--gpu {name}: this card is not in the table: {known}.{hint}")
 
 
