@@ -254,7 +254,7 @@ class _Session:
 def test_inference(infer, monkeypatch):
     """Every way at two batch sizes beside the plain one; bf16 is near, the others equal."""
     compiled = []  # without the minute that it takes
-    monkeypatch.setattr(VisionTransformer, "compile_segments", compiled.append)
+    monkeypatch.setattr(VisionTransformer, "compile_segments", lambda vit: compiled.append(vit))
     runtime = SimpleNamespace(get_available_providers=lambda: ["CPUExecutionProvider"], SessionOptions=SimpleNamespace)
     runtime.InferenceSession = lambda file, options, providers: _Session(exported[file], options, providers)
     exported = {}
