@@ -225,7 +225,7 @@ LAUNCH = """#!{python}
 import sys
 from pathlib import Path
 from dino_ds.cli.main import prepare
-assert sys.argv[1:3] == ["-m", "dino_ds"] and sys.argv[3:6] == ["launch", "--ranks=2", "--skip_checks=True"]
+assert sys.argv[1:3] == ["-m", "dino_ds"] and sys.argv[3:6] == ["launch", "--ranks=2", "--skip_checks=true"]
 options = prepare(sys.argv[3:])[2]["train"]["options"]
 (Path(options.run_dir) / "2_quickstart_gram").mkdir(parents=True, exist_ok=True)
 print("{line}")
