@@ -32,8 +32,9 @@ class PlainPrototypes(Prototypes):
             loss = dino_loss(logits.unflatten(0, (-1, images)), targets, how.student_temp, how.others)
         else:
             loss = ibot_loss(logits, targets[0], how.student_temp, weights, int(how.divisor or 1))
-        entropy = (torch.special.entr(targets).sum(dim=-1) * weights).sum() / (weights.sum() * how.crops).clamp_min(1e-9)
-        return Compared(loss, entropy, how.share(len(logits)))
+        entropies = torch.special.entr(targets).sum(dim=-1) * weights
+        mean = entropies.sum() / (weights.sum() * how.crops).clamp_min(1e-9)
+        return Compared(loss, mean, how.share(len(logits)))
 
 
 def use_plain_losses(network: Network) -> None:
