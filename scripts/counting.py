@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dino_ds.basics.rehearsal import tell_of_collectives
+from dino_ds.basics.rehearsal import is_made_once, tell_of_collectives
 from dino_ds.config.crops import CropGroup
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
@@ -125,6 +125,8 @@ class _Counter(Recorder):
         module.register_forward_hook(end)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if is_made_once():
+            return
         before = self.parts[self._name].flops
         super()._count(func, args, kwargs, result)
         kernels = KERNELS.get(func._schema.name.partition("::")[2], 1)

@@ -24,8 +24,8 @@ from dino_ds.planning.measure.tables import markdown_table
 from scripts.counting import Counts, count_step
 
 _DS = "ds_configs/zero1_bf16.json"
-_LAUNCHES_OF_GROUP = 7
-"""Operators of DeepSpeed's step for each parameter group; counted on a CPU, as in tests/cuda/test_engine.py."""
+_LAUNCHES_OF_GROUP, _LAUNCHES_OF_NORM = 6, 18
+"""Operators of DeepSpeed's step for each parameter group, and once; counted on a CPU in tests/cuda/test_engine.py."""
 _LAUNCHES_OF_EMA = 2
 _OPTIMIZER_BYTES, _EMA_BYTES = 30, 12
 """Bytes of a weight that AdamW and the teacher's average read and write."""
@@ -63,7 +63,7 @@ def _counts(recipe: Recipe, config: DsConfig) -> dict[str, Counts]:
         for name, part in (*step.parts.items(), ("prototypes", step.prototypes)):
             of = "teacher" if name.startswith("teacher") else name
             found[of].add(*(resolution.share * number for number in (part.launches, part.moved, part.flops)))
-    found["optimizer"].add(_LAUNCHES_OF_GROUP * len(facts.groups), _OPTIMIZER_BYTES * weights)
+    found["optimizer"].add(_LAUNCHES_OF_NORM + _LAUNCHES_OF_GROUP * len(facts.groups), _OPTIMIZER_BYTES * weights)
     found["ema"].add(_LAUNCHES_OF_EMA, _EMA_BYTES * weights)
     if config.keeps_teacher_copy(True, weights):  # the rehearsed teacher casts its matrices at each use
         cast = _CAST_BYTES * sum(facts.sizes[name] for name in facts.cast)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 _devices: list[str] = []
 _observers: list[Callable[[str, int], None]] = []
+_making_once: list[None] = []
 
 
 def rehearsing() -> bool:
@@ -37,6 +38,21 @@ def tell_of_collectives(observer: Callable[[str, int], None]) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+@contextmanager
+def making_once() -> Iterator[None]:
+    """A context that makes what later steps find made."""
+    _making_once.append(None)
+    try:
+        yield
+    finally:
+        _making_once.pop()
+
+
+def is_made_once() -> bool:
+    """Whether `making_once` is entered: a step's cost does not include this."""
+    return bool(_making_once)
 
 
 def note_collective(operation: str, size: int) -> None:

@@ -13,9 +13,9 @@ from pydantic.dataclasses import dataclass
 
 from dino_ds.config.fields import option
 
-COPIED_WEIGHTS = 200_000_000
-"""Weights of the largest teacher that is copied by default: a GPU waits for the launches of the casts up to ViT-B, and
-beyond it memory is worth more."""
+COPIED_WEIGHTS = 500_000_000
+"""Weights of the largest teacher that is copied by default, as of a ViT-L with its heads: the casts would be a quarter
+of its launches. Beyond it memory is worth more."""
 LOGGERS = ("wandb", "comet", "mlflow", "trackio")
 """Sections that send metrics elsewhere; DeepSpeed does not get them: it would wait for the device in each step."""
 Bool = Annotated[bool, Strict()]
@@ -48,7 +48,7 @@ class PerformanceOptions:
         stages=(0, 1, 2),
     )
     teacher_copy: Bool | None = option(
-        None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 2e8 weights)"
+        None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 5e8 weights)"
     )
     frozen_teacher: Literal["whole", "sharded", "offloaded"] = option("whole", "sharded, offloaded: cut by ZeRO 3")
     deterministic: Bool = option(False, "kernels that add up in the same order in every run (GPU; slower)")

@@ -60,6 +60,7 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
         gradient = _ShardedGradient(optimizer, clip_parts)
         if hasattr(optimizer, "scaled_global_norm"):
             optimizer.scaled_global_norm = lambda norm_type=2: gradient.norm()
+            optimizer.unscale_and_clip_grads = _FactorOnce(optimizer)
         else:  # ZeRO 3
             optimizer._get_norm_groups = lambda: [gradient.norm()]
         if clip_parts:
@@ -97,7 +98,7 @@ class _ShardedGradient:
             # Now, not when they are used: DeepSpeed moves the loss scale in between.
             self._factors = _clip_factors(squares, self._limit, self._optimizer.loss_scale) / self._optimizer.loss_scale
         norm = (squares.sum() if len(parts) > 1 else squares[0]).sqrt().float()
-        return torch.where(norm.isfinite(), norm, torch.inf)
+        return norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
         """Do in DeepSpeed's stead, after `norm`, one of the master shards, by its index (ZeRO 3) or its gradient."""
@@ -106,6 +107,23 @@ class _ShardedGradient:
         gradient = shards[i].grad
         assert gradient is not None
         gradient.mul_(self._factors[self._part_of[i]])
+
+
+class _FactorOnce:
+    """DeepSpeed's `unscale_and_clip_grads` of ZeRO 1 and 2, which computes the same factor anew for each group."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._unscale = optimizer, optimizer.unscale_and_clip_grads
+        self._norm: Tensor | None = None
+
+    def __call__(self, gradients: list[Tensor], norm: Tensor) -> None:
+        if not self._optimizer.clip_grad and self._optimizer.loss_scale == 1.0:
+            return
+        if norm is not self._norm:
+            self._norm, self._factor = norm, torch.ones_like(norm)
+            self._unscale([self._factor], norm)
+        for gradient in gradients:
+            gradient.mul_(self._factor)
 
 
 def _is_owned(gradient: Tensor) -> bool:

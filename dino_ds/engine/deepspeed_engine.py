@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -62,11 +63,10 @@ def _read_finiteness_once(optimizer: Any) -> None:
     each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
     """
     import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
-    from deepspeed.runtime.utils import is_invalid_grad_norm
 
     if hasattr(optimizer, "check_overflow") and not getattr(optimizer, "cpu_offload", False):
         optimizer.check_overflow = lambda partition_gradients=True: None
-    stage_1_and_2.is_invalid_grad_norm = _AskedOnce(is_invalid_grad_norm)
+    stage_1_and_2.is_invalid_grad_norm = _AskedOnce(lambda norm: not 0 <= float(norm) < math.inf)
 
 
 def _gather_weights_at_once(logged: bool) -> None:

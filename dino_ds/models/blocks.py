@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
+from dino_ds.models.fused import fuses_in_block
 from dino_ds.models.packing import Packing, Selection
-from dino_ds.models.residual import LayerScale, add_branch
+from dino_ds.models.residual import LayerScale, add_branch, sum_kept
 from dino_ds.models.specs.backbones import ViTSpec
 
 
@@ -160,10 +161,10 @@ class Block(nn.Module):
         self, x: Tensor, kept: list[Kept], selection: Selection | None, tables: Sequence[Tensor]
     ) -> Tensor:
         first, second = kept
-        rows, x = _gather(x, first.rows)
+        rows, x = _gather(x, first.rows, first.inverse if first.selection is None else None)
         branch = self.attn(self.norm1(rows), first.packing, first.selection, tables)
         x = self.add1(_selected(x, selection), branch, first)
-        rows, x = _gather(x, second.places)
+        rows, x = _gather(x, second.places, second.inverse)
         return self.add2(x, self.mlp(self.norm2(rows)), second)
 
     def add1(self, x: Tensor, branch: Tensor, drop: Tensor | Kept | None = None) -> Tensor:
@@ -180,11 +181,12 @@ def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None
     return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
 
 
-def _gather(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of x, and x for the residual path. torch.compile adds their gradients in one pass by itself."""
+def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rows of x, and x for the residual path; inverse: as of `Kept`. torch.compile adds their gradients in one pass
+    by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
-    gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows)
+    gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
     return gathered
 
 
@@ -192,16 +194,18 @@ class _Gather(torch.autograd.Function):
     """The backward pass adds the rows' gradient onto x's, without zeros for all other rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, inverse)
         return x.index_select(0, rows), x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        rows, inverse = ctx.saved_tensors
         of_rows, of_x = grad_outputs
-        return of_x.index_add(0, rows, of_rows), None
+        if inverse is not None:
+            return sum_kept(of_x, of_rows, None, None, inverse), None, None
+        return of_x.index_add(0, rows, of_rows), None, None
 
 
 def _selected(x: Tensor, selection: Selection | None) -> Tensor:

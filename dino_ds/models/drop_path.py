@@ -8,6 +8,7 @@ or are all the same, as in facebookresearch/dinov2.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dino_ds.basics.hashing import crop_seed, mix, shift_right
-from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.fused import fused, fuses
+from dino_ds.models.packing import MadeOnce, Packing, Selection
 
 
 def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
@@ -31,11 +33,19 @@ def step_key(seed: int, step: int) -> int:
 
 def drop_path_draws(keys: Tensor, views: int, blocks: int) -> Tensor:
     """keys (b,) -> (blocks, 2, views * b) FP64 in [0, 1): a hash of (key, view, block, branch)."""
-    view = torch.arange(views, device=keys.device).repeat_interleave(keys.shape[0])
-    branch = torch.arange(2 * blocks, device=keys.device)
-    rows = mix(keys.repeat(views) + view)
-    hashed = mix(mix(rows.unsqueeze(0) ^ mix(branch).unsqueeze(1)))
-    return (shift_right(hashed, 11).to(torch.float64) * 2.0**-53).view(blocks, 2, -1)
+    draws = torch.empty(2 * blocks, views, len(keys), dtype=torch.float64, device=keys.device)
+    (_write_draws if fuses(keys) else _write_draws.function)(draws, keys)
+    return draws.view(blocks, 2, -1)
+
+
+@fused(kernels=1, draws=1)
+def _write_draws(draws: Tensor, keys: Tensor) -> None:
+    """Write draws (branches, views, b)."""
+    branches, views, _ = draws.shape
+    view, branch = torch.arange(views, device=keys.device), torch.arange(branches, device=keys.device)
+    rows = mix(keys + view.unsqueeze(1))
+    hashed = mix(mix(rows ^ mix(branch).view(-1, 1, 1)))
+    draws.copy_(shift_right(hashed, 11).to(torch.float64) * 2.0**-53)
 
 
 def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
@@ -43,8 +53,13 @@ def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
 
     rates: of the first block and of the last; those between lie on a line.
     """
+    found: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
+    return found
+
+
+@fused(kernels=1, draws=2)
+def _scales_of(draws: Tensor, first: float, last: float) -> Tensor:
     # Made on the device: a list of rates would be a copy from the host in every step.
-    first, last = rates
     blocks = len(draws)
     rate = torch.arange(blocks, device=draws.device, dtype=torch.float64) * ((last - first) / max(blocks - 1, 1))
     rate = (rate + first).view(-1, 1, 1)
@@ -57,7 +72,8 @@ class Kept:
 
     rows: all their tokens in the matrix of all sequences; packing: of those rows; selection: of them, where the block
     gives selected rows alone; places: what the block gives of them, as rows of its result; scales: sequences of a size
-    / kept ones, so that the sum over a batch stays what it was, for each of `places`, (rows, 1).
+    / kept ones, so that the sum over a batch stays what it was, for each of `places`, (rows, 1); inverse: for each row
+    of the result its place in `places`, or -1, on a GPU where functions are fused.
     """
 
     rows: Tensor
@@ -65,19 +81,25 @@ class Kept:
     selection: Selection | None
     places: Tensor
     scales: Tensor
+    inverse: Tensor | None = None
 
 
 def kept_sequences(
-    draws: Tensor, rates: tuple[float, float], packing: Packing, selection: Selection | None = None
+    draws: Tensor,
+    rates: tuple[float, float],
+    packing: Packing,
+    selection: Selection | None = None,
+    made: MadeOnce | None = None,
 ) -> list[list[Kept]]:
     """Batched stochastic depth: for each block and branch an exact part of the sequences of each size, 1 - rate.
 
     The others are not computed: the student's blocks cost (1 - mean rate). Not what `drop_path_scales` does: the number
     no longer varies, and who is kept depends on the micro-batch. Those with the largest draws of each size are kept.
-    `selection`: the rows that the last block gives, `Packing.first_and_last`.
+    `selection`: the rows that the last block gives, `Packing.first_and_last`; `made`: where what no step changes lies.
     Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with the rates of `drop_path_scales`.
     """
-    orders, at = [], 0
+    made = MadeOnce() if made is None else made
+    orders, at, device = [], 0, draws.device
     for count, _ in packing.groups:  # of all blocks and branches at once
         orders.append(draws[..., at : at + count].argsort(dim=-1, descending=True))
         at += count
@@ -88,16 +110,45 @@ def kept_sequences(
     blocks: list[list[Kept]] = []
     for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
         sizes = [(n, tokens) for n, (_, tokens) in zip(kept, packing.groups, strict=True)]
-        own, among = Packing.of(sizes, packing.bounds.device), list(equal)  # blocks of equal rates share what follows
-        scales, read = _scales(packing, own, draws), _first(rows, kept, slice(among[0], among[-1] + 1))
-        blocks += [[Kept(branch, own, None, branch, scales) for branch in block] for block in read]
+        among = list(equal)  # blocks of equal rates share what follows
+        own, scales = made.of(("kept", *sizes, packing.groups, device), functools.partial(_kept, sizes, packing))
+        read = _first(rows, kept, slice(among[0], among[-1] + 1))
+        back = _inverse(read, packing)
+        blocks += [
+            [Kept(branch, own, None, branch, scales, to) for branch, to in zip(block, inverse, strict=True)]
+            for block, inverse in zip(read, back, strict=True)
+        ]
     if selection is not None:
-        (given,) = _first(places, counts[last], slice(-1, None))
-        chosen = blocks[last][0].packing.first_and_last([tokens for _, tokens in selection.packing.groups])
-        scales = _scales(packing, chosen.packing, draws)
-        pairs = zip(blocks[last], given, strict=True)
-        blocks[last] = [replace(one, selection=chosen, places=where, scales=scales) for one, where in pairs]
+        given, tokens = _first(places, counts[last], slice(-1, None)), [n for _, n in selection.packing.groups]
+        own = blocks[last][0].packing
+        chosen, scales = made.of(
+            ("chosen", own.groups, selection.packing.groups, device), lambda: _chosen(own, tokens, packing)
+        )
+        ends = zip(blocks[last], given[0], _inverse(given, selection.packing)[0], strict=True)
+        blocks[last] = [
+            replace(one, selection=chosen, places=where, scales=scales, inverse=to) for one, where, to in ends
+        ]
     return blocks
+
+
+def _kept(sizes: list[tuple[int, int]], whole: Packing) -> tuple[Packing, Tensor]:
+    own = Packing.of(sizes, whole.bounds.device)
+    return own, _scales(whole, own)
+
+
+def _chosen(own: Packing, tokens: list[int], whole: Packing) -> tuple[Selection, Tensor]:
+    chosen = own.first_and_last(tokens)
+    return chosen, _scales(whole, chosen.packing)
+
+
+def _inverse(places: Tensor, packing: Packing) -> Tensor | list[list[None]]:
+    """Places (blocks, 2, kept) among the rows of a packing -> (blocks, 2, rows) int32, see `Kept`."""
+    if not fuses(places):
+        return [[None, None]] * len(places)
+    rows = sum(count * tokens for count, tokens in packing.groups)
+    order = torch.arange(places.shape[-1], dtype=torch.int32, device=places.device)
+    found = order.new_full((*places.shape[:-1], rows), -1)
+    return found.scatter_(-1, places, order.expand_as(places))
 
 
 def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
@@ -114,7 +165,7 @@ def _first(rows: list[Tensor], counts: list[int], blocks: slice) -> Tensor:
     return torch.cat([whole[blocks, :, :kept].flatten(2) for whole, kept in zip(rows, counts, strict=True)], dim=-1)
 
 
-def _scales(whole: Packing, kept: Packing, like: Tensor) -> Tensor:
+def _scales(whole: Packing, kept: Packing) -> Tensor:
     """Number of sequences of a size / kept ones, for each kept row, (rows, 1) FP32."""
     rows = [((n * tokens, 1), count / n) for (count, _), (n, tokens) in zip(whole.groups, kept.groups, strict=True)]
-    return torch.cat([like.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])
+    return torch.cat([whole.bounds.new_full(shape, scale, dtype=torch.float32) for shape, scale in rows])

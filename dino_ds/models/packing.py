@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from dino_ds.basics.rehearsal import making_once
+
+_T = TypeVar("_T")
+_KEPT = 64
+"""Keys of a `MadeOnce`, after which it begins anew: evaluations see images of many sizes."""
+
+
+class MadeOnce:
+    """Tensors that no step changes, such as bounds of sequences: each is made once for its key."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+
+    def of(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What `make` gave for this key, which must hold whatever it depends on, the device too."""
+        if torch.compiler.is_compiling():
+            return make()
+        if key not in self._kept:
+            if len(self._kept) >= _KEPT:
+                self._kept.clear()
+            with torch.inference_mode(False), torch.no_grad(), making_once():
+                self._kept[key] = make()
+        found: _T = self._kept[key]
+        return found
 
 
 @dataclass(frozen=True)
@@ -21,7 +47,7 @@ class Packing:
     bounds: Tensor
 
     @classmethod
-    def of(cls, groups: list[tuple[int, int]], device: torch.device) -> Packing:
+    def of(cls, groups: Sequence[tuple[int, int]], device: torch.device) -> Packing:
         parts, start = [], 0
         for i, (sequences, tokens) in enumerate(groups):
             stop = start + sequences * tokens

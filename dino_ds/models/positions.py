@@ -27,8 +27,6 @@ def resized(patches: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         return (columns @ stretched.view(-1, side, width)).view(1, -1, width)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def bicubic_matrix(side: int, size: int, interpolation: str, device: torch.device) -> Tensor:
     """(size, side): what torch's bicubic `interpolate` does along one axis.
 

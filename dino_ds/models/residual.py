@@ -34,8 +34,8 @@ def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | K
     larger for those that have none; or None.
     """
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
-        places, scales = (drop.places, drop.scales) if isinstance(drop, Kept) else (None, drop)
-        found: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
+        kept = (drop.scales, drop.places, drop.inverse) if isinstance(drop, Kept) else (drop, None, None)
+        found: Tensor = _FusedAdd.apply(x, branch, gamma, *kept)
         return found
     if gamma is not None:
         branch = branch * gamma
@@ -68,18 +68,24 @@ class _Add(torch.autograd.Function):
 
 
 class _FusedAdd(torch.autograd.Function):
-    """`add_branch` on a GPU: all products are rounded once, with the sum where all rows have a branch."""
+    """`add_branch` on a GPU: all products are rounded once, with the sum."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, places: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        gamma: Tensor | None,
+        scales: Tensor | None,
+        places: Tensor | None,
+        inverse: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(branch if ctx.needs_input_grad[2] else None, gamma, scales, places)
         ctx.dtype = branch.dtype
-        if places is None:
-            found: Tensor = _sum(x, branch, gamma, scales)
-            return found
-        return x.index_add(0, places, _product(branch, gamma, scales, x.dtype))
+        found: Tensor = (
+            _sum(x, branch, gamma, scales) if inverse is None else sum_kept(x, branch, gamma, scales, inverse)
+        )
+        return found
 
     @staticmethod
     @once_differentiable
@@ -90,7 +96,7 @@ class _FusedAdd(torch.autograd.Function):
             of_branch, of_gamma = _gradients(grad, branch, gamma, scales, places)
         elif ctx.needs_input_grad[1]:
             of_branch = _gradient(grad, gamma, scales, places, ctx.dtype)
-        return grad, of_branch, of_gamma, None, None
+        return grad, of_branch, of_gamma, None, None, None
 
 
 @fused(kernels=1, x=2)
@@ -98,9 +104,13 @@ def _sum(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None)
     return x + _scaled(branch, gamma, scales)
 
 
-@fused(kernels=1, branch=2)
-def _product(branch: Tensor, gamma: Tensor | None, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return _scaled(branch, gamma, scales).to(dtype)
+@fused(kernels=1, x=2)
+def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, inverse: Tensor) -> Tensor:
+    """x (rows, d) plus the row `inverse` (rows,) of the branch, where that is not negative: on a GPU alone."""
+    rows = inverse.clamp(min=0)
+    own = None if scales is None else scales.index_select(0, rows)
+    added = x + _scaled(branch.index_select(0, rows), gamma, own)
+    return torch.where(inverse.unsqueeze(-1) < 0, x, added.to(x.dtype))
 
 
 @fused(kernels=1, grad=2)

@@ -7,7 +7,7 @@ Source: Su et al. 2021 (arXiv 2104.09864); coordinates, periods and the change i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.hashing import mix, shift_right
 from dino_ds.models.fused import fused
+from dino_ds.models.packing import MadeOnce
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
@@ -33,7 +34,7 @@ class RopeTables:
         assert arch.rope is not None
         self._arch, self._sides = arch, arch.rope
         self._changes = (options.rope_shift or 0.0, options.rope_jitter or 1.0, options.rope_rescale or 1.0)
-        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._made = MadeOnce()
 
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
@@ -54,24 +55,16 @@ class RopeTables:
                 found.append(table(axes[0], axes[1], self._turns(device)).unbind())
         return found
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _made(self, key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
-        """A tensor that depends on no step, made once for each device and size."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
     def _turns(self, device: torch.device) -> Tensor:
-        return self._made((device,), lambda: frequencies(self._arch, device))
+        return self._made.of((device,), lambda: frequencies(self._arch, device))
 
     def _axes(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-        axes = self._made((device, *grid, "axes"), lambda: torch.cat(coordinates(*grid, self._sides, device)))
+        axes = self._made.of((device, *grid, "axes"), lambda: torch.cat(coordinates(*grid, self._sides, device)))
         rows, columns = axes.split(grid)
         return rows, columns
 
     def _unchanged(self, grid: tuple[int, int], device: torch.device) -> Tensor:
-        return self._made((device, *grid), lambda: table(*self._axes(grid, device), self._turns(device)))
+        return self._made.of((device, *grid), lambda: table(*self._axes(grid, device), self._turns(device)))
 
 
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:

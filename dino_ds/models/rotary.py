@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dino_ds.models.attention import Attention
 from dino_ds.models.blocks import ActivatedLinear, Block, Mlp, norm_layer
 from dino_ds.models.drop_path import Kept
-from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.residual import add_branch
 from dino_ds.models.rope import rotate
 from dino_ds.models.specs.backbones import ViTSpec
@@ -22,6 +22,7 @@ class RotaryAttention(Attention):
     def __init__(self, arch: ViTSpec, implementation: str, backend: str) -> None:
         super().__init__(arch.width, arch.heads, implementation, backend, bias=False)
         width = arch.width
+        self._zeros = MadeOnce()
         self.q_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
         self.v_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
 
@@ -33,7 +34,9 @@ class RotaryAttention(Attention):
     def qkv_bias(self) -> Tensor | None:
         if self.q_bias is None or self.v_bias is None:
             return None
-        return torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
+        bias = self.v_bias
+        zeros = self._zeros.of((bias.dtype, bias.device), lambda: torch.zeros_like(bias))
+        return torch.cat((self.q_bias, zeros, bias))
 
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
-from dino_ds.models.packing import Packing, Selection
+from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
 from dino_ds.models.rope import RopeTables
 from dino_ds.models.rotary import RotaryBlock
@@ -41,7 +41,7 @@ class VisionTransformer(Backbone):
         super().__init__(arch)
         self.arch, self.options = arch, options
         self.grid = image_size // arch.patch_size
-        self._matrices: dict[tuple[int, str, torch.device], Tensor] = {}
+        self._made = MadeOnce()
         self.patch_embed = PatchEmbed(arch.in_chans, arch.patch_size, arch.width)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, arch.width))
         self.reg_token = nn.Parameter(torch.zeros(1, arch.registers, arch.width)) if arch.registers else None
@@ -166,10 +166,9 @@ class VisionTransformer(Backbone):
 
     def _features(self, batches: Sequence[_Batch], draws: Tensor | None) -> Tensor:
         """CLS token and last tokens of each sequence, `kept` in all, after the final norm: (rows, d)."""
-        sequences = [self._embed(batch.images, batch.mask) for batch in batches]
-        packing = Packing.of([(s.shape[0], s.shape[1]) for s in sequences], sequences[0].device)
-        kept = [batch.kept for batch in batches]
-        wanted = None if kept == [tokens for _, tokens in packing.groups] else packing.first_and_last(kept)
+        sequences, images = [self._embed(batch.images, batch.mask) for batch in batches], batches[0].images
+        groups, kept = tuple((s.shape[0], s.shape[1]) for s in sequences), tuple(batch.kept for batch in batches)
+        packing, wanted = self._made.of((groups, kept, images.device), lambda: _packings(groups, kept, images.device))
         selection = wanted if self.options.cls_only_last_block else None
         x = torch.cat([s.flatten(0, 1) for s in sequences])
         drop = self._drop(draws, packing, x.dtype, selection)
@@ -203,13 +202,17 @@ class VisionTransformer(Backbone):
         """Stochastic depth of each block, by `drop_path_draws`; `selection`: the rows that the last block gives."""
         if draws is None:
             return None
-        last = self.options.drop_path
-        rates = (last if self.options.drop_path_growth == "uniform" else 0.0, last)
+        rate = self.options.drop_path
+        rates = (rate if self.options.drop_path_growth == "uniform" else 0.0, rate)
         if self.options.stochastic_depth == "batched":
-            return kept_sequences(draws, rates, packing, selection)
+            return kept_sequences(draws, rates, packing, selection, self._made)
         scales = drop_path_scales(draws, rates).to(dtype).unsqueeze(-1)
-        blocks = [*scales[:, :, packing.sequence_of_token()]]
-        return blocks if selection is None else [*blocks[:-1], scales[-1][:, selection.packing.sequence_of_token()]]
+        own, last = (
+            self._made.of(("sequences", one.groups, draws.device), one.sequence_of_token)
+            for one in (packing, packing if selection is None else selection.packing)
+        )
+        blocks = [*scales[:, :, own]]
+        return blocks if selection is None else [*blocks[:-1], scales[-1][:, last]]
 
     def _embed(self, images: Tensor, mask: Tensor | None = None) -> Tensor:
         """Images (b, c, h, w), hidden patches (b, n) bool or None -> tokens with positions (b, tokens, d)."""
@@ -238,11 +241,9 @@ class VisionTransformer(Backbone):
         return torch.cat((self.pos_embed[:, :special], patches.to(self.pos_embed.dtype)), dim=1)
 
     def _matrix(self, size: int) -> Tensor:
-        """The bicubic matrix for `size` patches a side, made once."""
+        """The bicubic matrix for `size` patches a side."""
         key = (size, self.options.pos_embed_interpolation, self.cls_token.device)
-        if key not in self._matrices:
-            self._matrices[key] = bicubic_matrix(self.grid, *key)
-        return self._matrices[key]
+        return self._made.of(key, lambda: bicubic_matrix(self.grid, *key))
 
 
 @dataclass(frozen=True)
@@ -263,6 +264,14 @@ def _adjacent_sizes(crops: Crops) -> list[list[str]]:
     """The names of groups whose crops have one size and lie side by side."""
     sizes = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
     return [list(names) for _, names in sizes]
+
+
+def _packings(
+    groups: tuple[tuple[int, int], ...], kept: tuple[int, ...], device: torch.device
+) -> tuple[Packing, Selection | None]:
+    """The packing of sequences, and of each what is `kept`, None where that is all."""
+    packing = Packing.of(groups, device)
+    return packing, None if kept == tuple(tokens for _, tokens in groups) else packing.first_and_last(kept)
 
 
 def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping[str, int]) -> dict[str, Tensor]:

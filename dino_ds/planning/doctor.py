@@ -65,6 +65,9 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         loads = loads and finding.level != FAILURE
         yield finding
     if loads:  # the rest needs torch
+        import torch
+
+        from dino_ds.planning.doctor_gpu import look_at_parts
         from dino_ds.planning.doctor_machine import look_at_images, look_at_machine
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -73,6 +76,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
         yield from look_at_compilers(config)
         yield from look_at_machine(config, recipe, options.run_dir)
+        yield from look_at_parts(torch.cuda.device_count())
         yield from () if options.quick else look_at_images(recipe)
 
 

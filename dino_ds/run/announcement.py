@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
+from dino_ds.basics.durable import cache_folder
 from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.flat import flat_values, lengths_without_unit
@@ -52,6 +54,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, notes: Iterable[str]) 
         *([f"trained  {chosen.trained}"] if chosen.trained else []),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
         f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
+        *first_on_gpu(device),
         chosen.memory,
         *_changed_values(recipe),
         *(f"note     {text}" for text in balanced),
@@ -66,6 +69,20 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, notes: Iterable[str]) 
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
         run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+
+
+def first_on_gpu(where: torch.device) -> list[str]:
+    """A line for the first run of a user on a GPU, of which a file in the cache tells."""
+    seen = cache_folder() / "gpu_seen"
+    if where.type != "cuda" or distributed.rank() or seen.exists():
+        return []
+    with suppress(OSError):
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        seen.touch()
+    return [
+        "note     first run on a GPU here: dino_ds was verified on CPUs, and on GPUs neither speed nor kernels were; "
+        "`dino-ds doctor` checks these, and a report should hold its page and this log"
+    ]
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:

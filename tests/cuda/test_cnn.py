@@ -17,8 +17,8 @@ RESNET: dict[str, object] = {"backbone": "resnet18", "arguments": '{"channels": 
 CEILINGS = {
     "teacher": (127, 2.4),
     "student": (318, 3.9),
-    "loss": (141, 3.7),
-    "backward": (531, 5.8),
+    "loss": (50, 1.2),
+    "backward": (524, 5.2),
     "ema": (11, 0.3),
 }
 

@@ -197,7 +197,9 @@ def test_collectives_of_the_engine():
         _PartitionedUpdater(PartitionedMasters([("a", 0, 10)], lambda: shard, None), weights, CUDA).update(0.1)
         groups = [torch.zeros(8 * n, dtype=torch.bfloat16, device=CUDA) for n in (3, 5)]
         deepspeed_engine._gather_groups(groups, [list(group.chunk(RANKS)) for group in groups], [None, None])
-        zero2: Any = SimpleNamespace(averaged_gradients={0: [shard]}, scaled_global_norm=None, device=CUDA)
+        zero2: Any = SimpleNamespace(
+            averaged_gradients={0: [shard]}, scaled_global_norm=None, unscale_and_clip_grads=None, device=CUDA
+        )
         zero2.optimizer = SimpleNamespace(param_groups=[{"part": "network"}])
         zero2.dp_process_group = None
         norm_in_one_pass(zero2)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_ds.method import centering
-from dino_ds.models import prototypes, residual, rope
+from dino_ds.models import drop_path, prototypes, residual, rope
 from dino_ds.models.fused import why_not_fused
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 from tests.fake_cuda import needs_fake_cuda
@@ -41,12 +41,14 @@ IN_BLOCKS = [
     (rope.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
     (residual._sum, TOKENS, TOKENS, (D,), None),
     (residual._sum, TOKENS, TOKENS, (D,), SCALES),
-    (residual._product, TOKENS, (D,), SCALES, torch.float32),
+    (residual.sum_kept, TOKENS, TOKENS, (D,), SCALES, KEPT),
+    (residual.sum_kept, TOKENS, TOKENS, None, None, KEPT),
     (residual._gradient, TOKENS, (D,), None, None, torch.float32),
     (residual._gradient, TOKENS, None, SCALES, KEPT, torch.float32),
     (residual._gradients, TOKENS, TOKENS, (D,), None, None),
     (residual._gradients, TOKENS, TOKENS, (D,), SCALES, KEPT),
 ]
+CASES += [(drop_path._write_draws, (24, 10, 640), range(640)), (drop_path._scales_of, (12, 2, 6400), 0.0, 0.1)]
 CASES += IN_BLOCKS
 
 

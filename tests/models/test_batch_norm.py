@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from timm.layers import BatchNormAct2d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -182,6 +183,29 @@ _SLOW_KERNELS = {
     "batch_norm_backward_reduce": _reduce,
     "batch_norm_backward_elemt": _backward_elemt,
 }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_function_of_gpus_is_torch_s_batch_norm(where, ranks, monkeypatch):
+    """Of ranks that all have the same batch, in a group that is played; on a GPU by its own kernels."""
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", lambda every, own: every.copy_(own.repeat(ranks)))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda own: own.mul_(ranks))
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    for name, kernel in _SLOW_KERNELS.items() if where == "cpu" else ():
+        monkeypatch.setattr(torch, name, kernel)
+    for shape, layout in (((6, 5), None), ((6, 5, 4, 4), None), ((6, 5, 4, 4), torch.channels_last)):
+        x = _inputs(shape)[0].to(where, memory_format=layout or torch.contiguous_format).requires_grad_()
+        weight, bias = (torch.linspace(0.5, end, 5, device=where).requires_grad_() for end in (1.5, 2.5))
+        direction = torch.linspace(-1, 1, x.numel(), device=where).view(shape)
+        mean, var = torch.zeros(5, device=where), torch.ones(5, device=where)
+        out, own_mean, own_var = batch_norm._SyncedOnGpu.apply(x, weight, bias, 1e-5)
+        found = out, *torch.autograd.grad(out, (x, weight, bias), direction)
+        plain = F.batch_norm(torch.cat([x] * ranks), mean, var, weight, bias, True, 1.0, 1e-5)
+        wanted = torch.autograd.grad(plain, (x, weight, bias), torch.cat([direction] * ranks))
+        wanted = plain[: len(x)], *(gradient / ranks for gradient in wanted)
+        for ours, theirs in zip((*found, own_mean, own_var), (*wanted, mean, var), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)  # FP32 sums in another order
 
 
 def _recomputed():

@@ -92,6 +92,11 @@ def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
     return torch.cat(out)
 
 
+@pytest.fixture(autouse=True)
+def _small_tensors_are_fused(monkeypatch):
+    monkeypatch.setattr("dino_ds.models.fused._LEAST_BYTES", 0)
+
+
 @contextmanager
 def _kernels_of_a_gpu():
     """As on a GPU; blocks must take fused functions there."""
@@ -170,7 +175,7 @@ def test_kept_sequences_are_read_and_added_exactly(dtype, monkeypatch):
 
 
 @pytest.mark.numerical
-def test_blocks_are_fused_in_training_alone():
+def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
     """A network that gives features may see any number of images; a teacher, a copy of a named network, sees those of
     training, and gives the same."""
     model, seen = _model("rotary"), []
@@ -185,6 +190,8 @@ def test_blocks_are_fused_in_training_alone():
             named(None)
         seen.clear()
         model(_crops())
+        monkeypatch.setattr("dino_ds.models.fused._LEAST_BYTES", 2**24)  # these are smaller
+        copy.deepcopy(named)(_crops())
     assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 

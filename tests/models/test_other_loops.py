@@ -37,6 +37,7 @@ pytestmark = pytest.mark.numerical
 GROUPS, HEADS = ((2, 5), (1, 4)), 2
 """Two sequences of a CLS token and four patches, and one that has its patches alone: 14 tokens of width 8."""
 ROWS = torch.tensor([0, 2, 5])
+INVERSE = torch.tensor([0, -1, 1, -1, -1, 2], dtype=torch.int32)
 TABLES = tuple(torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(i)) for i in range(2))
 
 
@@ -110,8 +111,15 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused sum": (
-        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, None),
+        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, None, None),
         lambda x, branch, gamma: (x + branch * gamma).to(x.dtype), ((6, 8), (6, 8), (8,)),
+    ),
+    "fused kept sum": (
+        lambda x, branch: residual._FusedAdd.apply(x, branch, None, _kept(x).scales, ROWS, INVERSE),
+        lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
+    ),
+    "fused rows and the rest": (
+        lambda x: blocks._gather(x, ROWS, INVERSE), lambda x: (x.index_select(0, ROWS), x + 0), ((6, 8),),
     ),
     "rotation": (
         lambda x: rope.rotate(x * 1, GROUPS, TABLES, (2, 3), HEADS),

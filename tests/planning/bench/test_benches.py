@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from dino_ds.basics.ranges import PARTS
+from dino_ds.cli.main import prepare
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
@@ -29,6 +32,7 @@ from dino_ds.planning.measure.host import about, heading
 from dino_ds.planning.measure.memory import ChildResult
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.load import Backbone
+from scripts import bench_attention, gpu_counts
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.weights.test_weights import _backbone
 
@@ -223,7 +227,34 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
             command, flags = find_command(rest)
             assert read(command, parse_flags(command, flags))[0].json
         else:
-            assert importlib.import_module(module).main
+            named = {word.partition("=")[0].lstrip("-") for word in rest if word.startswith("--")}
+            assert named <= set(inspect.signature(importlib.import_module(module).main).parameters), rest
+
+
+FIRST_ON_A_GPU = [
+    "doctor --quick",
+    *(f"train --config {name} --ds_config zero1_bf16 --max_steps 6 --log_every 1 --debug --run_dir new" for name in
+      ("quickstart", "quickstart_dinov2", "quickstart_dinov3", "vits16", "dinov2_vits14", "dinov3_vits16")),
+    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.deterministic true",
+    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.compile reduce-overhead",
+    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.attention varlen",
+    "train --config quickstart --ds_config zero2_fp16 --ds.fp16.initial_scale_power 30 --eval.pictures_every '0 steps'",
+    "train --config resnet18 --ds_config zero1_bf16 --data.source photos --data.global_batch 32 --optimizer.kind lars",
+    "bench step --ds_config zero1_bf16 --config vits16 --batch 64 --steps 8 --warmup 3 --data --data.source photos",
+    "export run --format safetensors --out new",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", FIRST_ON_A_GPU)
+def test_what_a_new_gpu_is_tried_with_is_read(line, monkeypatch, tmp_path):
+    """Scripts for an hour on a GPU hold these: a renamed option would spoil it."""
+    monkeypatch.chdir(tmp_path)
+    prepare(shlex.split(re.sub(r"(?<=--ds_config )(\w+)", rf"{CHECKOUT}/ds_configs/\1.json", line)))
+
+
+def test_scripts_for_gpus_take_their_options():
+    for module, names in ((gpu_counts, {"config", "images", "json"}), (bench_attention, {"config", "batch"})):
+        assert names <= set(inspect.signature(module.main).parameters)
 
 
 @pytest.fixture
