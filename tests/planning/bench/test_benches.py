@@ -233,7 +233,7 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
 
 FIRST_ON_A_GPU = [
     "doctor --quick",
-    *(f"train --config {name} --ds_config zero1_bf16 --max_steps 6 --log_every 1 --debug --run_dir new" for name in
+    *(f"train --config {name} --ds_config zero1_bf16 --data.source photos --max_steps 6 --debug" for name in
       ("quickstart", "quickstart_dinov2", "quickstart_dinov3", "vits16", "dinov2_vits14", "dinov3_vits16")),
     "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.deterministic true",
     "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.compile reduce-overhead",
