@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from dino_ds.models.attention import Attention
 from dino_ds.models.drop_path import Kept
-from dino_ds.models.fused import fuses_in_block
+from dino_ds.models.fused import fused, fuses_in_block
 from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.residual import LayerScale, add_branch, sum_kept
 from dino_ds.models.specs.backbones import ViTSpec
@@ -120,8 +120,24 @@ def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:
     return F.silu(gate) * value
 
 
-def norm_layer(arch: ViTSpec) -> nn.Module:
-    return (nn.RMSNorm if arch.rms_norm else nn.LayerNorm)(arch.width, eps=arch.norm_eps)
+def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> nn.Module:
+    return (nn.RMSNorm if arch.rms_norm else layer_norm)(arch.width, eps=arch.norm_eps)
+
+
+class BlockNorm(nn.LayerNorm):
+    """LayerNorm whose FP32 result a teacher's autocast would round in a pass of its own: on a GPU it is one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        if torch.is_grad_enabled() or not torch.is_autocast_enabled(kind) or not fuses_in_block(x):
+            return super().forward(x)
+        found: Tensor = _normed(x, self.weight, self.bias, self.eps, torch.get_autocast_dtype(kind))
+        return found
+
+
+@fused(kernels=1, x=2)
+def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(dtype)
 
 
 class Block(nn.Module):
@@ -130,10 +146,10 @@ class Block(nn.Module):
     def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
         super().__init__()
         width = arch.width
-        self.norm1 = norm_layer(arch)
+        self.norm1 = norm_layer(arch, BlockNorm)
         self.attn = Attention(width, arch.heads, attention, attention_backend)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
-        self.norm2 = norm_layer(arch)
+        self.norm2 = norm_layer(arch, BlockNorm)
         self.mlp: nn.Module = Mlp(width, arch.mlp_widths[0], arch.swiglu)
         self.ls2 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.models.attention import Attention
-from dino_ds.models.blocks import ActivatedLinear, Block, Mlp, norm_layer
+from dino_ds.models.blocks import ActivatedLinear, Block, BlockNorm, Mlp, norm_layer
 from dino_ds.models.drop_path import Kept
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.residual import add_branch
@@ -72,9 +72,9 @@ class RotaryBlock(Block):
         self._layer_scale = arch.layer_scale or 0.0
         self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
         self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
-        self.norm1 = norm_layer(arch)
+        self.norm1 = norm_layer(arch, BlockNorm)
         self.attn = RotaryAttention(arch, attention, attention_backend)
-        self.norm2 = norm_layer(arch)
+        self.norm2 = norm_layer(arch, BlockNorm)
         hidden = arch.mlp_widths[1]
         self.mlp = GatedMlp(arch.width, hidden) if arch.swiglu else Mlp(arch.width, hidden, swiglu=False)
         self.reset_parameters()

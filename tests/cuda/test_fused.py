@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dino_ds.method import centering
-from dino_ds.models import drop_path, prototypes, residual, rope
+from dino_ds.models import blocks, drop_path, prototypes, residual, rope
 from dino_ds.models.fused import why_not_fused
 from tests.cuda.inductor import code_of, kernels_in, on_an_h200
 from tests.fake_cuda import needs_fake_cuda
@@ -36,6 +36,7 @@ CASES = [
 S, N, HEADS, D = 20, 201, 16, 1024  # a part of the global crops of DINOv3 ViT-L/16, and of its tokens
 TOKENS, KEPT, SCALES, PIECE, TABLE = (S * N, D), range(S * N), (S * N, 1), (S, N, HEADS, 64), (2, N - 5, 32)
 IN_BLOCKS = [
+    (blocks._normed, TOKENS, (D,), (D,), 1e-6, torch.float32),
     (rope.write_rotated, (S, N, 3, HEADS, 2, 32), [PIECE] * 3, TABLE, 2, False),
     (rope.write_rotated, (S, N, 2, HEADS, 2, 32), [PIECE] * 2, TABLE, 1, True),
     (rope.write_rotated, (S, 1, 2, HEADS, 2, 32), [(S, 1, HEADS, 64)] * 2, TABLE, 1, True),
