@@ -34,8 +34,8 @@ def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | K
     larger for those that have none; or None.
     """
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
-        kept = (drop.scales, drop.places, drop.inverse) if isinstance(drop, Kept) else (drop, None, None)
-        found: Tensor = _FusedAdd.apply(x, branch, gamma, *kept)
+        scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
+        found: Tensor = _FusedAdd.apply(x, branch, gamma, scales, places)
         return found
     if gamma is not None:
         branch = branch * gamma
@@ -77,9 +77,9 @@ class _FusedAdd(torch.autograd.Function):
         branch: Tensor,
         gamma: Tensor | None,
         scales: Tensor | None,
-        places: Tensor | None,
-        inverse: Tensor | None,
+        kept: tuple[Tensor | None, Tensor | None],
     ) -> Tensor:
+        places, inverse = kept
         ctx.save_for_backward(branch if ctx.needs_input_grad[2] else None, gamma, scales, places)
         ctx.dtype = branch.dtype
         found: Tensor = (
@@ -96,7 +96,7 @@ class _FusedAdd(torch.autograd.Function):
             of_branch, of_gamma = _gradients(grad, branch, gamma, scales, places)
         elif ctx.needs_input_grad[1]:
             of_branch = _gradient(grad, gamma, scales, places, ctx.dtype)
-        return grad, of_branch, of_gamma, None, None, None
+        return grad, of_branch, of_gamma, None, None
 
 
 @fused(kernels=1, x=2)

@@ -31,6 +31,7 @@ _RECIPE = {
 }
 _FP16 = {
     "train_micro_batch_size_per_gpu": "auto",
+    "gradient_clipping": 3.0,
     "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 32, "hysteresis": 1},
     "zero_optimization": {"stage": 1},
 }

@@ -111,11 +111,11 @@ FUNCTIONS: dict[str, tuple[Function, Function, tuple[tuple[int, ...], ...]]] = {
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused sum": (
-        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, None, None),
+        lambda x, branch, gamma: residual._FusedAdd.apply(x, branch, gamma, None, (None, None)),
         lambda x, branch, gamma: (x + branch * gamma).to(x.dtype), ((6, 8), (6, 8), (8,)),
     ),
     "fused kept sum": (
-        lambda x, branch: residual._FusedAdd.apply(x, branch, None, _kept(x).scales, ROWS, INVERSE),
+        lambda x, branch: residual._FusedAdd.apply(x, branch, None, _kept(x).scales, (ROWS, INVERSE)),
         lambda x, branch: x.index_add(0, ROWS, (branch * _kept(x).scales).to(x.dtype)), ((6, 8), (3, 8)),
     ),
     "fused rows and the rest": (
