@@ -28,11 +28,10 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, stages_to_train
 from dino_ds.data.base import Source
-from dino_ds.data.batches import check_transform
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.held_out import training_images
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
+from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.device import release_memory
 from dino_ds.engine.process import init_distributed
@@ -170,8 +169,6 @@ def _open_folder(recipe: Recipe, chosen: Chosen, request: _Request) -> tuple[Run
         if not request.options.allow_oversize:
             chosen.check_fits()
     folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
-    with distributed.raise_on_all_ranks():
-        check_transform(folder.recipe, source)
     folder.agree()
     return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found, *ranges]
 

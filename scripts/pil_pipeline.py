@@ -22,12 +22,12 @@ from dino_ds.errors import ConfigError
 class PilPipeline:
     """An image file's bytes -> its crops, normalised. Draws from the global random generators.
 
-    Raises ConfigError for crops that are turned or transformed, which DINO's are not.
+    Raises ConfigError for crops that are turned, which DINO's are not.
     """
 
     def __init__(self, multicrop: MultiCrop) -> None:
-        if multicrop.augmentation.rotation or multicrop.augmentation.vertical_flip or multicrop.transform:
-            raise ConfigError("DINO's pipeline has no crops.rotation, crops.vertical_flip or data.transform: remove it")
+        if multicrop.augmentation.rotation or multicrop.augmentation.vertical_flip:
+            raise ConfigError("DINO's pipeline has no crops.rotation or crops.vertical_flip: remove it")
         self._transforms = [
             self._build(multicrop, kind, group.size, group.scale) for group, kind in multicrop.crops if kind is not None
         ]

@@ -89,5 +89,4 @@ def put_back(before: Any) -> str:
 
 def _loaders_find_main(key: str) -> bool:
     """Whether loader processes see what the main program defines: they run its script again, for a source alone."""
-    script = os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")
-    return {"data.source": script, "data.transform": False}.get(key, True)
+    return key != "data.source" or os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")

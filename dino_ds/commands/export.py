@@ -21,8 +21,6 @@ from dino_ds.options.model import ExportedNetwork, ExportOptions
 if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
 
-_OF_THE_HUB = ("hf", "timm")
-"""Formats that the hub's own programs load."""
 _OURS = ("safetensors", "adapters")
 """Formats that dino_ds.load reads, by the ending of their files."""
 
@@ -65,13 +63,10 @@ def run(options: ExportOptions) -> None:
 
 def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
     """A note on preparing images if the program that loads the export does not, or does it in another way."""
-    size = model.image_size
-    if format in _OF_THE_HUB:
-        by_size = format == "hf" and model.is_vit  # transformers prepares images for other networks by timm's transform
-        remedy = f"give it size={{'shortest_edge': {size}}}" if by_size else "set its crop_pct to 1"
+    if format == "timm":
         return [
-            f"its image processor enlarges and cuts images whose shorter side is {size} pixels or less, which dino_ds "
-            f"leaves uncut: for such images {remedy}"
+            f"timm and transformers enlarge and cut images whose shorter side is {model.image_size} pixels or less, "
+            "which dino_ds leaves uncut: for such images set crop_pct to 1"
         ]
     return [] if format in _OURS else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
 
@@ -83,7 +78,7 @@ def _check_place(source: Path, format: str, place: Path) -> None:
         raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
     # What an export that was killed leaves: a description, and weights that have not got their name.
     is_left_over = not place.exists() and place.with_name(f"{place.name}.tmp").exists()
-    for made in (place,) if format in _OF_THE_HUB or is_left_over else (place, sidecar_of(place)):
+    for made in (place,) if format == "timm" or is_left_over else (place, sidecar_of(place)):
         if made.exists():
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
     if reason := why_not_writable(place):

@@ -24,18 +24,18 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops, check_transform
+from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import open_image
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.held_out import training_images
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.listing import FolderLabels, printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation, how_visible, visible, with_hidden_patches
+from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.data import LookDataOptions
 
@@ -56,7 +56,6 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
     data = recipe.data
     source = training_images(data, recipe.eval.val_share)
     recipe, words = _with_some_range(recipe, source)
-    check_transform(recipe, source)
     channels = recipe.model.in_chans
     facts = look_at(source, options.sample, recipe.seed, data.workers, data.max_pixels, channels)
     if hasattr(source, "read"):
@@ -204,5 +203,5 @@ def _title(recipe: Recipe) -> str:
     given = [(name, getattr(recipe.crops, name)) for name in _CHANGES]
     changes = [f"{name} {show_value(value)}" for name, value in given if value != getattr(CropsSection(), name)]
     masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
-    words = [f"augmentation {recipe.crops.augment}", *changes, recipe.data.transform, *masks]
-    return f"What the network sees: {crops} px, {', '.join(word for word in words if word)}"
+    words = [f"augmentation {recipe.crops.augment}", *changes, *masks]
+    return f"What the network sees: {crops} px, {', '.join(words)}"

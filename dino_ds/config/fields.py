@@ -279,11 +279,4 @@ def _check_source(source: str) -> str:
     return source
 
 
-def _check_function(name: str) -> str:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+", name):
-        raise ValueError(f"{name!r} is not a function of yours as module:function, such as my_augmentation:change")
-    return name
-
-
-FunctionName = Annotated[str, AfterValidator(_check_function)]
 SourceName = Annotated[str, AfterValidator(_check_source)]

@@ -194,6 +194,8 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> 
             yield name, value
         elif name in sections and value is None:
             continue  # a section whose lines are all commented out
+        elif value is None and "." in name and name in words_elsewhere("options"):
+            continue  # a key that the recipe of an earlier version did not set
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, given)
         else:

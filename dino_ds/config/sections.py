@@ -18,7 +18,6 @@ from dino_ds.config.fields import (
     Depth,
     Few,
     Fraction01,
-    FunctionName,
     Length,
     LengthField,
     NotNegative,
@@ -69,9 +68,6 @@ class DataSection(Section):
     augment: Literal["device", "worker"] = option(
         "device", "where colors and blur are done: batched on the device, or by the workers"
     )
-    transform: FunctionName | None = option(
-        None, "module:function that changes crops before colors: f(crop, rng) -> crop"
-    )
     max_pixels: Count = option(50_000_000, "pixels beyond which an image is skipped as a bomb")
     value_range: ValueRangeField = option(
         "auto", "black and white of images deeper than 8 bits, such as 0,4095; auto = as a sample of them says"
@@ -81,6 +77,13 @@ class DataSection(Section):
     max_bad_fraction: Fraction01 = option(
         0.01, "part of unreadable images beyond which the run stops; 0 = none", learned=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, values: Any) -> Any:
+        """A saved recipe without its removed key `transform`, where that was not set."""
+        unset = isinstance(values, dict) and values.get("transform", 0) is None
+        return {key: value for key, value in values.items() if key != "transform"} if unset else values
 
     @property
     def parts(self) -> tuple[Part, ...]:

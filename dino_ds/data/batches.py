@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, get_worker_info
 
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
-from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Joined, Source, UnreadableImage
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
@@ -23,9 +22,8 @@ from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
-from dino_ds.data.photometric import augment, crops_per_params
-from dino_ds.data.transform import FailedTransform
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.data.photometric import AugmentationParams, augment, crops_per_params
+from dino_ds.errors import DataError
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
@@ -196,8 +194,6 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
-            except FailedTransform as error:
-                raise DataError(f"{error}; the image is {self._source.name(actual)}") from error
         raise DataError(
             f"{len(bad)} images in a row are unreadable, the last one {bad[-1]}; look at these files and data.root"
         )
@@ -224,11 +220,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
     def _cut(
         self, multicrop: MultiCrop, image: _Opened, seed: int, places: Sequence[Tensor] | None
     ) -> tuple[list[Tensor], list[CropParameters]]:
-        """The crops of an image, turned and transformed; augmented where Pillow does it."""
+        """The crops of an image, turned; augmented where Pillow does it."""
         if self._by_pillow:
             return multicrop(Image.fromarray(image.decode()), seed), []
         sampled = multicrop.sample(image.width, image.height, seed)
-        return cut_crops(image, sampled, multicrop.sizes, multicrop.transforms(seed), places), sampled
+        return cut_crops(image, sampled, multicrop.sizes, places), sampled
 
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
@@ -255,17 +251,3 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
 def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
     return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
-
-
-def check_transform(recipe: Recipe, source: Source) -> None:
-    """Raises ConfigError where a recipe's data.transform is not there, or draws random numbers of its own, and
-    DataError where it fails on the first readable image."""
-    if recipe.data.transform is None:
-        return
-    dataset = MultiCropDataset(source, MultiCrop.of(recipe), LoaderOptions.of(recipe))
-    first, again = (dataset._build([(0, 0)]).crops for _ in range(2))
-    if not all(torch.equal(crops, again[name]) for name, crops in first.items()):
-        raise ConfigError(
-            f"data.transform {recipe.data.transform} made something else of the same crop when called again: draw all "
-            "random numbers from rng, its second argument, so that runs can be repeated and resumed"
-        )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
-from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, CropTransform, sample_box, to_tensor
+from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, sample_box, to_tensor
 from dino_ds.data.normalisation import Normalisation
 
 _PROBE_SCALE = (0.08, 1.0)
@@ -27,10 +27,9 @@ def cut_crops(
     image: EncodedImage | DecodedImage | CachedImage,
     sampled: Sequence[CropParameters],
     sizes: Sequence[int],
-    transforms: Sequence[CropTransform | None],
     places: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Crops (size, size, c) of an image: cut, resized, turned and transformed. places: tensors of their shape, each of
+    """Crops (size, size, c) of an image: cut, resized and turned. places: tensors of their shape, each of
     which is given back with its crop in it."""
     boxes = [crop.box for crop in sampled]
     array = image.decode(largest_shrink(boxes, sizes))
@@ -40,14 +39,9 @@ def cut_crops(
     rooms = [None] * len(boxes) if places is None else places
     crops = [resize_crop(array, *each) for each in zip(boxes, sizes, rooms, strict=True)]
     turned = [torch.rot90(crop, one.turns) if one.turns else crop for crop, one in zip(crops, sampled, strict=True)]
-    changed = [
-        # A copy: it may be a part of the image, and the user's function may write to it.
-        crop if transform is None else torch.from_numpy(transform(np.array(crop.numpy(), order="C")))
-        for crop, transform in zip(turned, transforms, strict=True)
-    ]
     if places is None:
-        return changed
-    return [place if crop is place else place.copy_(crop) for place, crop in zip(places, changed, strict=True)]
+        return turned
+    return [place if crop is place else place.copy_(crop) for place, crop in zip(places, turned, strict=True)]
 
 
 def resize_crop(image: np.ndarray, box: Box, size: int, place: Tensor | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, JoinedPart, Source
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import WITH_ALPHA, ValueRange, evenly_spaced_indices, extremes, why_not_scaled
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
@@ -207,48 +206,10 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
         raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
-        keeps = (
-            "" if recipe.model.init_from is None else "; model.init_from stays: weights for other channels are adapted"
-        )
+        most = channels.most_common(1)[0][0]
+        statistics = "" if most in (1, 3) else ", and the data.mean and data.std that dino-ds look-data prints with it"
+        keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
         raise ConfigError(
             f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
-            f"; set {_fitting_flags(recipe, source, channels.most_common(1)[0][0])}{keeps}"
+            f"; set --model.in_chans {most}{statistics}{keeps}"
         )
-
-
-def _fitting_flags(recipe: Recipe, source: Source, channels: int) -> str:
-    """The options with which a run takes images of so many `channels`, with what was measured on some of them."""
-    flags, value_range = [f"--model.in_chans {channels}"], recipe.data.known_range
-    if value_range is None:
-        sample = look_at_values([source], channels, recipe.data.max_pixels)
-        try:
-            value_range, _ = sample.decide()
-        except ConfigError:
-            value_range = sample.measured
-            flags.append(f"--data.value_range {range_text(value_range)}")
-    if channels in (1, 3) and recipe.data.mean is None:
-        return " ".join(flags)
-    moments = list(_moments(source, channels, value_range, recipe.data.max_pixels))
-    if not moments:
-        return " ".join([*flags, "and data.mean and data.std of as many"])
-    found = Normalisation.measured(moments)
-    flags += [f"--data.mean {range_text(found.mean)}", f"--data.std {range_text(found.std)}"]
-    return f"{' '.join(flags)} (measured on {len(moments)} images; dino-ds look-data with these measures more)"
-
-
-def _moments(
-    source: Source, channels: int, value_range: ValueRange | None, max_pixels: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The means by channel of values and of their squares, black 0 and white 1, of up to 64 images.
-
-    Images of other `channels`, and those that can't be read or lie beyond the range are left out.
-    """
-    for index in evenly_spaced_indices(len(source), _SAMPLE):
-        try:
-            image = open_image(source, index, max_pixels, value_range, channels)
-            pixels = image.decode() if image.channels == channels else None
-        except Exception:  # as in a sample
-            continue
-        if pixels is not None:
-            values = pixels.reshape(-1, channels).astype(np.float64) / (255 if pixels.dtype == np.uint8 else 1)
-            yield values.mean(0), np.square(values).mean(0)

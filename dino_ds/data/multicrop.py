@@ -10,7 +10,6 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import repeat
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
 from dino_ds.config.crops import CropGroup, crop_sizes
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
-from dino_ds.data.transform import OwnTransform
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
@@ -37,17 +35,15 @@ _BLUR_RADIUS = (0.1, 2.0)
 _SOLARIZE_THRESHOLD = 128
 BICUBIC = Image.Resampling.BICUBIC
 _ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
-CropTransform = Callable[[np.ndarray], np.ndarray]
-"""Crop (h, w, c) -> crop of the same shape and type."""
 _KINDS = {"global": (0, 1), "local": (2,)}
 """The places in a triple of the numbers for a group's first crop, its second, ...; the last one is for all others."""
-_TURNS, _TRANSFORM = -2, -3
-"""Streams of random numbers beside the crops' own, of `seed` itself, and the masks', -1."""
+_TURNS = -2
+"""Stream of random numbers beside the crops' own, of `seed` itself, and the masks', -1."""
 
 
 @dataclass(frozen=True)
 class CropParameters:
-    """Random changes of one crop, in this order; between `turns` and `flip` comes a transform of the user's, if any."""
+    """Random changes of one crop, in this order."""
 
     box: Box
     flip: bool
@@ -66,7 +62,6 @@ class MultiCrop:
 
     augment: what is done with which chance, or the name of a preset.
     masks: by name of the masked groups, which of their patches are hidden from the student.
-    transform: what the user does to crops besides; not to those of groups that are not augmented.
     resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
     """
 
@@ -77,11 +72,9 @@ class MultiCrop:
         masks: Mapping[str, MaskOptions] = MappingProxyType({}),
         normalisation: Normalisation = IMAGENET,
         resolutions: Sequence[MultiCrop] = (),
-        transform: OwnTransform | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.augmentation = AUGMENTATIONS[augment] if isinstance(augment, str) else augment
-        self.transform = transform
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Group of every crop, and its index in the triples of an Augmentation (or None if it is not augmented)."""
@@ -90,16 +83,12 @@ class MultiCrop:
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
-        """The crops of a recipe; of several resolutions its groups are those of the largest.
-
-        Raises ConfigError for a data.transform that is not there.
-        """
+        """The crops of a recipe; of several resolutions its groups are those of the largest."""
         augmentation, normalisation = recipe.crops.augmentation, Normalisation.of(recipe)
-        transform = OwnTransform(recipe.data.transform) if recipe.data.transform else None
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
             masks = MaskOptions.of(recipe, groups)
-            return MultiCrop(groups, augmentation, masks, normalisation, resolutions, transform)
+            return MultiCrop(groups, augmentation, masks, normalisation, resolutions)
 
         sized = [of_groups(recipe.groups_of(one)) for one in recipe.resolutions]
         return of_groups(recipe.groups, sized if len(sized) > 1 else ())
@@ -107,18 +96,8 @@ class MultiCrop:
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
         sampled = self.sample(image.width, image.height, seed)
-        crops = map(apply_crop, repeat(image), sampled, self.sizes, self.transforms(seed))
+        crops = map(apply_crop, repeat(image), sampled, self.sizes)
         return [to_tensor(crop, self.normalisation) for crop in crops]
-
-    def transforms(self, seed: int) -> list[CropTransform | None]:
-        """Apply the user's transform to each crop, each with random numbers of its own."""
-        own = self.transform
-        if own is None:
-            return [None] * len(self.crops)
-        return [
-            None if kind is None else partial(own, seed=crop_seed(seed, _TRANSFORM, place))
-            for place, (_, kind) in enumerate(self.crops)
-        ]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
@@ -165,15 +144,11 @@ class MultiCrop:
         )
 
 
-def apply_crop(
-    image: Image.Image, sampled: CropParameters, size: int, transform: CropTransform | None = None
-) -> Image.Image:
+def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
     """One crop (size x size pixels) of an RGB image."""
     crop = image.crop(sampled.box).resize((size, size), BICUBIC)
     if sampled.turns:
         crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
-    if transform:
-        crop = Image.fromarray(transform(np.array(crop)))
     if sampled.flip:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     for name, factor in sampled.jitter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import os
-import tarfile
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
-from dino_ds.data.tar_members import Members, is_same_file
+from dino_ds.data.tar_members import Members
 from dino_ds.errors import DataError
 
 CLASSES = "classes.txt"
 """Beside the shards: the name of class n is line n."""
-_VERSION = 2
+_VERSION = 3
 """Version of lists in the cache: those with another number are made anew."""
 _OPEN_SHARDS = 128
 """Files a process keeps open at most."""
@@ -37,8 +36,8 @@ _MAX_NOTES = 20
 class TarShards(ListedImages):
     """The images of tar files, shard after shard in the order given, members in the order of the file.
 
-    The index is kept in the cache; it is used while each shard has the size and time (or, for a copy, the checksum of
-    its ends) it was made from. `notes` says what of the shards can't be read. Raises DataError if there are no images.
+    The index is kept in the cache; it is used while each shard has the size and time it was made from. `notes` says
+    what of the shards can't be read. Raises DataError if there are no images.
 
     Args:
         shards: paths of the files.
@@ -59,7 +58,7 @@ class TarShards(ListedImages):
 
     def _open(self, listing: Listing) -> None:
         super()._open(listing)
-        self._shards, self._states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 3)
+        self._shards, self._states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
         self._shard, self._offset, self._size = (listing.arrays[key] for key in ("shard", "offset", "size"))
 
     def read(self, index: int) -> bytes:
@@ -70,12 +69,9 @@ class TarShards(ListedImages):
             raise UnreadableImage(self.name(index), f"{size} bytes, {MAX_BYTES} are allowed")
         try:
             file = _open_shard(self._shards[shard], *self._states[shard].tolist())
-            if self._size[index] < 0:
-                data = _read_sparse(self._shards[shard], int(self._offset[index]))
-            else:
-                data = os.pread(file.fileno(), size, int(self._offset[index]))
-        except (OSError, tarfile.TarError) as error:
-            raise UnreadableImage(self.name(index), f"shard: {getattr(error, 'strerror', None) or error}") from None
+            data = os.pread(file.fileno(), size, int(self._offset[index]))
+        except OSError as error:
+            raise UnreadableImage(self.name(index), f"shard: {error.strerror or error}") from None
         if len(data) != size:
             raise UnreadableImage(self.name(index), "shard: cut off since it was indexed")
         return data
@@ -84,7 +80,7 @@ class TarShards(ListedImages):
         return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
 
     def file_bytes(self, index: int) -> int:
-        return abs(int(self._size[index]))
+        return int(self._size[index])
 
     def file_time(self, index: int) -> int:
         """Time of the shard's last change in nanoseconds, as it was indexed: one that has changed is not read."""
@@ -92,31 +88,21 @@ class TarShards(ListedImages):
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
-def _open_shard(path: str, size: int, time: int, crc: int) -> io.FileIO:
+def _open_shard(path: str, size: int, time: int) -> io.FileIO:
     """Reads give their own position, so a file may be shared by threads and by forked processes; it is closed when the
     last user is done with it.
 
     Raises OSError, also where the file is no longer the one that was indexed.
     """
     file = io.FileIO(path)
-    if not is_same_file(file.fileno(), np.array([size, time, crc])):
+    if _state(os.fstat(file.fileno())) != [size, time]:
         file.close()
         raise OSError("changed since it was indexed")
     return file
 
 
-def _read_sparse(path: str, offset: int) -> bytes:
-    """The member whose first header is at `offset`, with its holes filled by zeros."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        with tarfile.open(fileobj=file, mode="r:") as archive:
-            member = archive.next()
-            content = archive.extractfile(member) if member else None
-            return content.read() if content else b""
-
-
 def _index(shards: Sequence[str], kind: str | None) -> Contents:
-    """One row an image: `shard`, `offset`, `size`, names and labels; one row a shard: its name, size, time and CRC.
+    """One row an image: `shard`, `offset`, `size`, names and labels; one row a shard: its name, size and time.
 
     A shard that is cut off or damaged gives what stands before the damage; about["notes"] says which.
     """
@@ -135,7 +121,7 @@ def _index(shards: Sequence[str], kind: str | None) -> Contents:
             for label in found.labels():
                 labels.append(numbers.setdefault(label, len(numbers)))
             counts.append(len(found.images))
-            states.extend((found.size, found.time, found.crc))
+            states.extend((found.size, found.time))
             kinds += found.kinds()
             others += found.others
             texts += found.texts()
@@ -192,18 +178,18 @@ def _class_arrays(
 
 
 def _is_current(listing: Listing) -> bool:
-    """Whether every shard is the file that was indexed."""
-    shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 3)
+    """Whether every shard has the size and time it was indexed with."""
+    shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
 
     def same(i: int) -> bool:
         try:
-            handle = os.open(shards[i], os.O_RDONLY | os.O_CLOEXEC)
+            return _state(os.stat(shards[i])) == states[i].tolist()
         except OSError:
             return False
-        try:
-            return is_same_file(handle, states[i])
-        finally:
-            os.close(handle)
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return all(pool.map(same, range(len(shards)), chunksize=64))
+
+
+def _state(found: os.stat_result) -> list[int]:
+    return [found.st_size, found.st_mtime_ns]

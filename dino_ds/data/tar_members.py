@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import posixpath
 import tarfile
-import zlib
 from collections import Counter
 from typing import BinaryIO
-
-import numpy as np
 
 from dino_ds.data.base import what_else_it_is
 from dino_ds.data.formats import EXTENSIONS, is_left_out
@@ -22,13 +18,11 @@ from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _BLOCK = 512
-_HEAD, _TAIL = 8 * _BLOCK, 32 * _BLOCK
 _ZEROS, _MOST_ZEROS = 1 << 20, 64
 """Bytes that are looked at together for an archive after the end mark of another, and how often."""
 _MAX_LABEL_BYTES, _MAX_JSON_BYTES = 1000, 1 << 16
 _JSON_LOOKED_AT = 20
 """JSON members of a shard, of which one must name a class for the others to be read."""
-_MAX_LINKS = 40
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """The first bytes of files of gzip, bzip2, xz and zstd."""
 
@@ -36,24 +30,21 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 class Members:
     """The images of one shard in their order, each with its place (offset, size) and its class.
 
-    Of a sparse file, whose parts lie apart, the place is that of its header and the negative of its size. `problems`
-    says what could not be read, `others` names files of other kinds, unless an image of the same key is beside them.
+    `problems` says what could not be read, `others` names files of other kinds, unless an image of the same key is
+    beside them.
     """
 
     def __init__(self, path: str, kind: str | None) -> None:
-        self.size, self.time, self.crc = 0, 0, -1
+        self.size, self.time = -1, 0
         self.images, self.others = dict[bytes, tuple[int, int]](), list[bytes]()
-        self._kind, self._names = kind and os.fsencode(kind), dict[bytes, None]()
-        self._places, self._links = dict[bytes, tuple[int, int]](), dict[bytes, bytes]()
+        self._kind = kind and os.fsencode(kind)
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
         self._repeated, self._special, self._texts = list[bytes](), list[bytes](), list[bytes]()
         try:
             with open(path, "rb") as file:
                 state = os.fstat(file.fileno())
                 self.size, self.time = state.st_size, state.st_mtime_ns
-                self.crc = _crc_of_ends(file.fileno(), self.size)
                 self.problems = [self._walk(file)]
-                self._resolve_links()
                 if not self._classes:
                     self._read_jsons(file)
         except OSError as error:
@@ -62,11 +53,14 @@ class Members:
         self.others = [name for name in self.others if _key(name) not in keys]
         for some, what in (
             (self._repeated, "have the name of an earlier one"),
-            (self._special, "are links to what is not in the archive, or no files"),
+            (
+                self._special,
+                "are links, have holes or are no files (tar --dereference --hard-dereference packs files)",
+            ),
         ):
             if some:
                 such = printable(os.fsdecode(some[0]))
-                self.problems.append(f"{len(some)} members like {such} {what}: left out")
+                self.problems.append(f"{len(some)} members like {such} are left out: they {what}")
 
     def _walk(self, file: BinaryIO) -> str | None:
         """Note the members of all archives that follow each other; what is wrong in a few words, None if nothing is."""
@@ -80,8 +74,7 @@ class Members:
                         archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
                         if archive.offset <= end or member.size < 0:
                             return f"damaged at byte {end}"
-                        stored_end = member.offset_data + member.size if member.sparse is None else archive.offset
-                        if stored_end > self.size:
+                        if member.sparse is None and member.offset_data + member.size > self.size:
                             return f"cut off in {printable(member.name)} at byte {member.offset}"
                         self._note_member(file, member)
                         end = max(end, archive.offset)
@@ -97,56 +90,23 @@ class Members:
         lower = name.lower()
         if is_hidden(name) or member.isdir():
             return
-        is_image = lower.endswith(_ENDINGS)
-        if member.issym() or member.islnk():
-            folder = posixpath.dirname(name) if member.issym() else b""
-            self._links.setdefault(_normal(name), _normal(posixpath.join(folder, os.fsencode(member.linkname))))
-        elif member.isreg():
-            place = (member.offset_data, member.size) if member.sparse is None else (member.offset, -member.size)
-            self._places.setdefault(name, place)
-            self._texts += [_stem(name)] if lower.endswith(b".txt") else []
-            if lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
-                text = os.pread(file.fileno(), member.size, member.offset_data).strip()
-                self._classes.setdefault(_stem(name), text.replace(b"\0", b"?"))
-            elif lower.endswith(b".json") and member.size <= _MAX_JSON_BYTES:
-                self._jsons.setdefault(_stem(name), place)
-            elif is_left_out(name):
-                self.others.append(name)
-        elif is_image:
+        place = (member.offset_data, member.size)
+        if not member.isreg() or member.sparse is not None:
             self._special.append(name)
-            return
-        if is_image and name in self._names:
-            self._repeated.append(name)
-        elif is_image and self._kind in (None, _ending(name)):
-            self._names[name] = None
-
-    def _resolve_links(self) -> None:
-        """Gives each image its place, that of its target for a link; `_special` gets those that lead nowhere."""
-        folders, names = set[bytes](), self._places
-        if self._links:
-            self._places = {_normal(name): place for name, place in reversed(names.items())}
-            folders = {folder for path in self._places for folder in _folders(path)}
-        for name in self._names:
-            place = names.get(name) or self._find(_normal(name))
-            if place is None:
-                self._special.append(name)
-            else:
+        elif lower.endswith(_ENDINGS):
+            if name in self.images:
+                self._repeated.append(name)
+            elif self._kind in (None, _ending(name)):
                 self.images[name] = place
-        for path in self._links:
-            # What is in a folder inside the archive is there under its own name; one elsewhere may hold images.
-            is_known = path.lower().endswith(_ENDINGS) or self._find(path) or self._target(path) in folders
-            if not is_known:
-                self._special.append(path)
-
-    def _target(self, path: bytes) -> bytes:
-        for _ in range(_MAX_LINKS):
-            if path in self._places or path not in self._links:
-                break
-            path = self._links[path]
-        return path
-
-    def _find(self, path: bytes) -> tuple[int, int] | None:
-        return self._places.get(self._target(path))
+        elif lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
+            text = os.pread(file.fileno(), member.size, member.offset_data).strip()
+            self._classes.setdefault(_stem(name), text.replace(b"\0", b"?"))
+        elif lower.endswith(b".json") and member.size <= _MAX_JSON_BYTES:
+            self._jsons.setdefault(_stem(name), place)
+        elif lower.endswith(b".txt"):
+            self._texts.append(_stem(name))
+        elif is_left_out(name):
+            self.others.append(name)
 
     def _read_jsons(self, file: BinaryIO) -> None:
         """Classes from the members KEY.json, where one of the first names a class."""
@@ -181,15 +141,6 @@ class Members:
         """Count the endings, such as "input.png", that images have behind their key, where a key has several images."""
         keys = Counter(map(_key, self.images))
         return Counter(_ending(name) for name in self.images if keys[_key(name)] > 1)
-
-
-def _normal(name: bytes) -> bytes:
-    """A member's path as others refer to it."""
-    return posixpath.normpath(name).lstrip(b"/")
-
-
-def _folders(path: bytes) -> list[bytes]:
-    return [path[:end] for end, letter in enumerate(path) if letter == 0x2F] + [b"."]
 
 
 def _key(name: bytes) -> bytes:
@@ -230,15 +181,3 @@ def _describe_damage(head: bytes, end: int, reason: str) -> str:
     if end < 0 and head.startswith(_COMPRESSED):
         return "compressed: unpack it, images are read at their places"
     return what_else_it_is(head) or f"cut off or damaged after byte {max(end, 0)} ({reason})"
-
-
-def is_same_file(handle: int, state: np.ndarray) -> bool:
-    """Whether an open shard has the size and time it was indexed with; for a copy, the CRC of its two ends counts."""
-    size, time, crc = state.tolist()
-    now = os.fstat(handle)
-    return now.st_size == size and crc >= 0 and (now.st_mtime_ns == time or _crc_of_ends(handle, size) == crc)
-
-
-def _crc_of_ends(handle: int, size: int) -> int:
-    """CRC-32 of the first 4 KiB and the last 16 KiB: a header's time tells one packing from another."""
-    return zlib.crc32(os.pread(handle, _TAIL, max(0, size - _TAIL)), zlib.crc32(os.pread(handle, _HEAD, 0)))

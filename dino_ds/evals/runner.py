@@ -14,10 +14,9 @@ from dino_ds.basics.digits import short
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
-from dino_ds.data.held_out import held_out_images
 from dino_ds.data.image_set import digest_of
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, held_out_images
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.advice import changes_that_help, note_on_shared, with_recipe_keys

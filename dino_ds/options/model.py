@@ -14,7 +14,7 @@ PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
 ExportedNetwork = Literal["teacher", "student"]
 """The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
-ExportForm = Literal["safetensors", "timm", "hf", "onnx", "adapters"]
+ExportForm = Literal["safetensors", "timm", "onnx", "adapters"]
 
 _Source = Annotated[
     str | None,
@@ -76,7 +76,7 @@ class PicturesOptions:
 
 @command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
-    """a run's teacher or student, or any weights, as safetensors, timm, Hugging Face or ONNX"""
+    """a run's teacher or student, or any weights, as safetensors, a folder for timm and transformers, or ONNX"""
 
     model: Model
     format: ExportForm = option(..., "one of")

@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
 
 def own_code(recipe: Recipe) -> dict[str, str]:
     """A digest of each module of the user's own that a recipe names, without the modules that these import."""
-    names = [recipe.data.transform, recipe.data.source, recipe.model.backbone]
+    names = [recipe.data.source, recipe.model.backbone]
     for own in (recipe.objective.terms, recipe.teacher.others):
         names += [values.get("spec") for values in json.loads(own).values()]
     found = {}

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResult, ModelCardData
 
 from dino_ds import __version__
 from dino_ds.basics.digits import range_text
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.load import Backbone
 
-_USE = {
-    "timm": """import timm
-
-model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
-features = model(images)  # (b, {width})""",
-    "transformers": """from transformers import AutoImageProcessor, AutoModel
-
-processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.from_pretrained("{folder}")
-features = model(**processor(images, return_tensors="pt")).{output}  # (b, {width})""",
-}
-_UNCUT = {
-    "timm": "; so does timm's transform with crop_pct 1",
-    "transformers": "; so does `processor(images, size={{'shortest_edge': {side}}})`",
-}
-"""Advice on how another program prepares small images as dino_ds does."""
 _CARD = """---
-{metadata}
+library_name: timm
+pipeline_tag: image-feature-extraction
+tags: {tags}
 ---
 # {name}, trained with {objective} by dino_ds
 
 {sizes}, native images of {side} pixels. The {whose} backbone, FP32, without the projection head.{training}
 
 ```python
-{use}
+import timm
+
+model = timm.create_model("local-dir:{folder}", pretrained=True).eval()
+features = model(images)  # (b, {width})
 ```
 
+`AutoModel.from_pretrained("{folder}")` of transformers builds the same network (`.pooler_output`).
+
 Images: shorter side to {enlarged} pixels (bicubic), center crop, {normalisation}; dino_ds leaves images whose shorter \
-side is {side} pixels or less uncut{uncut}.{on_sizes}{value_range}
+side is {side} pixels or less uncut; so does timm's transform with crop_pct 1.{on_sizes}{value_range}
 {results}
 Made by dino_ds {version}. License: not stated; its owner adds `license:` to the metadata.
 """
@@ -51,33 +41,28 @@ _ON_SIZES = (
 )
 
 
-def model_card(model: Backbone, library: str, folder: str) -> str:
-    """Text of the card: what the model is, how `library` (timm or transformers) loads `folder`, and what it scored.
+def model_card(model: Backbone, folder: str) -> str:
+    """Text of the card: what the model is, how timm and transformers load `folder`, and what it scored.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images,
     "recipe" has the settings of the training.
     """
     spec, about, side = model.network.spec, model.about, model.image_size
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    has_positions = model.is_vit and model.vit.arch.rope is None
     return _CARD.format(
-        metadata=_metadata(model, library).to_yaml(),
+        tags=["dino", "self-supervised", *(["vision-transformer"] if model.is_vit else []), "image-feature-extraction"],
         name=_name(model),
         objective=_objective(model),
         sizes=spec.sizes.capitalize() if model.is_vit else f"{model.title}, width {spec.width}, stride {spec.stride}",
         side=side,
         whose="student's" if about.get("network") == "student" else "EMA teacher's",
         training=_training(about),
-        use=_USE[library].format(
-            folder=folder,
-            width=spec.width,
-            output="last_hidden_state[:, 0]" if model.is_vit else "pooler_output",
-        ),
+        folder=folder,
+        width=spec.width,
         enlarged=int(side * 256 / 224),
         normalisation=f"mean {list(model.normalisation.mean)}, std {list(model.normalisation.std)}",
-        uncut=_UNCUT[library if model.is_vit else "timm"].format(side=side),
-        on_sizes=_ON_SIZES.format(model.vit.options.pos_embed_interpolation)
-        if model.is_vit and model.vit.arch.rope is None
-        else "",
+        on_sizes=_ON_SIZES.format(model.vit.options.pos_embed_interpolation) if has_positions else "",
         value_range=_value_range(model),
         results=_table(about),
         version=__version__ + (f" ({versions})" if versions else ""),
@@ -115,45 +100,15 @@ def _value_range(model: Backbone) -> str:
     return f"\n\nOf training images deeper than 8 bits {text} is white: scale such images by it, not by 255."
 
 
-def _metadata(model: Backbone, library: str) -> ModelCardData:
-    """Metadata with a model-index, where there are results of this very teacher."""
-    about = model.about
-    results = [
-        EvalResult(
-            task_type="image-feature-extraction",
-            task_name=f"{evaluation} of frozen features",
-            dataset_type=(data := str(kept.get("data") or about.get("data", "images"))),
-            dataset_name=data,
-            metric_type=metric,
-            metric_name=metric,
-            metric_value=float(f"{value:.6g}"),
-        )
-        for evaluation, kept, metric, value in _results(about)
-        if kept.get("step") in (None, about.get("step"))
-    ]
-    return ModelCardData(
-        library_name=library,
-        pipeline_tag="image-feature-extraction",
-        tags=["dino", "self-supervised", *(["vision-transformer"] if model.is_vit else []), "image-feature-extraction"],
-        model_name=f"{_name(model)}, {_objective(model)}" if results else None,
-        eval_results=results or None,
-    )
-
-
 def _table(about: dict[str, Any]) -> str:
+    """A table of all results that are numbers."""
     rows = ""
-    for evaluation, kept, metric, value in _results(about):
+    for evaluation, kept in about.get("evaluations", {}).items():
         data = kept.get("data") or evaluation
         name = evaluation if data == evaluation else f"{evaluation} of {data}".replace("|", "/")
         step, train, test = ("–" if kept.get(k) is None else kept[k] for k in ("step", "train_images", "test_images"))
-        rows += f"| {name} | {metric} | {value:.4g} | {step} | {train} / {test} |\n"
-    header = "| evaluation | metric | value | step | images, training / test |\n|---|---|---:|---:|---:|\n"
-    return f"\n## Results\n\n{header}{rows}" if rows else ""
-
-
-def _results(about: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, float]]:
-    """(evaluation, what is kept of it, metric, value) of all results that are numbers."""
-    for evaluation, kept in about.get("evaluations", {}).items():
         for metric, value in kept["results"].items():
             if isinstance(value, int | float) and math.isfinite(value):
-                yield evaluation, kept, metric, value
+                rows += f"| {name} | {metric} | {value:.4g} | {step} | {train} / {test} |\n"
+    header = "| evaluation | metric | value | step | images, training / test |\n|---|---|---:|---:|---:|\n"
+    return f"\n## Results\n\n{header}{rows}" if rows else ""

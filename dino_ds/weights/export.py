@@ -1,4 +1,4 @@
-"""Exports a backbone to the formats of other programs: safetensors, timm, Hugging Face, ONNX."""
+"""Exports a backbone to the formats of other programs: safetensors, timm's and transformers' folder, ONNX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dino_ds.models.specs.backbones import VITS
 from dino_ds.weights.adapters import find_adapters
 from dino_ds.weights.card import model_card
 from dino_ds.weights.find import is_timm_name
-from dino_ds.weights.huggingface import hf_config, hf_processor, to_huggingface
 from dino_ds.weights.load import Backbone
 from dino_ds.weights.sidecar import write_with_sidecar
 
@@ -53,33 +52,20 @@ def export_safetensors(model: Backbone, out: Path) -> str:
 
 
 def export_timm(model: Backbone, out: Path) -> str:
-    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model.
+    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model, and so
+    does AutoModel.from_pretrained(FOLDER) of transformers by its wrapper of timm's models.
 
     Raises ConfigError for a network that timm does not know.
     """
-    card = model_card(model, "timm", out.name)
-    _write_folder(out, _tensors(model), card, {"config.json": timm_config(model)})
-    return f"timm.create_model('local-dir:{out}', pretrained=True)(images)"
-
-
-def export_hf(model: Backbone, out: Path) -> str:
-    """A folder for transformers: config, weights, image processor, model card.
-
-    Networks that are not our ViTs go by its wrapper of timm's. Raises ConfigError for an architecture that transformers
-    has no model of.
-    """
-    if not model.is_vit:
-        config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
-        _write_folder(out, _tensors(model), model_card(model, "transformers", out.name), {"config.json": config})
-        return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
-    arch, size = model.vit.arch, model.image_size
-    mask = _mask_token(model)
-    config = hf_config(arch, size, mask is not None)
-    tensors = to_huggingface(_tensors(model), arch, mask)
-    card = model_card(model, "transformers", out.name)
-    jsons = {"config.json": config, "preprocessor_config.json": hf_processor(size, model.normalisation)}
-    _write_folder(out, tensors, card, jsons)
-    return f"AutoModel.from_pretrained({str(out)!r})(pixel_values).last_hidden_state[:, 0]"
+    config = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], **timm_config(model)}
+    with _explained(out), replacing_folder(out) as folder:
+        safetensors.torch.save_file(_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (folder / "README.md").write_text(model_card(model, out.name))
+    return (
+        f"timm.create_model('local-dir:{out}', pretrained=True)(images), or "
+        f"AutoModel.from_pretrained({str(out)!r})(pixel_values).pooler_output"
+    )
 
 
 def export_onnx(model: Backbone, out: Path) -> str:
@@ -141,7 +127,6 @@ def export_adapters(model: Backbone, out: Path) -> str:
 FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "safetensors": (export_safetensors, ".safetensors"),
     "timm": (export_timm, "-timm"),
-    "hf": (export_hf, "-hf"),
     "onnx": (export_onnx, ".onnx"),
     "adapters": (export_adapters, "-adapters.safetensors"),
 }
@@ -206,10 +191,6 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in kept}
 
 
-def _mask_token(model: Backbone) -> Tensor | None:
-    return None if model.mask_token is None else model.mask_token.detach().cpu()
-
-
 def _takes_any_size(model: Backbone) -> bool:
     """Whether it takes images of other sizes than its native one, sides unequal too."""
     try:
@@ -230,14 +211,6 @@ def _example(model: Backbone, any_size: bool) -> Tensor:
     """Two images for an exporter's trace."""
     sides = _example_sides(model) if any_size else (model.image_size, model.image_size)
     return torch.zeros(2, model.network.spec.in_chans, *sides, device=next(model.network.parameters()).device)
-
-
-def _write_folder(out: Path, tensors: dict[str, Tensor], card: str, jsons: dict[str, dict[str, Any]]) -> None:
-    with _explained(out), replacing_folder(out) as folder:
-        safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        for name, content in jsons.items():
-            (folder / name).write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "README.md").write_text(card)
 
 
 def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:

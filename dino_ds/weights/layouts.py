@@ -1,4 +1,4 @@
-"""Names of facebookresearch's dino, dinov2 and dinov3, read under ours, which are timm's.
+"""Names of facebookresearch's dino, dinov2 and dinov3 and of Hugging Face's ViTs, read under ours, which are timm's.
 
 Sources for dinov3: the names in timm's own converter (timm/models/eva.py), and facts of the released files: biases of
 keys lie in them, masked to zero, and the periods of the rotation are rounded to bfloat16.
@@ -200,3 +200,82 @@ def split_local_norm(backbone: Mapping[str, Tensor]) -> tuple[dict[str, Tensor],
     """A backbone without the norm of local crops' CLS tokens, which is of use in training only; and that norm."""
     local = {name: tensor for name, tensor in backbone.items() if name.startswith(LOCAL_NORM)}
     return {name: tensor for name, tensor in backbone.items() if name not in local}, local
+
+
+_HF_OUTSIDE = {
+    "embeddings.cls_token": "cls_token",
+    "embeddings.position_embeddings": "pos_embed",
+    "embeddings.register_tokens": "reg_token",
+    "embeddings.patch_embeddings.projection": "patch_embed.proj",
+    "embeddings.patch_embeddings": "patch_embed.proj",
+    "layernorm": "norm",
+}
+_HF_INSIDE = {
+    "layernorm_before": "norm1",
+    "layernorm_after": "norm2",
+    "attention.output.dense": "attn.proj",
+    "attention.o_proj": "attn.proj",
+    "attention.q_proj.bias": "attn.q_bias",
+    "attention.v_proj.bias": "attn.v_bias",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "mlp.weights_in": "mlp.fc1",
+    "mlp.weights_out": "mlp.fc2",
+    "mlp.gate_proj": "mlp.fc1_g",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+    "layer_scale1.lambda1": "ls1.gamma",
+    "layer_scale2.lambda1": "ls2.gamma",
+}
+"""Names in transformers' ViT, Dinov2, Dinov2WithRegisters and DINOv3ViT -> ours, outside and inside of blocks."""
+_HF_ROTARY = {"layer_scale1.lambda1": "gamma_1", "layer_scale2.lambda1": "gamma_2"}
+_HF_GATED = {"mlp.up_proj": "mlp.fc1_x"}
+_HF_BLOCK = re.compile(r"(?:model\.)*(?:encoder\.)?layer\.(\d+)\.(.+)")
+_HF_QUERIES = re.compile(r"attention\.(?:attention\.)?(query|key|value|q_proj|k_proj|v_proj)\.(weight|bias)")
+_HF_PREFIX = re.compile(r"^(vit|dinov2|dinov2_with_registers|dinov3_vit|dinov3|backbone)\.")
+
+
+def is_huggingface(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether tensors have the names of one of transformers' own ViTs."""
+    return any(".attention.attention.query." in n or n.endswith(".attention.q_proj.weight") for n in tensors)
+
+
+def from_huggingface(theirs: Mapping[str, Tensor]) -> Weights:
+    """Their tensors under our names, unknown names unchanged; without pooler and classifier.
+
+    Raises CheckpointError where a part is missing, and for keys with a bias that ours have not.
+    """
+    theirs = {_HF_PREFIX.sub("", name): tensor for name, tensor in theirs.items()}
+    dropped = [name for name in theirs if re.search(r"(^|\.)(pooler\.|classifier\.)", name)]
+    inside = _HF_INSIDE | (_HF_ROTARY if any(name.endswith(".attention.q_proj.weight") for name in theirs) else {})
+    inside |= _HF_GATED if any(".mlp.gate_proj." in name for name in theirs) else {}
+    out: dict[str, Tensor] = {}
+    for name, tensor in theirs.items():
+        if name in dropped or name == "embeddings.mask_token":
+            continue
+        match = _HF_BLOCK.fullmatch(name)
+        if match is None:
+            out[_renamed(name, _HF_OUTSIDE)] = tensor
+            continue
+        part = _HF_QUERIES.fullmatch(match[2])
+        if part is None or match[2] in inside:
+            out[f"blocks.{match[1]}.{_renamed(match[2], inside)}"] = tensor
+        elif match[2] == "attention.k_proj.bias":
+            check_keys(name, tensor)
+        elif part[1] in ("query", "q_proj"):
+            others = ("q_proj", "k_proj", "v_proj") if part[1] == "q_proj" else ("query", "key", "value")
+            names = [name.replace(f".{part[1]}.", f".{other}.") for other in others]
+            if missing := [other for other in names if other not in theirs]:
+                raise CheckpointError(f"it lacks {missing[0]}")
+            out[f"blocks.{match[1]}.attn.qkv.{part[2]}"] = torch.cat([theirs[other] for other in names])
+    if "reg_token" in out and not out["reg_token"].numel():
+        del out["reg_token"]
+    mask = theirs.get("embeddings.mask_token")
+    mask = None if mask is None else mask.reshape(1, -1)
+    return Weights("huggingface", out, notes=unused(dropped), mask_token=mask)
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """`name` with the known name that it begins with replaced."""
+    old = next((old for old in names if name == old or name.startswith(f"{old}.")), None)
+    return name if old is None else names[old] + name[len(old) :]

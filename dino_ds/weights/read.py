@@ -20,8 +20,14 @@ from dino_ds.errors import CheckpointError, naming, one_line
 from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.foreign import other_network
-from dino_ds.weights.huggingface import from_huggingface, is_huggingface
-from dino_ds.weights.layouts import from_dinov3, is_dinov3, split_local_norm, split_network
+from dino_ds.weights.layouts import (
+    from_dinov3,
+    from_huggingface,
+    is_dinov3,
+    is_huggingface,
+    split_local_norm,
+    split_network,
+)
 from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_side, timm_statistics
 from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, check_numbers, checked, few, has_rope

@@ -649,7 +649,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs --teacher.from dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
         ("train --data.root imgs --config facebook/dino-vits16", 2, "--model.init_from"),
         ("eval runs/none", 3, "give a run folder or one of its checkpoints, a file of weights"),
-        ("export weights.npz --format hf", 3, "weights.npz"),
+        ("export weights.npz --format timm", 3, "weights.npz"),
     ],
 )
 def test_mistakes_of_a_first_hour_are_answered_by_what_to_do(

@@ -31,7 +31,7 @@ def test_a_recipe_s_groups_are_dino_s():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("augment", "workers"), [("worker", 0), ("device", 1)])
+@pytest.mark.parametrize(("augment", "workers"), [("worker", 0), ("device", 0)])
 def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
     """The other groups' crops are those of a run without it."""
     batches = []

@@ -11,14 +11,14 @@ import pytest
 import tifffile
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageOps
+from PIL import Image
 
 from dino_ds.config.sections import DataSection
 from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage, open_image
-from dino_ds.data.images import PILLOW, to_rgb
+from dino_ds.data.images import PILLOW
 from tests.data.files import ORANGE, Arrays, decode_rgb, encoded, photo, png_of
 
 LIMIT = 10**7
@@ -66,18 +66,6 @@ def test_jpegs_are_decoded_as_pillow_does(size, options):
     for image in (photo(*size), photo(*size).convert("L"), photo(*size).convert("CMYK")):
         data = encoded(image, "JPEG", **options)
         np.testing.assert_array_equal(decode_rgb(data, "file", LIMIT), Image.open(io.BytesIO(data)).convert("RGB"))
-
-
-@pytest.mark.parametrize("form", ["JPEG", "PNG"])
-@pytest.mark.parametrize("orientation", range(10))
-def test_images_stand_upright(orientation, form):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(photo(61, 45), form, exif=exif)
-    reference = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
-    image = EncodedImage(data, "file", LIMIT)
-    assert (image.height, image.width) == reference.shape[:2]
-    np.testing.assert_array_equal(image.decode(), reference)
 
 
 def test_an_animation_gives_its_first_frame():
@@ -210,9 +198,3 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
-
-
-@pytest.mark.parametrize("mode", ["I", "I;16", "F"])
-def test_deep_images_are_not_squeezed_into_rgb(mode):
-    with pytest.raises(ValueError, match="deeper than 8 bits"):
-        to_rgb(Image.new(mode, (4, 4), 300))

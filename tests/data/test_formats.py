@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import dino_ds
 from dino_ds.basics.own_code import by_name
@@ -17,22 +15,6 @@ from dino_ds.data.raster import Format, Raster
 from dino_ds.data.root import ARCHIVES
 
 PACKAGE = Path(dino_ds.__file__).parent
-
-
-@pytest.mark.parametrize(
-    ("words", "files"),
-    [
-        (r"DICOM", {"data/dicom.py", "data/formats.py"}),
-        (r"\bNPY\b|NUMPY", {"data/raster.py", "data/formats.py"}),
-        (r"\.jp2", {"data/images.py"}),
-        (r"ParquetImages", {"data/parquet.py", "data/root.py"}),
-        (r"TarShards", {"data/shards.py", "data/root.py"}),
-    ],
-)
-def test_a_kind_of_file_is_known_to_itself_and_to_its_list(words, files):
-    """With a test, a line of the docs and perhaps a dependency a new kind touches at most five files."""
-    found = {path for path in PACKAGE.rglob("*.py") if re.search(words, path.read_text())}
-    assert {str(path.relative_to(PACKAGE)) for path in found} == files
 
 
 def test_archives_are_sources_of_encoded_images():

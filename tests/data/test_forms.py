@@ -135,47 +135,26 @@ def test_every_form_gives_the_same_images(tree, form):
 # members of tar files
 
 
-def test_links_lead_to_their_images(tmp_path):
-    """Hard ones and symbolic ones, forwards and through each other, as the folder would be read that was packed."""
-    sym, hard = tarfile.SYMTYPE, tarfile.LNKTYPE
+def test_links_and_files_with_holes_are_counted(tmp_path):
+    """Nothing of them is read, whatever they lead to."""
     files = (
-        ("./a/0.png", sym, "../b/2.png"), ("./a/1.png", 1), ("./b/1.png", hard, "./a/1.png"), ("./b/2.png", 2),
-        ("./b/3.png", sym, "1.png"), ("./c.png", sym, "b"), ("./d.png", sym, "/etc/passwd"), ("./e", sym, "a"),
-        ("./f", sym, "../elsewhere"), ("./g.png", sym, "g.png"), ("./h.png", tarfile.FIFOTYPE, ""),
-        ("./i.png", hard, "../../secret.png"), ("./blob", 5), ("./j.png", hard, "./blob"),
+        ("a/0.png", tarfile.SYMTYPE, "../b/2.png"), ("a/1.png", 1), ("b/1.png", tarfile.LNKTYPE, "a/1.png"),
+        ("c.png", tarfile.SYMTYPE, "/etc/passwd"), ("d", tarfile.SYMTYPE, "a"), ("e.png", tarfile.FIFOTYPE, ""),
+        ("f", 5), ("g.png", 2),
     )  # fmt: skip
     source = read(tar(tmp_path / "x.tar", *files))
-    assert dict(zip(members(source), reds(source), strict=True)) == {
-        "./a/0.png": 2, "./a/1.png": 1, "./b/1.png": 1, "./b/2.png": 2, "./b/3.png": 1, "./j.png": 5
-    }  # fmt: skip
+    assert dict(zip(members(source), reds(source), strict=True)) == {"a/1.png": 1, "g.png": 2}
     left_out, links = source.notes
-    assert left_out.startswith("1 files that can't be read are left out, such as ./blob: they have no ending")
-    assert "6 members like ./h.png are links to what is not in the archive, or no files: left out" in links
-
-
-@pytest.mark.parametrize("form", ["gnu", "posix", "oldgnu"])
-def test_files_with_holes_are_read(tmp_path, form):
-    (tmp_path / "in").mkdir()
-    arrays = [np.zeros((128, 128, 3), np.uint8) for _ in range(3)]
-    for number, array in enumerate(arrays):
-        array[100 * (number > 0) :, :, number] = 7
-        data = io.BytesIO()
-        np.save(data, array)
-        with open(tmp_path / f"in/{number}.npy", "wb") as file:
-            file.truncate(data.tell())
-            for place in range(0, data.tell(), 4096):
-                if any(block := data.getvalue()[place : place + 4096]):
-                    os.pwrite(file.fileno(), block, place)
-    archive = tmp_path / "x.tar"
-    subprocess.run(
-        ["tar", "-C", tmp_path / "in", f"--format={form}", "-S", "--sort=name", "-cf", archive, "."], check=True
-    )
-    assert archive.stat().st_size < 3 * arrays[0].nbytes
-    source = read(archive)
-    assert [os.path.basename(name) for name in members(source)] == ["0.npy", "1.npy", "2.npy"] and not source.notes
-    for index, array in enumerate(arrays):
-        np.testing.assert_array_equal(np.asarray(source.load(index)), array)
-        assert source.file_bytes(index) == len(source.read(index))
+    assert left_out.startswith("1 files that can't be read are left out, such as f: they have no ending")
+    assert "5 members like a/0.png are left out: they are links, have holes or are no files" in links
+    with open(tmp_path / "0.png", "wb") as file:
+        file.truncate(1 << 16)
+    for form in ("gnu", "posix", "oldgnu"):
+        subprocess.run(
+            ["tar", "-C", tmp_path, f"--format={form}", "-S", "-cf", tmp_path / "y.tar", "0.png"], check=True
+        )
+        with pytest.raises(DataError, match=r"no images in .* 1 members like 0\.png are left out"):
+            read(tmp_path / "y.tar")
 
 
 def test_archives_joined_by_cat_are_one(tmp_path):

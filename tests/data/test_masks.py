@@ -79,33 +79,6 @@ def test_hidden_parts_of_masked_crops_are_distributed_as_the_reference_s(name):
     assert_quantiles(ratios, found["ratio_of_masked_crops_quantiles"], error, bins)
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDED if name.startswith("dinov2")])
-def test_blocks_leave_out_as_many_patches_as_the_reference_s(name):
-    """Against the wanted counts of the same draws: its mean is free of the ratios' own spread.
-
-    The recorded shortage is that of the mean ratio, of which the bins leave an error of a bin's width / sqrt(12 n).
-    """
-    found, options = RECORDED[name], options_of(name)
-    short = hidden_parts(replace(options, law="dinov3")) - hidden_parts(options)
-    masked = found["masked_crops_per_batch"][0]
-    wanted = np.floor(np.linspace(0.1, 0.5, 100_001) * found["patches"]).mean() / found["patches"]
-    error = 0.4 / masked / math.sqrt(12 * masked * found["batches"]) + short.std() * of_both(masked * found["batches"])
-    assert short.min() >= 0
-    rounding = 0.5e-4  # of the recorded mean
-    assert short.mean() == pytest.approx(wanted - found["ratio_of_masked_crops_mean"], abs=SIGMAS * error + rounding)
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_the_part_of_all_patches_that_is_hidden(name):
-    """And how many crops are: half of them by chance here, of a batch exactly half there."""
-    found, options = RECORDED[name], options_of(name, share=0.5)
-    ratios = hidden_parts(options)
-    bin_width = 0.4 / found["masked_crops_per_batch"][0] if options.law == "dinov3" else 0.0
-    error = SIGMAS * ratios.std() / math.sqrt(DRAWS)
-    assert ratios.mean() == pytest.approx(found["masked_share_of_all_patches"] - bin_width / 4, abs=error)
-    assert (ratios > 0).mean() == pytest.approx(0.5, abs=SIGMAS * 0.5 / math.sqrt(DRAWS))
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_first_blocks_have_the_reference_s_areas_and_shapes(name):
     """How many blocks were recorded is not: the error is that of 1,000."""

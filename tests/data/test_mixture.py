@@ -18,11 +18,10 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.held_out import training_images
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import training_source
+from dino_ds.data.sources import training_images, training_source
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 
@@ -289,7 +288,7 @@ def test_any_source_with_labels_can_be_balanced():
         def name(self, index):
             return f"{index}"
 
-    from dino_ds.data.balance import draws_of
+    from dino_ds.data.mixture import draws_of
 
     draws, _ = draws_of(Labeled(), "classes")
     assert sum(int(i) % 12 >= 9 for i in draws.epoch(0, 0, 12)) == 6

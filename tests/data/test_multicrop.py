@@ -16,9 +16,8 @@ from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.cutting import EvalCrop, RandomCrop
-from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, apply_crop, to_tensor
+from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, to_tensor
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation, crops_picture
-from dino_ds.errors import ConfigError
 from tests.data.files import photo
 
 IMAGES = 3000
@@ -36,22 +35,7 @@ def assert_rate(hits: int, trials: int, expected: float) -> None:
 # sizes, scales, rates
 
 
-def test_scales_and_ratios_fill_their_ranges():
-    width, height = 500, 375
-    crops = multicrop()
-    views = [crops.sample(width, height, seed) for seed in range(IMAGES)]
-    for which, (low, high) in (([0, 1], (0.4, 1.0)), ([2, 3, 4], (0.05, 0.4))):
-        boxes = np.array([view[i].box for view in views for i in which])
-        left, top, right, bottom = boxes.T
-        assert left.min() >= 0 and top.min() >= 0 and right.max() <= width and bottom.max() <= height
-        scale = (right - left) * (bottom - top) / (width * height)
-        ratio = (right - left) / (bottom - top)
-        # Sides are rounded to whole pixels.
-        assert low - 0.005 <= scale.min() < low + 0.02 and high - 0.1 < scale.max() <= high + 0.005
-        assert 0.73 <= ratio.min() < 0.78 and 1.28 < ratio.max() <= 1.36
-
-
-@pytest.mark.parametrize("size", [(500, 375), (120, 400), (700, 90)])
+@pytest.mark.parametrize("size", [(500, 375), (700, 90)])
 @pytest.mark.slow
 def test_boxes_are_distributed_as_torchvisions(size):
     """Means of area, ratio and place, equal within 5 standard errors; wide and tall images need the fallback."""
@@ -151,39 +135,11 @@ def test_a_flat_image_is_cut_before_it_is_enlarged(width, height):
     assert crop(Image.new("RGB", (1_000_000, 1), "red")).shape == (3, 32, 32)
 
 
-def test_small_images_lose_no_border_in_evaluation():
-    image = photo(32, 32)
-    torch.testing.assert_close(EvalCrop(32, IMAGENET)(image), to_tensor(image, IMAGENET), rtol=0, atol=0)
-    assert EvalCrop(32, IMAGENET)(photo(20, 30)).shape == (3, 32, 32)
-    reference = photo(20, 20).resize((32, 32), Image.Resampling.BICUBIC)
-    torch.testing.assert_close(EvalCrop(32, IMAGENET)(photo(20, 20)), to_tensor(reference, IMAGENET), rtol=0, atol=0)
-
-
-def test_other_channels_are_cut_alike_in_evaluation():
-    image = photo(61, 50)
-    out = EvalCrop(32, Normalisation.usual(4))(np.asarray(image)[:, :, [0, 1, 2, 2]])
-    rgb = IMAGENET.undone(EvalCrop(32, IMAGENET)(image))
-    torch.testing.assert_close(out[:3] * (sum(STD) / 3) + sum(MEAN) / 3, rgb, rtol=0, atol=1e-6)
-    assert torch.equal(out[2], out[3])
-
-
 def test_extreme_images_give_crops():
     for width, height in ((1, 1), (2, 1), (1, 300), (3000, 2)):
         assert len(multicrop("dino")(photo(width, height), 3)) == 5
     for shape in ((1, 1), (1, 300), (3000, 2)):
         assert EvalCrop(16, IMAGENET)(photo(*shape)).shape == (3, 16, 16)
-
-
-def test_picture_shows_the_crops():
-    crops = multicrop()
-    stacked = [torch.stack(row) for row in zip(*(crops(photo(), seed) for seed in range(10)), strict=True)]
-    batch = {"global": stacked[:2], "local": stacked[2:]}
-    picture = crops_picture(batch, crops.normalisation, images=4)
-    assert picture.shape == (3, 4 * 34, 5 * 34)
-    assert picture.min() >= 0 and picture.max() <= 1
-    view = crops.sample(60, 45, 0)[0]
-    shown = np.asarray(apply_crop(photo(), view, 32)).transpose(2, 0, 1) / 255
-    np.testing.assert_allclose(picture[:, :32, :32], shown, atol=1e-5)
 
 
 OWN = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
@@ -205,12 +161,6 @@ def test_another_mean_and_deviation_change_crops_as_the_formula_says():
     batches = [{"global": [crop[None]]} for crop in (own(image, 3)[0], usual(image, 3)[0])]
     pictures = [crops_picture(batch, crops.normalisation) for crops, batch in zip((own, usual), batches, strict=True)]
     torch.testing.assert_close(*pictures, rtol=0, atol=1e-5)
-
-
-def test_images_of_other_channels_are_refused():
-    for channels in (1, 4):
-        with pytest.raises(ConfigError, match=f"an image has {channels} channels, and the model takes 3"):
-            EvalCrop(32, OWN)(np.zeros((40, 50, channels), np.uint8))
 
 
 def test_the_recipe_s_mean_and_deviation_and_the_usual_ones():

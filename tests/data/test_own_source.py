@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.named_sets import PhotoPatches
 from dino_ds.data.sources import build_source
-from dino_ds.data.transform import OwnTransform
 from dino_ds.errors import ConfigError, DataError, UserError
+from tests.data.test_image_set import Own
 from tests.data.test_loader import batches
 
 DOCS = Path(__file__).parent.parent.parent / "docs/data.md"
@@ -102,10 +101,8 @@ def test_the_recipe_refuses_what_is_no_name(source):
 def test_a_class_of_a_notebook_is_refused(monkeypatch):
     """Loader processes could not import it; one of a main script they can."""
     main = sys.modules["__main__"]
-    monkeypatch.setattr(main, "Mine", PhotoPatches, raising=False)
+    monkeypatch.setattr(main, "Mine", Own, raising=False)
     assert len(build_source("__main__:Mine", "train", "train", False)) > 0
-    with pytest.raises(ConfigError, match=r"data\.transform __main__:change: .* put it into a .py file"):
-        OwnTransform("__main__:change")
     monkeypatch.setattr(main, "__file__", "<stdin>")
     with pytest.raises(ConfigError, match=r"data\.source __main__:Mine: .* put it into a .py file"):
         build_source("__main__:Mine", "train", "train", False)

@@ -12,10 +12,9 @@ import torchvision.transforms.v2.functional as F
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
-from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop
 from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
-from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue, solarize
+from dino_ds.data.photometric import AugmentationParams, augment, find_kernels, gaussian_blur, shift_hue, solarize
 from tests.data.files import photo
 
 pytestmark = pytest.mark.numerical
@@ -120,21 +119,6 @@ def test_crops_smaller_than_the_blur_are_blurred():
     expected = torch.stack([F.gaussian_blur(x, [9, 7], [s, s]) for x, s in zip(some, (0.5, 2.0), strict=True)])
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
     assert gaussian_blur(torch.rand(1, 3, 1, 1), torch.tensor([1.0])).shape == (1, 3, 1, 1)
-
-
-def test_pieces_give_what_the_whole_gives():
-    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
-    views = [view for seed in range(4) for view in multicrop.sample(100, 80, seed)]
-    some = crops(len(views))
-    pieces = [AugmentationParams.build(views[i : i + 5], 3) for i in range(0, len(views), 5)]
-    torch.testing.assert_close(augment(some, pieces, NORMALISE), augmented(some, views), rtol=0, atol=1e-5)
-
-
-def test_crops_are_not_written_to():
-    some = crops(2)
-    before = some.clone()
-    augmented(some, [replace(NOTHING, flip=True, jitter=JITTER, blur_radius=1.0)] * 2)
-    assert torch.equal(some, before)
 
 
 @pytest.mark.parametrize("channels", [1, 3])

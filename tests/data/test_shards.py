@@ -109,9 +109,7 @@ def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     for _ in range(3):
         assert reds(read(tmp_path / "s")) == [1]
     assert len(walked) == 1
-    os.utime(path, (5, 5))  # a copy: other time, same bytes
-    assert reds(read(tmp_path / "s")) == [1] and len(walked) == 1
-    pack(path, {"b.png": png(2)})  # the same size, even the same time
+    pack(path, {"b.png": png(2)})  # the same size
     os.utime(path, (6, 6))
     assert members(read(tmp_path / "s")) == ["b.png"] and len(walked) == 2
     pack(tmp_path / "s/1.tar", {"c.png": png(3)})
@@ -172,7 +170,7 @@ def test_empty_and_broken_members_are_unreadable_one_by_one(tmp_path):
 def test_duplicate_names_are_said_and_the_first_counts(tmp_path):
     source = read(pack(tmp_path / "a.tar", [("a.png", png(1)), ("b.png", png(2)), ("a.png", png(3))]))
     assert reds(source) == [1, 2]
-    assert "1 members like a.png have the name of an earlier one: left out" in source.notes[0]
+    assert "1 members like a.png are left out: they have the name of an earlier one" in source.notes[0]
     pack(tmp_path / "s/0.tar", {"a.png": png(1)})
     pack(tmp_path / "s/1.tar", {"a.png": png(2)})
     source = read(tmp_path / "s")

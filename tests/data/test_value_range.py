@@ -121,24 +121,6 @@ def test_limits_that_fp32_rounds_are_within_the_range():
         assert found.min() >= 0 and found.max() <= 1
 
 
-@pytest.mark.parametrize(("form", "channels"), [(np.asarray, 1), (Image.fromarray, 1), (Image.fromarray, 3)])
-def test_evaluations_take_grey_images_of_a_class_as_training_does(form, channels):
-    grey = np.arange(12, dtype=np.uint8).reshape(3, 4)
-
-    class Grey:
-        def name(self, index: int) -> str:
-            return "grey"
-
-        def load(self, index: int) -> object:
-            return form(grey)
-
-    for found in (
-        load_image(Grey(), 0, None, channels),
-        open_image(Grey(), 0, None, channels=channels).decode(),
-    ):
-        np.testing.assert_array_equal(found, grey[:, :, None].repeat(channels, 2))
-
-
 def test_evaluations_crop_deep_images_as_those_of_8_bits():
     """8-bit resizing rounds to levels."""
     image = photo(120, 90)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import string
 from pathlib import Path
@@ -25,11 +24,6 @@ pytestmark = pytest.mark.faults
 RECIPE = (RECIPES / "quickstart.yaml").read_text()
 DS = (CHECKOUT / "ds_configs/zero2_fp16.json").read_text()
 OPTIONS = [option.name for option in recipe_options()]
-values = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
-    max_leaves=5,
-)
 
 
 @pytest.fixture(scope="module")
@@ -55,34 +49,19 @@ def _ds(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
     return command("train", "--config", "quickstart", "--ds_config", str(path))
 
 
-@examples(40)
+@examples(25)
 @given(text=broken_text(RECIPE))
 def test_broken_recipes(folder, text):
     _recipe(folder, text)
 
 
 @examples(25)
-@given(name=st.sampled_from(OPTIONS), value=values)
-def test_recipes_with_a_value_of_another_kind(folder, name, value):
-    section, _, key = name.rpartition(".")
-    _recipe(folder, f"{section}:\n  {key}: {value!r}\n" if section else f"{key}: {value!r}\n")
-
-
-@examples(40)
 @given(text=broken_text(DS))
 def test_broken_ds_configs(folder, text):
     _ds(folder, text)
 
 
-@examples(30)
-@given(
-    value=values, key=st.sampled_from(["fp16", "zero_optimization", "gradient_clipping", "dino_ds", "train_batch_size"])
-)
-def test_ds_configs_with_a_value_of_another_kind(folder, key, value):
-    _ds(folder, json.dumps({key: value}))
-
-
-@examples(40)
+@examples(25)
 @given(
     words=st.lists(
         st.one_of(
@@ -104,19 +83,13 @@ def test_command_lines(folder, name, words):
 
 HAND_MADE = {
     "empty": b"",
-    "only zeros": b"\0" * 4096,
     "UTF-16": "length: 5 steps".encode("utf-16"),
-    "Latin-1": "é: 1".encode("latin-1"),
     "ELF": b"\x7fELF" + bytes(range(256)) * 8,
-    "2 MB of one key": b"a" * 2_000_000 + b": 1",
-    "5,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(5_000)),
     "200,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(200_000)),
     "a flow list 100,000 deep": b"[" * 100_000,
     "a flow mapping 20,000 deep": b"{a: " * 20_000,
-    "blocks 900 deep": b"".join(b" " * i + b"a:\n" for i in range(900)),
     "a number of 5,000 digits": b"seed: " + b"9" * 5_000,
     "a number of 5,000 digits in JSON": b'{"train_batch_size": ' + b"9" * 5_000 + b"}",
-    "an exponent": b"seed: 1e999999999",
     "1 MB in one string": b'{"bf16": "' + b"x" * 1_000_000 + b'"}',
     "a JSON object 100,000 deep": b'{"a":' * 100_000,
     "closed JSON objects 900 deep": b'{"a":' * 900 + b"1" + b"}" * 900,
@@ -124,13 +97,9 @@ HAND_MADE = {
     "anchors that multiply": b"a: &a [x,x,x,x,x,x,x,x,x]\n"
     + b"".join(b"%c: &%c [%s]\n" % (98 + i, 98 + i, b",".join([b"*%c" % (97 + i)] * 9)) for i in range(9)),
     "an anchor that holds itself": b"data: &a {root: *a}",
-    "a list of documents": b"length: 5 steps\n---\nlength: 6 steps\n",
     "a YAML directive": b"%YAML 9.9\n---\nlength: 5 steps",
-    "a timestamp": b"seed: 2001-12-14t21:59:43.10-05:00",
     "binary": b"seed: !!binary aGVsbG8=",
-    "a set": b"data: !!set {a, b}",
     "NaN": b'{"gradient_clipping": NaN}',
-    "minus infinity": b'{"gradient_clipping": -Infinity}',
     "a control character": b"\x1b]0;title\x07: 1",
 }
 
@@ -153,11 +122,3 @@ def test_strange_paths(folder, word):
 def test_paths_that_are_no_files(folder, path):
     for flag in ("--config", "--ds_config"):
         assert command("train", "--data.root", "x", flag, path)[0] == 2
-
-
-@pytest.mark.parametrize("kind", ["fifo", "loop", "folder"])
-def test_files_that_can_not_be_read(folder, kind, tmp_path):
-    path = tmp_path / "x.yaml"
-    {"fifo": lambda: os.mkfifo(path), "loop": lambda: path.symlink_to(path), "folder": path.mkdir}[kind]()
-    for flag in ("--config", "--ds_config"):
-        assert command("train", "--data.root", "x", flag, str(path))[0] == 2

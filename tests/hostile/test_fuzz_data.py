@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import struct
 import tarfile
 import zlib
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from dino_ds.config.recipe import Recipe
@@ -24,7 +22,7 @@ from dino_ds.errors import UserError
 from tests.data.files import decode_rgb, encoded, png_chunk, png_of
 from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif, with_tags
 from tests.hostile.guard import bounded, examples, raised_by
-from tests.hostile.mutate import broken_bytes, broken_text, nasty
+from tests.hostile.mutate import broken_bytes
 
 pytestmark = pytest.mark.faults
 
@@ -165,7 +163,8 @@ def read_all(root: Path) -> str | None:
     return raised_by(work, UserError)
 
 
-def tar_of(path: Path) -> bytes:
+def tar_of(folder: Path) -> bytes:
+    path = folder / "x.tar"
     with tarfile.open(path, "w") as archive:
         for number, (form, data) in enumerate(IMAGES.items()):
             for ending, content in ((form[-4:].strip().lower(), data), ("cls", b"%d" % (number % 2))):
@@ -173,52 +172,6 @@ def tar_of(path: Path) -> bytes:
                 info.size = len(content)
                 archive.addfile(info, io.BytesIO(content))
     return path.read_bytes()
-
-
-def test_broken_tars(tmp_path):
-    path = tmp_path / "x.tar"
-
-    @examples(30)
-    @given(data=broken_bytes(tar_of(path)))
-    def check(data):
-        path.write_bytes(data)
-        read_all(path)
-
-    assert read_all(path) is None
-    check()
-
-
-def test_broken_lists(tmp_path):
-    for number, data in enumerate(IMAGES.values()):
-        (tmp_path / f"{number}.png").write_bytes(data)
-    path = tmp_path / "x.txt"
-
-    @examples(30)
-    @given(text=st.one_of(broken_text("".join(f"{i}.png\tclass {i % 2}\n" for i in range(8))), nasty))
-    def check(text):
-        path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        read_all(path)
-
-    check()
-
-
-def test_broken_parquet_files(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    rows = [{"bytes": data, "path": None} for data in IMAGES.values()]
-    table = pyarrow.table({"image": rows, "label": [i % 2 for i in range(len(rows))]})
-    path = tmp_path / "x.parquet"
-    parquet.write_table(table, path)
-
-    @examples(30)
-    @given(data=broken_bytes(path.read_bytes()))
-    def check(data):
-        path.unlink()
-        path.write_bytes(data)
-        read_all(path)
-
-    check()
 
 
 ROOTS = [
@@ -235,19 +188,31 @@ def test_strange_roots(root, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_strange_trees(tmp_path):
-    """Pipes, devices, loops, dangling links, names with any bytes, folders that can't be read: skipped and counted."""
-    good = tmp_path / "good.png"
-    good.write_bytes(IMAGES["PNG"])
-    os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "gone.png").symlink_to("nowhere")
-    (tmp_path / "self.png").symlink_to("self.png")
-    (tmp_path / "zero.png").symlink_to("/dev/zero")
-    (tmp_path / "loop").symlink_to(tmp_path)
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "long").mkdir()
-    (tmp_path / "long" / ("x" * 250 + ".png")).write_bytes(IMAGES["PNG"])
-    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n\x1b[2J.png")).write_bytes(IMAGES["PNG"])
-    (tmp_path / "sparse.png").touch()
-    os.truncate(tmp_path / "sparse.png", 1 << 40)
-    assert read_all(tmp_path) is None
+def list_of(folder: Path) -> bytes:
+    for number, data in enumerate(IMAGES.values()):
+        (folder / f"{number}.png").write_bytes(data)
+    return "".join(f"{i}.png\tclass {i % 2}\n" for i in range(8)).encode()
+
+
+def parquet_of(folder: Path) -> bytes:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"bytes": data, "path": None} for data in IMAGES.values()]
+    table = pyarrow.table({"image": rows, "label": [i % 2 for i in range(len(rows))]})
+    parquet.write_table(table, folder / "x.parquet")
+    return (folder / "x.parquet").read_bytes()
+
+
+@pytest.mark.parametrize(("name", "write"), [("x.tar", tar_of), ("x.txt", list_of), ("x.parquet", parquet_of)])
+def test_broken_sets(tmp_path, name, write):
+    path, whole = tmp_path / name, write(tmp_path)
+
+    @examples(25)
+    @given(data=broken_bytes(whole))
+    def check(data):
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        read_all(path)
+
+    path.write_bytes(whole)
+    assert read_all(path) is None
+    check()

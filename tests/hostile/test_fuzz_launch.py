@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import read_hostfile
-from dino_ds.launching.plan import quote_for_pdsh
 from tests.hostile.guard import examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 
@@ -47,9 +46,3 @@ def test_hostfiles_that_are_no_files(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     assert raised_by(lambda: read_hostfile(path), ConfigError)
-
-
-@examples(60)
-@given(word=st.one_of(nasty, st.text(max_size=30)))
-def test_words_for_other_machines(word):
-    raised_by(lambda: quote_for_pdsh(word), ConfigError)

@@ -15,7 +15,7 @@ from dino_ds.errors import CheckpointError
 from tests.checkpoint.small_run import SmallRun, is_that_of
 from tests.hostile.conftest import NUMEL
 from tests.hostile.guard import examples, put_with_good_sums, raised_by, seal
-from tests.hostile.mutate import broken_bytes, broken_text, nasty
+from tests.hostile.mutate import broken_bytes, nasty
 
 pytestmark = pytest.mark.faults
 
@@ -62,11 +62,3 @@ def test_manifests_with_good_sums_and_odd_values(run, data):
     path.write_text(seal(body))
     _choose(run)
     path.write_text(text)
-
-
-@examples(20)
-@given(text=st.one_of(broken_text("step_00000008\n"), nasty))
-def test_what_latest_says_is_a_hint(run, text):
-    path = run / "checkpoints/latest"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert _choose(run) == 8

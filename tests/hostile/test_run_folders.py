@@ -70,10 +70,8 @@ DAMAGES = {
     "of another run": lambda path, other: shutil.copy(other, path),
     "a folder": _replaced(Path.mkdir),
     "a pipe": _replaced(os.mkfifo),
-    "a list": _replaced(lambda path: path.write_text("[1, 2]\n")),
     "odd values": _replaced(lambda path: path.write_text('{"run_id": 5, "from": 3, "knn": {"results": {"a": "x"}}}\n')),
     "nested": _replaced(lambda path: path.write_text("[" * 100_000)),
-    "zeros": _replaced(lambda path: path.write_bytes(bytes(3000))),
 }
 FILES = (
     "config.yaml", "ds_config.json", "environment.json", "metrics.jsonl", "evaluations.json", "events.jsonl", "log.txt",

@@ -17,8 +17,7 @@ from dino_ds.cli.main import main
 from dino_ds.config.chosen_weights import chosen_model
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import home_of
-from dino_ds.data.held_out import split_off
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, split_off
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
 from dino_ds.evals.runner import EvalRunner

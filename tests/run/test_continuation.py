@@ -18,9 +18,8 @@ import pytest
 from dino_ds.config.flat import path_keys
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.own_recipe import own_recipe
-from dino_ds.data.held_out import split_off
 from dino_ds.data.image_set import ImageSet
-from dino_ds.data.sources import build_source
+from dino_ds.data.sources import build_source, split_off
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, read_manifest, train_tiny
 

@@ -18,15 +18,12 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import UserError
 from dino_ds.method.build import build_network, build_step
-from dino_ds.models.specs.backbones import ViTSpec
-from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import FORMATS
 from dino_ds.weights.from_source import as_source
-from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.load import load
 from tests.engine.harness import fp32_student
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY
+from tests.weights.huggingface import write_native
 from tests.weights.originals import Original
 
 SMALL = {"data.global_batch": "8", "crops.num_local": "1"}
@@ -50,8 +47,7 @@ def _write(layout: str, path: Path) -> None:
         "resnet": lambda: timm.create_model("resnet18", num_classes=0),
     }
     if layout == "hf":
-        vit = VisionTransformer(ViTSpec(8, 64, 2, 2), 32, BackboneOptions())
-        FORMATS["hf"][0](Backbone(vit, 32, "a test", {}), path)
+        write_native(None, path)
     elif path.suffix:
         safetensors.torch.save_file(models[layout]().state_dict(), path)
     else:

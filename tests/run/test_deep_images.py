@@ -65,8 +65,8 @@ def test_the_range_is_said_and_written(run):
 def test_the_teacher_takes_deep_images(run, tmp_path):
     """The loaded and the exported teacher do; other images are refused."""
     FORMATS["safetensors"][0](dino_ds.load(run), tmp_path / "copy.safetensors")
-    FORMATS["hf"][0](dino_ds.load(run), tmp_path / "hf")
-    assert "0 is black and 4095 is white" in (tmp_path / "hf/README.md").read_text()
+    FORMATS["timm"][0](dino_ds.load(run), tmp_path / "timm")
+    assert "0 is black and 4095 is white" in (tmp_path / "timm/README.md").read_text()
     deep = np.random.default_rng(0).integers(0, 4096, (50, 60), dtype=np.uint16)
     unit = np.repeat(deep.astype(np.float32)[:, :, None] / np.float32(4095), 3, axis=2)
     for path in (run, tmp_path / "copy.safetensors"):

@@ -109,7 +109,6 @@ def test_an_own_class_is_imported_for_its_run_alone(runs, tmp_path):
 REFUSED = [
     ({"model.backbone": f"{FAMILIES}Raises"}, "gives no features of images: no weights here"),
     ({"model.backbone": "levit_128s", "model.drop_path": "0"}, "levit_128s can't take images of"),
-    ({"data.transform": f"{FAMILIES}missing"}, "has no function missing"),
     ({"teacher.batch_norm": "frozen"}, "give model.init_from, or take reference or ema"),
 ]
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import timm
 import torch
 from timm.layers import StdConv2d
 from timm.models import adapt_input_conv
@@ -26,7 +25,7 @@ from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import adapt_convolution, first_convolutions
+from dino_ds.weights.start import adapt_convolution
 from tests.run.harness import TINY
 from tests.sample import sampled
 from tests.weights.originals import assert_same, images, randomised
@@ -93,8 +92,6 @@ STARTS = {
     "a ViT of ours": Start(PLAIN, "vit_small_patch16_224", "safetensors"),
     "DINO's file": Start(PLAIN, "vit_small_patch16_224", "state"),
     "DINOv2's file": Start(DINOV2, "vit_small_patch14_dinov2", "state"),
-    "DINOv2 by Hugging Face": Start(DINOV2, "vit_small_patch14_dinov2", "hf"),
-    "DINOv3 by Hugging Face": Start(ROPE, "vit_small_patch16_dinov3", "hf"),
     "rotary positions, timm's folder": Start(ROPE, "vit_small_patch16_dinov3", "timm"),
     "a ResNet": Start(RESNET, "resnet18", "timm"),
     "two first convolutions": Start(BRANCHES, BRANCHES.name, "safetensors"),
@@ -155,21 +152,6 @@ def test_it_is_timm_s_rule_where_that_keeps_gray_images():
         is_timm_s = channels == 1 or channels % 3 == 0
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-6) == is_timm_s
         assert torch.allclose(theirs.sum(1), weight.sum(1), rtol=0, atol=1e-6) == is_timm_s
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "resnet18",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("efficientnet_b0", "repvgg_a0", "crossvit_9_240")),
-    ],
-)
-def test_the_first_convolutions_are_those_that_timm_names(name):
-    """One or several, found by building the network for another number of channels."""
-    named = timm.get_pretrained_cfg(name).first_conv
-    named = {f"{one}.weight" for one in ([named] if isinstance(named, str) else named)}
-    assert set(first_convolutions(ForeignSpec(name), 5, 224)) == named
 
 
 def test_where_gray_images_may_have_other_features_it_is_said(tmp_path):

@@ -23,7 +23,7 @@ from dino_ds.models.plain_vit import PlainViT
 from dino_ds.models.specs.backbones import VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.weights.export import FORMATS, export_hf, export_onnx, export_timm
+from dino_ds.weights.export import FORMATS, export_timm
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone, load
 from dino_ds.weights.sidecar import read_sidecar
@@ -178,33 +178,11 @@ def test_what_can_t_be_taken_is_said(tmp_path):
     assert "it lacks" in line({"cls_token": None}) or "class token" in line({"cls_token": None})
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_plus_patch16_dinov3_qkvb"])
-def test_hugging_face_both_ways(name, tmp_path):
-    """transformers itself builds our folder; its own folder, saved by it, is read without a word."""
-    transformers = pytest.importorskip("transformers")
-    model = _backbone(name)
-    model.mask_token = torch.randn(1, 128)
-    export_hf(model, tmp_path / "ours")
-    theirs, info = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(info.values()) and theirs.config.architectures == [type(theirs).__name__] == ["DINOv3ViTModel"]
-    theirs = theirs.eval()
-    theirs.save_pretrained(tmp_path / "theirs")
-    with torch.no_grad():
-        for size in ((SIZE, SIZE), (96, 48)):
-            _same(model.features(_images(*size)), theirs(_images(*size)).pooler_output)
-    for folder in ("ours", "theirs"):
-        again = load(tmp_path / folder)
-        assert (again.vit.arch, again.image_size) == (model.vit.arch, SIZE)
-        assert again.notes == [] and again.mask_token is not None and again.mask_token.equal(model.mask_token)
-        torch.testing.assert_close(again.features(_images()), model.features(_images()))
-
-
 def test_formats_that_have_no_such_rotary_positions(tmp_path):
     unlike = _backbone("vit_small_patch16_dinov3", rms_norm=True)
-    for export in (export_hf, export_timm):
-        with pytest.raises(ConfigError) as caught:
-            export(unlike, tmp_path / "out")
-        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        export_timm(unlike, tmp_path / "out")
+    assert "\n" not in str(caught.value)
     FORMATS["safetensors"][0](unlike, tmp_path / "a.safetensors")
     _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
 
@@ -230,17 +208,6 @@ def test_plain_form_equals_ours(name, changes):
     model = _backbone(name, **changes)
     for size in ((SIZE, SIZE), (96, 48), (16, 16)):
         _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
-
-
-@pytest.mark.full
-def test_onnx(tmp_path):
-    onnxruntime = pytest.importorskip("onnxruntime")
-    model = _backbone("vit_small_patch16_dinov3_qkvb", depth=1)
-    export_onnx(model, tmp_path / "a.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    for size in ((SIZE, SIZE), (96, 48), (128, 128)):
-        (found,) = session.run(None, {"images": _images(*size).numpy()})
-        _same(torch.from_numpy(found), model.features(_images(*size)))
 
 
 def test_json_of_an_earlier_version_has_no_word_of_rotary_positions(tmp_path):

@@ -18,10 +18,11 @@ from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import A, B
 from dino_ds.options.model import ExportOptions
 from dino_ds.weights.adapters import ALPHA, BASE
-from dino_ds.weights.export import export_hf, export_safetensors, export_timm
+from dino_ds.weights.export import export_safetensors, export_timm
 from dino_ds.weights.frozen import digest
 from dino_ds.weights.load import load
 from dino_ds.weights.sidecar import read_sidecar
+from tests.weights.huggingface import write_native
 from tests.weights.originals import images
 from tests.weights.test_weights import _backbone
 
@@ -77,8 +78,8 @@ def _numbers(content: object, path: tuple[object, ...] = ()) -> list[tuple[objec
 SIDE_FILES = {
     "teacher.json": (export_safetensors, "a.safetensors", "a.json"),
     "timm": (export_timm, "timm", "timm/config.json"),
-    "hf": (export_hf, "hf", "hf/config.json"),
-    "processor": (export_hf, "hf", "hf/preprocessor_config.json"),
+    "Hugging Face": (write_native, "hf", "hf/config.json"),
+    "processor": (write_native, "hf", "hf/preprocessor_config.json"),
 }
 
 

@@ -15,7 +15,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.held_out import training_images
+from dino_ds.data.sources import training_images
 from dino_ds.data.workers import check_shared_memory, worker_options
 from dino_ds.method.build import build_prefetcher
 from dino_ds.options.bench import BenchWorkersOptions

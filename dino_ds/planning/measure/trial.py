@@ -17,9 +17,9 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
-from dino_ds.data.held_out import training_images
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.data.prefetcher import DevicePrefetcher
+from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.device import fp16_supported
 from dino_ds.engine.process import init_distributed
