@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import itertools
 import os
 import time
 from array import array
@@ -39,7 +37,6 @@ _LOOKED_AT = 20
 """Number of lines of a list that are looked at."""
 _THREADS = 16
 _CHUNK = 256
-_BESIDE = 1000
 _FRESH_NANOSECONDS = 2_000_000_000
 """A folder that was changed so shortly before it was read may change again within one tick of its time."""
 
@@ -280,21 +277,4 @@ def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
     found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
     looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
     listed = "; a .txt list may name images without such endings" if files else ""
-    return f"no images under {root} ({looked}{listed}). {advise_beside(root)}"
-
-
-def advise_beside(root: Path) -> str:
-    """Advice for a folder without images: a folder next to it that has some, called train or similarly."""
-    own = root.resolve()
-    with contextlib.suppress(OSError), os.scandir(own.parent) as entries:
-        names = [entry.name for entry in entries if entry.is_dir() and entry.name not in (own.name, "train")]
-        for name in ("train", *difflib.get_close_matches(own.name, names)):
-            if name != own.name and _holds_images(own.parent / name):
-                return f"Did you mean {printable(str(own.parent / name))}?"
-    return "Give the folder that holds the images"
-
-
-def _holds_images(folder: Path) -> bool:
-    """Looks at a thousand files, and at folders without any."""
-    names = itertools.chain.from_iterable(files or [""] for _, _, files in os.walk(folder))
-    return any(name.lower().endswith(EXTENSIONS) and name[0] != "." for name in itertools.islice(names, _BESIDE))
+    return f"no images under {root} ({looked}{listed}). Give the folder that holds the images"

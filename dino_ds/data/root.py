@@ -17,7 +17,7 @@ from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
 from dino_ds.config.fields import SOURCES
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.folder import ImageFolder, ListFile, advise_beside, describe_missing
+from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, HDF5, is_left_out, note_left_out, split_part
 from dino_ds.data.listing import printable
 from dino_ds.data.raster import band_axis
@@ -87,7 +87,7 @@ def check_root(root: str, key: str = "data.root") -> None:
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root, key))
     if os.path.isdir(path) and _is_empty(path):
-        raise DataError(f"no images under {key} {root}: the folder is empty. {advise_beside(Path(path))}")
+        raise DataError(f"no images under {key} {root}: the folder is empty: give the folder that holds the images")
     if os.path.lexists(path):
         return
     if (answer := _advise_elsewhere(root)) is not None:

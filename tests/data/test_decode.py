@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from dino_ds.config.sections import DataSection
 from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
-from dino_ds.data.decode import MAX_PIXELS, EncodedImage, open_image
+from dino_ds.data.decode import EncodedImage, open_image
 from dino_ds.data.images import PILLOW
 from tests.data.files import ORANGE, Arrays, decode_rgb, encoded, photo, png_of
 
@@ -173,11 +172,6 @@ def test_no_crop_is_enlarged_by_shrinking():
     assert largest_shrink([(0, 0, 448, 500)], [224]) == 2
     assert largest_shrink([(0, 0, 4480, 5000), (0, 0, 400, 380)], [224, 96]) == 2
     assert largest_shrink([(0, 0, 9000, 9000)], [224]) == 8
-
-
-def test_the_evaluation_reads_what_training_reads():
-    """`load` has no recipe at hand."""
-    assert DataSection().max_pixels == MAX_PIXELS
 
 
 def test_a_box_never_vanishes():

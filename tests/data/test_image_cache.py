@@ -127,18 +127,6 @@ def test_it_keeps_to_its_size_and_says_once_that_it_is_full(tmp_path):
     assert loader.notes == ["data.cache_gib is full with 0 of 6 images; the others are decoded in every epoch"]
 
 
-def test_a_file_that_is_replaced_meanwhile_stays_as_it_was(tmp_path):
-    """Decodes that are smaller, and so not kept, see the new file."""
-    source, cache = _images(tmp_path, 1, 64, 64, 3, ending="jpg"), ImageCache.create(1, MIB)
-    before = _batches(source, cache, count=1, epochs=8)
-    Image.fromarray(_pixels(1, 64, 64, 3)).save(tmp_path / "00.jpg")
-    kept = cache.get(0)[0].copy()
-    after = _batches(source, cache, count=1, epochs=8)
-    assert np.array_equal(cache.get(0)[0], kept)
-    same = [all(torch.equal(a.crops[n], b.crops[n]) for n in a.crops) for a, b in zip(before, after, strict=True)]
-    assert any(same)
-
-
 def _die_in(cache, pipe):
     cache.put(0, _pixels(0, 4, 4, 3), False)
     fcntl.lockf(cache._fd, fcntl.LOCK_EX)

@@ -37,17 +37,14 @@ def test_the_example_of_the_docs_runs(write_module):
         ("absent_module:A", None, r"there is no absent_module on Python's path or in .*set PYTHONPATH"),
         ("mod:A", "import absent_thing", r"it needs absent_thing, which is not installed"),
         ("mod:A", "1 / 0", r"importing mod fails: ZeroDivisionError: division by zero"),
-        ("mod:A", "def f(: pass", r"importing mod fails: SyntaxError"),
         ("mod:Imagse", "class Images: pass", r"has no class Imagse\. Did you mean Images\?"),
         ("mod:A", "class A:\n    def load(self, i): pass", r"it lacks __len__, name"),
-        ("os:system", None, r"os has no class system"),
         ("subprocess:Popen", None, r"Popen is not a source of images: it lacks __len__, load, name"),
         (
             "mod:A",
             f"class A:\n    def __init__(self): pass\n    {GOOD}",
             r"can't be built from data\.root R: TypeError",
         ),
-        ("mod:A", f"class A:\n    def __init__(self, r): open('nowhere')\n    {GOOD}", r"FileNotFoundError"),
         (
             "mod:A",
             f"class A:\n    def __init__(self, r): pass\n    {GOOD}".replace("return 3", "return 0"),
@@ -80,7 +77,7 @@ def test_the_example_of_the_docs_runs(write_module):
                 f"class A:\n    labels, classes = {labels}, 'ab'\n    def __init__(self, r): pass\n    {GOOD}",
                 rf"mod:A\.labels\[{place}\] is .*the place of the image's class in mod:A\.classes \(0 to 1\), or -1",
             )
-            for labels, place in (([-1, 1, 2], 2), (["a", "b", "a"], 0), ([0, -2, 1], 1), ([0.0, 1.0, 1.0], 0))
+            for labels, place in (([-1, 1, 2], 2), (["a", "b", "a"], 0))
         ),
     ],
 )

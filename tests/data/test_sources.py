@@ -112,20 +112,6 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_folder_without_images_names_the_one_beside_it_that_has_some(tmp_path):
-    """train before names like its own; without files, and without images."""
-    for name in ("images2", "imagse", "other"):
-        (tmp_path / name).mkdir()
-    save(tmp_path / "imagse/deep/a.png")
-    for folder in (tmp_path / "images", tmp_path / "images/notes"):
-        folder.mkdir()
-        with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/imagse?")):
-            read(tmp_path / "images")
-    save(tmp_path / "train/a.png")
-    with pytest.raises(DataError, match=re.escape(f"Did you mean {tmp_path}/train?")):
-        read(tmp_path / "images")
-
-
 # photos
 
 
@@ -230,15 +216,6 @@ def test_download_happens_only_where_asked_for_and_needed(tmp_path, monkeypatch)
     assert source.load(0).getpixel((0, 0)) == (9, 9, 9)
     with pytest.raises(UnreadableImage, match="cifar10/train/1"):
         source.load(1)
-
-
-def test_failed_download_is_one_line(tmp_path, monkeypatch):
-    def build(datasets, dataset, root, split, download):
-        raise OSError("no route\nto host")
-
-    monkeypatch.setattr(named_sets, "_build", build)
-    with pytest.raises(DataError, match=r"download of pets into .* failed: no route to host"):
-        build_source("pets", str(tmp_path), "train", True)
 
 
 def test_the_recipe_knows_these_sources():

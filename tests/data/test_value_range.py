@@ -22,7 +22,7 @@ from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_val
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import IMAGENET, STD, Normalisation
+from dino_ds.data.normalisation import IMAGENET, STD
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff
@@ -154,16 +154,6 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
     for ours, theirs in zip(crops_of(deep, range_), crops_of(shallow, None), strict=True):
         levels = (ours - theirs)[0] * torch.tensor(STD).view(3, 1, 1) * 255
         assert levels.abs().mean() <= 1
-
-
-def test_both_modes_augment_deep_images_alike_and_remove_the_mean_and_deviation_given():
-    source, groups = Files(png16(RGB.repeat(8, 0).repeat(8, 1))), dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 3)
-    own = MultiCrop(groups, "dino", normalisation=Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125)))
-    ours, by_worker = (crops_of(source, FULL, mode, own) for mode in ("device", "worker"))
-    usual = crops_of(source, FULL, "device", MultiCrop(groups, "dino"))
-    for a, b, c in zip(ours, by_worker, usual, strict=True):
-        assert torch.equal(a, b)
-        torch.testing.assert_close(own.normalisation.undone(a), IMAGENET.undone(c), rtol=0, atol=1e-5)
 
 
 # the choice of a range

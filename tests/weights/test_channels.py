@@ -12,7 +12,6 @@ from timm.layers import StdConv2d
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-import dino_ds
 import dino_ds.cli.main as cli
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
@@ -29,7 +28,6 @@ from dino_ds.weights.start import adapt_convolution
 from tests.run.harness import TINY
 from tests.sample import sampled
 from tests.weights.originals import assert_same, images, randomised
-from tests.weights.own import Own
 
 NUMBERS = {"patch_size": 8, "width": 64, "depth": 2, "heads": 2}
 PLAIN = replace(VITS["vit_small_patch16_224"], **NUMBERS)
@@ -207,12 +205,3 @@ def test_from_source_keeps_channels_that_are_given(tmp_path, kind, before, given
     words += [f"--model.in_chans={given}"] if given else []
     spec = cli.prepare(words)[2]["recipe"].model.spec()
     assert spec.in_chans == wanted and spec == replace(STARTS[kind].spec, in_chans=wanted)
-
-
-def test_a_file_of_one_s_own_class_is_loaded_with_its_channels(tmp_path):
-    """Its name says nothing of them; the first convolution does."""
-    theirs = randomised(Own(5, 8)).eval()
-    torch.save(theirs.state_dict(), tmp_path / "x.pth")
-    ours = dino_ds.load(tmp_path / "x.pth", backbone=OWN.name)
-    assert ours.network.spec.in_chans == 5
-    assert_same(ours.features(images(32, 32, channels=5)), theirs(images(32, 32, channels=5)).mean((2, 3)))

@@ -187,16 +187,6 @@ def test_formats_that_have_no_such_rotary_positions(tmp_path):
     _same(load(tmp_path / "a.safetensors").features(_images()), unlike.features(_images()))
 
 
-def test_timm_s_folder(tmp_path):
-    model = _backbone("vit_small_plus_patch16_dinov3")
-    export_timm(model, tmp_path / "out")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    _same(theirs(_images()), model.features(_images()))
-    again = load(tmp_path / "out")
-    assert (again.vit.arch, again.image_size, again.notes) == (model.vit.arch, SIZE, [])
-    _same(again.features(_images()), model.features(_images()))
-
-
 PLAIN = [{}, {"rope": "max"}, {"rope": "min", "rms_norm": True}, {"cls_norm": True}]
 
 

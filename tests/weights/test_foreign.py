@@ -311,10 +311,3 @@ class TestModel:
                 asked(images)
         with pytest.raises(ConfigError, match=r"wanted are \(b, 3, h, w\)"):
             model.features(_images(4))
-
-    def test_sizes_that_it_can_t_take(self):
-        spec = ForeignSpec("deit3_small_patch16_224", 3, '{"depth": 1, "embed_dim": 24, "num_heads": 2}')
-        model = _model(spec)
-        assert model.patch_tokens(_images()).shape == (3, 4, 4, 24)
-        with pytest.raises(ConfigError, match="deit3_small_patch16_224 can't take images of 65 x 64 pixels"):
-            model.features(_images(3, 65, 64))

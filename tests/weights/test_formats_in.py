@@ -80,13 +80,6 @@ class TestFacebook:
         if network == "teacher":
             assert_same(load(tmp_path / "checkpoint.pth", heads=1).features(images()), features)
 
-    def test_attention_heads_that_no_file_states_are_noted(self, tmp_path):
-        original = Original(16, 8, 192, 12, 3)
-        torch.save(original.state_dict(), tmp_path / "a.pth", _use_new_zipfile_serialization=False)
-        assert load(tmp_path / "a.pth").notes == [
-            "no file says its attention heads: taken for 3, usual for this width and depth"
-        ]
-
     def test_a_head_of_one_layer_and_one_with_lengths(self, tmp_path):
         wrapped = nn.ModuleDict({"backbone": Original(**SMALL), "head": OriginalHead(64, 40, 1, bottleneck=16)})
         wrapped["head"].last_layer.weight_g.data.mul_(torch.linspace(0.5, 2, 40)[:, None])

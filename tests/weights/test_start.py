@@ -6,8 +6,6 @@ import re
 from argparse import Namespace
 
 import pytest
-import safetensors.torch
-import timm
 import torch
 from torch import nn
 
@@ -259,14 +257,3 @@ def test_every_backbone_is_found_by_its_own_name():
         assert flags_for(arch, ModelSection(backbone=name)) == {}
         (flag,) = (flags_for(arch, ModelSection(backbone="vit_7b_patch16_reg4")) or {"": name}).values()
         assert BACKBONES[flag] == arch
-
-
-def test_timm_s_own_file_starts_a_run(tmp_path):
-    theirs = timm.create_model(
-        "vit_small_patch14_reg4_dinov2", embed_dim=64, num_heads=2, depth=2, patch_size=8, img_size=32
-    ).eval()
-    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "a.safetensors")
-    network = build_network(_from_source(tmp_path / "a.safetensors", **{"model.heads": "2"}), PerformanceOptions())
-    with torch.no_grad():
-        expected = theirs.forward_features(IMAGES)[:, 0]
-    torch.testing.assert_close(_features(network), expected, rtol=1e-5, atol=1e-5)

@@ -10,7 +10,6 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from PIL import Image
 from torch import nn
 
 import dino_ds
@@ -170,13 +169,6 @@ class TestNotebook:
         # The last block by hand.
         assert (attention > 0).all() and (attention.sum(dim=(2, 3)) < 1).all()
         assert not loaded.features(given).requires_grad
-
-    def test_preprocess(self):
-        model = _backbone()
-        assert model.preprocess(Image.new("L", (50, 70))).shape == (3, SIZE, SIZE)
-        # What lies under full transparency is white, as in training.
-        clear, white = Image.new("RGBA", (50, 70), (255, 0, 0, 0)), Image.new("RGB", (50, 70), "white")
-        assert model.preprocess(clear).equal(model.preprocess(white))
 
 
 class TestBadInput:
