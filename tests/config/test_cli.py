@@ -368,11 +368,11 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
         ("eval", "no model is given: dino-ds eval MODEL, a run folder or one of its checkpoints, a file of weights, a"),
         (
             "export a",
-            "no format is given: --format X, one of: safetensors, timm, hf, onnx, adapters",
+            "no format is given: --format X, one of: safetensors, timm, onnx, adapters",
         ),
         (
             "export a --format onxx",
-            "--format: 'onxx' is not one of safetensors, timm, hf, onnx, adapters.",
+            "--format: 'onxx' is not one of safetensors, timm, onnx, adapters.",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
         ("pictures a --only pca,maps", "--only: 'maps' is not one of map, neighbors"),
