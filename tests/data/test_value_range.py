@@ -261,7 +261,9 @@ def test_sources_of_arrays_and_their_channels():
     assert load_image(deep, 1, (0, 2000), 5).tolist() == np.full((4, 4, 5), 0.5).tolist()
     with pytest.raises(UnreadableImage, match=r"arrays/1 \(5 channels, 3 are wanted\)"):
         load_image(deep, 1, (0, 2000))
-    with pytest.raises(ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5 "):
+    with pytest.raises(
+        ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5, and the data\.mean"
+    ):
         with_value_range(recipe_for(3), deep)
 
 
