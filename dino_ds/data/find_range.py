@@ -207,7 +207,7 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
     if channels and wanted not in channels:
         there = " or ".join(map(str, sorted(channels)))
         most = channels.most_common(1)[0][0]
-        statistics = "" if most in (1, 3) else ", and the data.mean and data.std that dino-ds look-data prints with it"
+        statistics = "" if most in (1, 3) else " and the data.mean and data.std that dino-ds look-data prints with it"
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
         raise ConfigError(
             f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"

@@ -9,13 +9,12 @@ import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dino_ds.config.mixture import Part
 from dino_ds.data.base import Joined, JoinedPart, Source
-from dino_ds.data.draws import Draws
 from dino_ds.data.encoded import EncodedImages, ListedFiles
 from dino_ds.data.folder import ListFile
 from dino_ds.data.formats import split_part
@@ -23,6 +22,9 @@ from dino_ds.data.images import ValueRange, evenly_spaced_indices
 from dino_ds.data.listing import Labels, printable
 from dino_ds.data.root import expand, open_files
 from dino_ds.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from dino_ds.data.draws import Draws
 
 _LISTED = 1000
 """Images of a list that are looked for in other parts."""
@@ -183,6 +185,8 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     for number, part in enumerate(parts):
         if not (groups[part_of == number] >= 0).any():
             raise ConfigError(f"data.balance {kind}: no image of {part.place} has one: leave data.balance out")
+    from dino_ds.data.draws import Draws  # with torch, which a mistyped place must not wait for
+
     draws = Draws([part.share for part in parts], part_of, groups)
     return draws, [*_left_out(labels, kind), *_repeats(draws, parts, kind, len(source))]
 

@@ -281,7 +281,7 @@ def test_another_number_of_channels_is_said_at_the_start():
     for wanted, data, flag in ((3, LAYOUTS["interleaved"], 6), (6, tif(SHALLOW), 3), (2, tif(GREY), 3)):
         recipe = load_recipe(None, {"model.in_chans": str(wanted), "data.value_range": "0,65535"})
         with pytest.raises(
-            ConfigError, match=f"is {wanted}, and .* have {flag} channels; set --model.in_chans {flag}(, and the|$)"
+            ConfigError, match=f"is {wanted}, and .* have {flag} channels; set --model.in_chans {flag}( and the|$)"
         ):
             with_value_range(recipe, Files(data, data))
         with pytest.raises(UnreadableImage, match=f"{flag} channels, {wanted} are wanted"):

@@ -262,7 +262,8 @@ def test_sources_of_arrays_and_their_channels():
     with pytest.raises(UnreadableImage, match=r"arrays/1 \(5 channels, 3 are wanted\)"):
         load_image(deep, 1, (0, 2000))
     with pytest.raises(
-        ConfigError, match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5, and the data\.mean"
+        ConfigError,
+        match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5 and and the data\.mean",
     ):
         with_value_range(recipe_for(3), deep)
 
