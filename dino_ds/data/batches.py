@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
+from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Joined, Source, UnreadableImage
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
@@ -22,7 +23,7 @@ from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, crops_per_params
+from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.errors import DataError
 
 if TYPE_CHECKING:

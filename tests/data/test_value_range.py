@@ -263,7 +263,7 @@ def test_sources_of_arrays_and_their_channels():
         load_image(deep, 1, (0, 2000))
     with pytest.raises(
         ConfigError,
-        match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5 and and the data\.mean",
+        match=r"is 3, .* data\.source folder have 5 channels; set --model\.in_chans 5 and the data\.mean",
     ):
         with_value_range(recipe_for(3), deep)
 
