@@ -133,7 +133,7 @@ def test_a_run_without_progress_ends_as_finished(stopped):
     assert "done     step 10 of 12" in log and "ended    eval.stop_after: 3 evaluations have not bettered knn 70" in log
     assert read_run(stopped).state == "finished" and (stopped / "checkpoints/step_00000010").is_dir()
     page = draw_run(read_run(stopped))
-    assert "best knn" in page and "best, step" in page
+    assert "best, step" in page
     stalled = {r["step"]: r["stalled_evaluations"] for r in read_metrics(stopped) if "stalled_evaluations" in r}
     assert stalled == {0: 0, 2: 0, 4: 0, 6: 1, 8: 2, 10: 3}
 

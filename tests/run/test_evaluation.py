@@ -72,9 +72,10 @@ def test_training_does_not_notice(runs):
 
 
 def test_features_are_computed_once_for_all_evaluations(runs):
-    """24 training and 9 test images at steps 0 and 2, on either rank; statistics take two more crops of 9."""
+    """24 training and 9 test images at steps 0 and 2, on either rank; statistics take two more crops of 9, and pictures
+    the training images once more."""
     watched, alone = runs[2]
-    assert sum(seen for _, _, seen in watched) == 2 * (24 + 9 + 2 * 9) and sum(seen for _, _, seen in alone) == 0
+    assert sum(seen for _, _, seen in watched) == 2 * (24 + 9 + 2 * 9 + 24) and sum(seen for _, _, seen in alone) == 0
 
 
 def test_results_are_those_of_the_saved_teacher(runs, images):
