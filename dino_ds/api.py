@@ -22,7 +22,6 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.text_file import read_lines
 from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
 from dino_ds.cli.main import check_software, prepare
-from dino_ds.config.stages import Given, stage_folder
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.reading import words_of
@@ -123,10 +122,10 @@ def train(
     with as_it_was():
         launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
         asked = prepare(launch)[2]["train"]
-        folders = _folders(asked["options"], asked["given"])
+        folder = _folder(asked["options"])
         launch += [] if run_dir else [f"--run_dir={asked['options'].run_dir}"]
         launch_from_python(launch)
-    return Run(folders[-1])
+    return Run(folder)
 
 
 def embed(
@@ -213,7 +212,7 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
             raise caller.error
         if stopped:
             raise Stopped(f"{stopped}; the same with resume=True continues it")
-        return _folders(chosen, files["given"])[-1]
+        return _folder(chosen)
 
 
 def _listed(files: Sequence[Place], folder: Path) -> Path:
@@ -229,10 +228,8 @@ def _listed(files: Sequence[Place], folder: Path) -> Path:
     return place
 
 
-def _folders(options: TrainOptions, given: Sequence[Given]) -> list[Path]:
-    """The folder of the run, or the folders of its stages."""
-    place = os.path.abspath(options.run_dir)  # the program may change its working folder later
-    return [Path(place)] if options.stages is None else [stage_folder(place, n, one) for n, one in enumerate(given, 1)]
+def _folder(options: TrainOptions) -> Path:
+    return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
 
 
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -16,24 +16,22 @@ if __name__ == "__main__":
     runpy.run_module("dino_ds", run_name="__main__")
     sys.exit(0)
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from dino_ds.checkpoint.folder import Checkpoints
 from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import Given, stages_to_train
+from dino_ds.config.stages import Given
 from dino_ds.data.base import Source
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.image_cache import fitting_cache
 from dino_ds.data.loader import steps_per_epoch
 from dino_ds.data.sources import training_images
 from dino_ds.engine import distributed
-from dino_ds.engine.device import release_memory
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.health.watchdog import longest_wait
@@ -82,45 +80,24 @@ def train(
     ds: Mapping[str, Any],
     ds_path: str,
     ds_overrides: Mapping[str, str] | None = None,
-    given: Sequence[Given] = (),
+    given: Given | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
     ds_overrides: keys to change in the ds config of a resumed run, or in the planner's of a new one on GPUs, where `ds`
-    is for a machine without; or None where the user has named `ds`. given: what the user has given of the recipe, or of
-    that of each of `options.stages`, which are trained one after the other; `recipe` is the first one's. A stage is
-    over once the next one has begun.
+    is for a machine without; or None where the user has named `ds`. given: what the user has given of the recipe.
 
     Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
-    _train_stages(_Request(options, ds, ds_path, ds_overrides), recipe, given)
+    _train(recipe, _Request(options, ds, ds_path, ds_overrides, given))
 
 
 def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
     """Run `train` for a program that outlives it; `files` has its other arguments. A requested stop raises SystemExit,
     whose cause is Stopped."""
-    request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], caller=caller)
-    _train_stages(request, files["recipe"], files["given"])
-
-
-def _train_stages(request: _Request, recipe: Recipe, given: Sequence[Given]) -> None:
-    options = request.options
-    if options.stages is None:
-        _train(recipe, request._replace(given=next(iter(given), None)))
-        return
-    resume: Literal["auto", False] = "auto" if options.resume else False
-    stages = stages_to_train(options.run_dir, given, options.from_, resume == "auto", options.allow_change)
-    for number, (folder, one, origin, is_over) in enumerate(stages):
-        if is_over:
-            if distributed.rank() == 0:
-                print(f"stage    {folder} is over: a later one has begun", flush=True)
-            continue
-        if number:
-            recipe = one.of_start(folder, origin, resume == "auto")
-        own = dataclasses.replace(options, run_dir=str(folder), from_=origin, stages=None, resume=resume)
-        _train(recipe, request._replace(options=own, given=one))
-        release_memory()
+    request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], files["given"], caller)
+    _train(files["recipe"], request)
 
 
 def _train(recipe: Recipe, request: _Request) -> None:

@@ -227,7 +227,7 @@ from pathlib import Path
 from dino_ds.cli.main import prepare
 assert sys.argv[1:3] == ["-m", "dino_ds"] and sys.argv[3:6] == ["launch", "--ranks=2", "--skip_checks=true"]
 options = prepare(sys.argv[3:])[2]["train"]["options"]
-(Path(options.run_dir) / "2_quickstart_gram").mkdir(parents=True, exist_ok=True)
+Path(options.run_dir).mkdir(parents=True, exist_ok=True)
 print("{line}")
 sys.exit({code})
 """
@@ -255,9 +255,9 @@ def test_ranks_are_started_by_the_launcher(code, line, error, says, tmp_path, mo
     python.write_text(LAUNCH.format(python=sys.executable, line=line, code=code))
     python.chmod(0o755)
     monkeypatch.setattr(child.sys, "executable", str(python))
-    given = {"stages": ["quickstart_dinov3", "quickstart_gram"], "run_dir": tmp_path / "runs", "ranks": 2}
+    given = {"config": "quickstart", "run_dir": tmp_path / "run", "ranks": 2}
     with pytest.raises(error, match=says) if error else nullcontext():
-        assert dino_ds.train(**given).path == tmp_path / "runs/2_quickstart_gram"
+        assert dino_ds.train(**given).path == tmp_path / "run"
     assert line in capsys.readouterr().err
     with pytest.raises(ConfigError, match="callbacks are called in this process: leave ranks out"):
         dino_ds.train(callbacks=[print], **given)

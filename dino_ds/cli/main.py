@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             command, options, files = prepare(words)
             if command is TRAIN and options.print is not None:
-                _print_recipe(options.print, files["given"][0])
+                _print_recipe(options.print, files["given"])
             else:
                 run_dir = Path(options.run_dir) if command is TRAIN else None
                 _dispatch(command, options, files)
@@ -145,7 +145,7 @@ def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
     if isinstance(place := getattr(options, "model", None), str):
         check_model_path(place)
     if "recipe" in files:
-        notes = files["given"][0].notes if command is TRAIN else files.pop("notes")
+        notes = files["given"].notes if command is TRAIN else files.pop("notes")
         files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
         if command is not TRAIN:
             _say_notes(notes)

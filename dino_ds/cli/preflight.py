@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -15,13 +14,11 @@ from dino_ds.basics.hubs import weights_elsewhere
 from dino_ds.basics.own_code import explaining_interrupted
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import begun_stages, holds_run
-from dino_ds.errors import CheckpointError, ConfigError, DataError
+from dino_ds.config.stages import holds_run
+from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.hostfile import read_hostfile
 
-_ONE = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-"""Endings of files that hold one image; the other kinds of images and archives may hold several."""
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Names of the same variables by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
@@ -86,7 +83,7 @@ def check_hostfile() -> None:
 
 
 def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
-    """Check what else would stop a start half a minute later: values, places, few images. Raises UserError."""
+    """Check what else would stop a start half a minute later: values and places. Raises UserError."""
     from dino_ds.data.root import check_photos
 
     check_photos(recipe.data.source, recipe.data.root)
@@ -104,8 +101,7 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
 
 
 def _check_images(recipe: Recipe, run_dir: Path) -> None:
-    """Raises DataError for images of the user's that are not there, are too few, or can't have the channels."""
-    from dino_ds.data.formats import EXTENSIONS
+    """Raises DataError for images of the user's that are not there."""
     from dino_ds.data.mixture import place_of
     from dino_ds.data.root import check_root, check_split
 
@@ -114,43 +110,11 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
         return
     for place in [place_of(part, root) for part in data.parts] or [root or ""]:
         check_root(place)
-        if not (holds_run(run_dir) or begun_stages(run_dir)):  # these go on with the images they began with
+        if not holds_run(run_dir):  # it goes on with the images it began with
             check_split(place)
     for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
         if other is not None and recipe.eval.every.value:
             check_root(other, key)
-    if root is None or data.parts:
-        return
-    names, are_all = _first_files(os.path.expanduser(root), data.global_batch)
-    images = [name for name in names if name.lower().endswith(EXTENSIONS)]
-    if are_all and images:
-        recipe.check_count(len(images))
-    channels = recipe.model.in_chans
-    if channels not in (1, 3) and images and all(name.lower().endswith((".jpg", ".jpeg")) for name in names):
-        raise DataError(f"model.in_chans is {channels}, and JPEG images have 3 channels; set --model.in_chans 3")
-
-
-def _first_files(folder: str, most: int) -> tuple[list[str], bool]:
-    """Names of the first `most` files below a folder, and whether they are all, with one image in each at most."""
-    from dino_ds.data.formats import EXTENSIONS
-    from dino_ds.data.root import ENDINGS
-
-    several = tuple({*EXTENSIONS, *ENDINGS} - {*_ONE})
-    names, folders = list[str](), [folder]
-    with contextlib.suppress(OSError):  # of a file; the images' source says what else is wrong
-        while folders:
-            with os.scandir(folders.pop()) as entries:  # ends in the middle of millions of files
-                for entry in entries:
-                    if not entry.is_dir():
-                        names.append(entry.name)
-                    elif entry.is_symlink():
-                        return names, False
-                    else:
-                        folders.append(entry.path)
-                    if len(names) >= most or entry.name.lower().endswith(several):
-                        return names, False
-        return names, True
-    return names, False
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:

@@ -1,10 +1,10 @@
-"""Statistics of a data set: sizes, shapes, modes, formats, unreadable files and classes."""
+"""Statistics of a data set: sizes, modes, formats, unreadable files and classes, as numbers and as text."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage
-from dino_ds.data.decode import EncodedImage, open_image, range_at
+from dino_ds.data.decode import open_image, range_at
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import started, worker_options
@@ -23,13 +23,15 @@ _BATCH = 16
 _ROWS = 256
 """The least rows of an image whose values are averaged."""
 _FAR = 0.5
+_NAMED = 20
+"""Unreadable files that are named; --json names all."""
 _NO_FORMAT = "none"
 """Format of images that do not come from files."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of one image: upright size in pixels, mode and format of its file, bytes of the file or None without one.
+    """Facts of one image: upright size in pixels, mode and format of its file.
 
     `type` of the values as stored, `low` and `high` if they are deeper than 8 bits; means of each channel's values and
     of their squares; `own_range`: black and white of its source, in a mixture where that has its own. `problem` is why
@@ -41,7 +43,6 @@ class Facts:
     height: int = 0
     mode: str = ""
     format: str = ""
-    file_bytes: int | None = None
     type: str = "uint8"
     low: float = 0
     high: float = 0
@@ -73,20 +74,15 @@ class _FactsOf(Dataset[Facts]):
         self._source, self._max_pixels, self._channels = source, max_pixels, channels
 
     def __getitem__(self, index: int) -> Facts:
-        read: Callable[[int], bytes] | None = getattr(self._source, "read", None)
         try:
-            if read is None:
-                size, image = None, open_image(self._source, index, self._max_pixels, channels=self._channels)
-            else:
-                data, name = read(index), self._source.name(index)
-                size, image = len(data), EncodedImage(data, name, self._max_pixels, channels=self._channels)
+            image = open_image(self._source, index, self._max_pixels, channels=self._channels)
             found = _facts_of_values(image.values())
         except UnreadableImage as error:
             return Facts(index, problem=error.reason)
         mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
         mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
         own = range_at(self._source, index, None)
-        return Facts(index, image.width, image.height, mode, form, size, own_range=own, **found)
+        return Facts(index, image.width, image.height, mode, form, own_range=own, **found)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -141,23 +137,18 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
         raise DataError(f"none of the {len(bad)} images looked at can be read; the first is {first}: name others")
     widths, heights = (np.array([getattr(fact, side) for fact in good]) for side in ("width", "height"))
-    sizes = [fact.file_bytes for fact in good if fact.file_bytes is not None]
     return {
         "images": len(source),
         "looked_at": len(facts),
         "unreadable": {
             "count": len(bad),
-            "reasons": _counts(fact.problem or "" for fact in bad),
             "files": [{"name": source.name(fact.index), "reason": fact.problem} for fact in bad],
         },
         "width": _spread(widths),
         "height": _spread(heights),
-        "shorter_side": _spread(np.minimum(widths, heights)),
-        "aspect_ratio": _spread(widths / heights),
         "formats": _counts(fact.format for fact in good),
         "modes": _counts(fact.mode for fact in good),
         "values": _values(good),
-        "file_bytes": _spread(np.array(sizes)) if sizes else None,
         "classes": _classes(source),
     }
 
@@ -195,3 +186,86 @@ def _number(value: float) -> float:
 
 def _counts(values: Iterator[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
+
+
+def report(found: dict[str, Any]) -> str:
+    """Text for a terminal: what `summarise` found, with source, root, value_range, misfits, enlarged_crops, sheet."""
+    return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
+
+
+def _channel_flags(channels: dict[str, Any]) -> str:
+    """Mean and standard deviation as a run takes them."""
+    return " ".join(f"--data.{name} {','.join(f'{value:g}' for value in channels[name])}" for name in ("mean", "std"))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(heading or nothing, text)"""
+    yield "images", f"{found['images']:,} in {found['root'] or found['source']}"
+    if found["looked_at"] < found["images"]:
+        yield "looked at", f"{found['looked_at']:,} of them, drawn at random (--sample 0: all)"
+    yield from _class_lines(found["classes"])
+    yield from _unreadable_lines(found)
+    yield "size", ", ".join(f"{side} {_range_text(found[side])}" for side in ("width", "height")) + " px"
+    yield "formats", _shares(found["formats"])
+    yield "modes", _shares(found["modes"])
+    yield from _value_lines(found)
+    if found["channels"]:
+        yield "channels", _channel_flags(found["channels"])
+        yield "", found["channels"]["advice"]
+    for name, crops in found["enlarged_crops"].items():
+        yield (
+            "enlarged" if name == "global" else "",
+            f"{crops['fraction']:.1%} of {name} crops hold fewer pixels than the {crops['size']} x {crops['size']} "
+            "that the network gets",
+        )
+    yield "sheet", found["sheet"]
+    if found["shown"]:
+        yield "", f"shown: {found['shown']}"
+
+
+def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if classes is None:
+        yield "classes", "none: images have no labels"
+        return
+    counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
+    unlabelled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
+    yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabelled}"
+    if classes["images"]["min"] == classes["images"]["max"]:
+        return
+    if len(counts) <= 2 * _NAMED:
+        yield "", ", ".join(f"{name} {count:,}" for name, count in counts)
+    else:
+        yield "", "largest " + ", ".join(f"{name} {count:,}" for name, count in counts[:5])
+        yield "", "smallest " + ", ".join(f"{name} {count:,}" for name, count in counts[-5:])
+
+
+def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Lines on values of images, if some are deeper than 8 bits."""
+    deep = {name: each for name, each in found["values"].items() if "min" in each}
+    for number, (name, each) in enumerate(deep.items()):
+        span = f"{each['min']:.10g} to {each['max']:.10g}"
+        yield "" if number else "values", f"{name} in {each['images']:,}: {span}"
+    if deep:
+        yield "", found["value_range"]
+    for number, words in enumerate(found["misfits"]):
+        yield "" if deep or number else "values", words
+
+
+def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    bad = found["unreadable"]
+    share = f" ({bad['count'] / found['looked_at']:.2%})" if bad["count"] else ""
+    yield "unreadable", f"{bad['count']:,}{share}"
+    for file in bad["files"][:_NAMED]:
+        yield "", f"{file['name']} ({file['reason']})"
+    if bad["count"] > _NAMED:
+        yield "", f"and {bad['count'] - _NAMED:,} more (--json names all)"
+
+
+def _range_text(values: dict[str, float]) -> str:
+    low, middle, high = (f"{values[name]:,.0f}" for name in ("min", "median", "max"))
+    return low if low == high else f"{low} to {high} (median {middle})"
+
+
+def _shares(counts: dict[str, int]) -> str:
+    total = sum(counts.values())
+    return ", ".join(f"{name} {count:,} ({count / total:.1%})" for name, count in counts.items())

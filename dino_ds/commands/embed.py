@@ -37,7 +37,7 @@ def check(options: EmbedOptions) -> None:
     if options.what == "patches" and place.suffix == ".csv":
         raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
     for file in _files_of(place):
-        if file.exists() and not _mark_of(place).is_file():
+        if file.exists() and not _parts_of(place).is_dir():
             raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
     if reason := why_not_writable(place):
         raise ConfigError(f"{place} can't be written: {reason}; fix --out")
@@ -52,9 +52,9 @@ def _files_of(place: Path) -> tuple[Path, ...]:
     return (place.with_suffix(".csv"), place) if place.suffix == ".npy" else (place,)
 
 
-def _mark_of(place: Path) -> Path:
-    """The file that is there while a finished embedding gets its names: the same command then goes on with that."""
-    return place.with_name(f"{place.name}.parts") / "written"
+def _parts_of(place: Path) -> Path:
+    """The folder that is there until an embedding is whole: the same command goes on with its parts."""
+    return place.with_name(f"{place.name}.parts")
 
 
 def run(options: EmbedOptions) -> None:
@@ -97,8 +97,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         shape = _shape(model, options.what, size)
     value_range, notes = range_for(model, [source])
     place = Path(os.path.expanduser(options.out))
-    mark, dtype = _mark_of(place), "float16" if options.half else "float32"
-    parts = Parts(mark.parent, len(source), shape, dtype, mark)
+    parts = Parts(_parts_of(place), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             parts.begin(_facts(model, source, options.what, size, value_range))

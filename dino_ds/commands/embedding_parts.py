@@ -42,14 +42,12 @@ _OPAQUE = dict.fromkeys(("images", "times", "weights"))
 
 @dataclass(frozen=True)
 class Parts:
-    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file;
-    `mark`: the file in it that says that all of the embedding is written, but for the names of its files."""
+    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file."""
 
     folder: Path
     images: int
     shape: tuple[int, ...]
     dtype: str
-    mark: Path
 
     @property
     def length(self) -> int:
@@ -174,20 +172,15 @@ class Parts:
 def put_together(place: Path, files: Sequence[Path], parts: Parts, source: Source) -> None:
     """Write `files`, `place` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
 
-    The files are made in the folder of the parts. A mark says that they are whole: from then on the same command gives
-    them the names that they do not have yet, whenever it was killed.
+    The files are made in the folder of the parts: whenever the command was killed, the same one makes them again.
     """
     write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
     made = {parts.folder / f"written{file.suffix}": file for file in files}
     try:
-        if not parts.mark.exists():
-            write(parts.folder / f"written{place.suffix}", parts, source)
-            for file in made:
-                sync(file)
-            replace_file(parts.mark, "")
+        write(parts.folder / f"written{place.suffix}", parts, source)
         for file, final in made.items():
-            if file.exists():
-                put_in_place(file, final)
+            sync(file)
+            put_in_place(file, final)
         discarded = place.with_name(f".{parts.folder.name}"[:255])
         shutil.rmtree(discarded, ignore_errors=True)
         os.replace(parts.folder, discarded)  # at once: half a folder would be taken for one to go on with

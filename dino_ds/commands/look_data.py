@@ -5,21 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.commands.data_report import report
-from dino_ds.commands.data_statistics import Facts, advise_normalisation, look_at, measure_channels, summarise
-from dino_ds.commands.sheet import Seen, draw_sheet
+from dino_ds.commands.data_statistics import (
+    Facts,
+    advise_normalisation,
+    look_at,
+    measure_channels,
+    report,
+    summarise,
+)
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.config.sections import CropsSection
@@ -29,18 +37,24 @@ from dino_ds.data.decode import open_image
 from dino_ds.data.draws import draws_in
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import DeepImage, find_misfits, look_at_values, with_value_range
-from dino_ds.data.folder import ImageFolder
-from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.listing import FolderLabels, printable
+from dino_ds.data.images import ValueRange
+from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation, how_visible, visible, with_hidden_patches
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.data import LookDataOptions
+from dino_ds.options.commands import LookDataOptions
 
+GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
+_LINE = 1.1
+"""Height of a local crop, inches; an image and a global crop are two lines high."""
+_MARGIN = 0.6
+"""Inches above the first image and below the last."""
+_ORIGINAL, _GLOBAL = 3, 2
+"""Columns of the grid that an image and a global crop take; a local crop takes one."""
+_NAME = 90
 _DRAWN_IMAGES = 2000
-_NAMES = 10_000
 _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
 """Options of crops that the title names if they differ from the preset's."""
 
@@ -132,21 +146,9 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
         "source": recipe.data.source,
         "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
         **summary,
-        "class_folder": _class_folder(source, recipe.data.root),
         "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
         "enlarged_crops": _enlarged(facts, recipe),
     }
-
-
-def _class_folder(source: Source, root: str | None) -> str | None:
-    """The folder of `root` that all images lie in, where labels would come from its folders."""
-    if source.labels is not None or root is None or not isinstance(source, ImageFolder):
-        return None
-    paths = [source.member(index) for index in evenly_spaced_indices(len(source), _NAMES)]
-    first, labels = f"{paths[0].partition('/')[0]}/", FolderLabels()
-    for path in paths:
-        labels.add(os.fsencode(path.removeprefix(first)))
-    return os.path.join(root, first[:-1]) if all(p.startswith(first) for p in paths) and labels.arrays() else None
 
 
 def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
@@ -205,3 +207,81 @@ def _title(recipe: Recipe) -> str:
     masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
     words = [f"augmentation {recipe.crops.augment}", *changes, *masks]
     return f"What the network sees: {crops} px, {', '.join(words)}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One image and its crops as RGB pictures; the first `num_global` are drawn large.
+
+    Attributes:
+        boxes: edges of each crop in the image: left, top, right, bottom.
+    """
+
+    name: str
+    original: Image.Image
+    boxes: list[tuple[int, int, int, int]]
+    crops: list[Image.Image]
+    num_global: int
+
+    def color(self, crop: int) -> str:
+        return GLOBAL_COLOR if crop < self.num_global else LOCAL_COLOR
+
+
+def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
+    """Draw one row an image, crops of one kind in one size, and below them a `note`."""
+    large = rows[0].num_global
+    small = (len(rows[0].crops) - large + 1) // 2
+    columns = _ORIGINAL + _GLOBAL * large + small
+    height = 2 * _LINE * len(rows) + 2 * _MARGIN
+    figure = Figure(figsize=(_LINE * columns, height), dpi=100)
+    edges = {"top": 1 - _MARGIN / height, "bottom": _MARGIN / height, "left": 0.01, "right": 0.99}
+    grid = figure.add_gridspec(2 * len(rows), columns, **edges, hspace=0.16, wspace=0.04)
+    for number, row in enumerate(rows):
+        two_lines = slice(2 * number, 2 * number + 2)
+        _draw_original(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row)
+        for crop, picture in enumerate(row.crops):
+            left = _ORIGINAL + _GLOBAL * min(crop, large)
+            place = grid[two_lines, left : left + _GLOBAL]
+            if crop >= large:
+                line, column = divmod(crop - large, small)
+                place = grid[2 * number + line, left + column]
+            axes = _show(figure.add_subplot(place), picture)
+            _tag(axes, 0, 0, crop, row)
+    _draw_title(figure, title, rows[0], height)
+    figure.text(0.01, 0.15 / height, note, fontsize=9)
+    return figure
+
+
+def _draw_title(figure: Figure, title: str, row: Seen, height: float) -> None:
+    kinds = [("global crops", GLOBAL_COLOR)]
+    kinds += [("local crops", LOCAL_COLOR)] if len(row.crops) > row.num_global else []
+    figure.text(0.01, 1 - 0.2 / height, title, fontsize=9, parse_math=False)
+    handles = [Rectangle((0, 0), 1, 1, color=color, label=name) for name, color in kinds]
+    figure.legend(handles=handles, loc="upper right", ncols=2, fontsize=8, frameon=False)
+
+
+def _draw_original(axes: Axes, row: Seen) -> None:
+    _show(axes, row.original)
+    size = f"  {row.original.width} x {row.original.height}"
+    name = row.name if len(row.name) <= _NAME else f"…{row.name[-_NAME:]}"  # the end of a path tells more
+    axes.set_title(name + size, fontsize=7, loc="left", pad=2, parse_math=False)
+    for crop in reversed(range(len(row.boxes))):
+        left, top, right, bottom = row.boxes[crop]
+        width = 2 if crop < row.num_global else 1
+        # The edges of a picture's first pixel are at -0.5 and 0.5.
+        box = Rectangle((left - 0.5, top - 0.5), right - left, bottom - top, fill=False, lw=width, ec=row.color(crop))
+        axes.add_patch(box)
+        _tag(axes, left, top, crop, row)
+
+
+def _tag(axes: Axes, left: float, top: float, crop: int, row: Seen) -> None:
+    style = {"facecolor": row.color(crop), "linewidth": 0, "pad": 1.5}
+    axes.text(left - 0.5, top - 0.5, str(crop + 1), color="white", fontsize=6, ha="left", va="top", bbox=style)
+
+
+def _show(axes: Axes, picture: Image.Image) -> Axes:
+    """Pixels of small images stay visible: they are enlarged without smoothing."""
+    axes.imshow(picture, interpolation="nearest" if max(picture.size) < 100 * _LINE else "antialiased")
+    axes.set_axis_off()
+    axes.set_anchor("NW")
+    return axes

@@ -15,10 +15,8 @@ from dino_ds.config.fields import (
     Evaluations,
     Length,
     LengthField,
-    NotNegative,
     PathText,
     Section,
-    Temperature,
     option,
 )
 from dino_ds.config.sections import DataSection
@@ -56,7 +54,6 @@ class EvalSection(Section):
     evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
     root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
     k: Count = option(20, "neighbours")
-    temperature: Temperature = option(0.07, "weights of the neighbours: exp(similarity / temperature)")
     bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
     test_images: Count = option(2000, "test images, and held-out images of val_loss, at most")
     benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
@@ -66,7 +63,6 @@ class EvalSection(Section):
     stop_after: EvaluationCount = option(
         None, "evaluations without a better value of keep_best's metric after which the run ends; none = its length"
     )
-    min_delta: NotNegative = option(0.0, "change of the metric that stop_after counts as better")
     val_root: PathText | None = option(None, "images of a held-out loss, as data.root, without labels")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0, "part of the training images held out for that loss, by a hash of their names", learned=True
@@ -108,6 +104,4 @@ def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
     ]
     if section.stop_after and metric == "none":
         found.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
-    if section.min_delta and not section.stop_after:
-        found.append("eval.min_delta has no effect without eval.stop_after: add that, or leave it out")
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dino_ds.config.fields import PATH, Length, Section
@@ -65,43 +65,35 @@ def lengths_without_unit(recipe: Recipe) -> list[str]:
 
 def idle_keys(recipe: Recipe, given: Iterable[str]) -> list[str]:
     """A line for each of the keys `given` that has no effect in this recipe, and why."""
-    values, lines = dict(named_values(recipe)), []
-    for key in given:
-        reason = next((why for keys, is_idle, why in _IDLE if key in keys.split() and is_idle(recipe)), None)
-        if reason is not None:
-            lines.append(f"{key} {show_value(values[key])} has no effect: {reason}")
-    return lines
+    values = dict(named_values(recipe))
+    reasons = {key: _why_idle(key, recipe, values) for key in given}
+    return [f"{key} {show_value(values[key])} has no effect: {reason}" for key, reason in reasons.items() if reason]
 
 
-def _has_no_prototypes(recipe: Recipe) -> bool:
-    """Whether no loss of ours has prototypes; terms of a user's own may have them."""
+def _why_idle(key: str, recipe: Recipe, values: Mapping[str, Any]) -> str:
     how = recipe.objective
-    return not (how.dino_weight or how.ibot_weight) and how.terms == "{}" and recipe.teacher.distill is None
+    if key == "crops.local_size" and recipe.crops.resolutions:
+        return "crops.resolutions gives the sizes"
+    # Terms of a user's own may have prototypes.
+    if not (how.dino_weight or how.ibot_weight or recipe.teacher.distill) and how.terms == "{}" and key in _PROTOTYPES:
+        return "no loss has prototypes (objective.dino_weight and ibot_weight are 0)"
+    other, off = _IDLE.get(key, ("", ""))
+    return f"{other} is {off}" if other and show_value(values[other]).split()[0] == off else ""
 
 
 _PROTOTYPES = (
-    "head.prototypes objective.teacher_temp objective.student_temp objective.centering objective.freeze_prototypes "
-    "objective.frozen_prototypes"
+    *("head.prototypes", "objective.teacher_temp", "objective.student_temp", "objective.centering"),
+    *("objective.freeze_prototypes", "objective.frozen_prototypes"),
 )
-_IDLE: list[tuple[str, Callable[[Recipe], bool], str]] = [
-    ("optimizer.warmup_shape", lambda r: not r.optimizer.warmup.value, "optimizer.warmup is 0"),
-    ("optimizer.min_lr", lambda r: r.optimizer.schedule == "constant", "optimizer.schedule is constant"),
-    ("crops.local_size crops.local_scale", lambda r: not r.crops.num_local, "crops.num_local is 0"),
-    ("crops.local_size", lambda r: bool(r.crops.resolutions), "crops.resolutions gives the sizes"),
-    ("crops.mask_share crops.mask_ratio", lambda r: r.crops.mask == "none", "crops.mask is none"),
-    (
-        "objective.warmup_teacher_temp",
-        lambda r: not r.objective.teacher_temp_warmup.value,
-        "objective.teacher_temp_warmup is 0",
-    ),
-    (_PROTOTYPES, _has_no_prototypes, "no loss has prototypes (objective.dino_weight and ibot_weight are 0)"),
-    (
-        "objective.frozen_prototypes",
-        lambda r: not r.objective.freeze_prototypes.value,
-        "objective.freeze_prototypes is 0",
-    ),
-    ("objective.koleo_ranks", lambda r: not r.objective.koleo_weight, "objective.koleo_weight is 0"),
-    ("objective.ibot_head", lambda r: not r.objective.ibot_weight, "objective.ibot_weight is 0"),
-    ("model.drop_path_growth model.stochastic_depth", lambda r: not r.model.drop_path, "model.drop_path is 0"),
-]
-"""Keys, when they have no effect, and why; of several reasons the first is said."""
+_IDLE = {
+    "optimizer.warmup_shape": ("optimizer.warmup", "0"),
+    "optimizer.min_lr": ("optimizer.schedule", "constant"),
+    **dict.fromkeys(("crops.local_size", "crops.local_scale"), ("crops.num_local", "0")),
+    **dict.fromkeys(("crops.mask_share", "crops.mask_ratio"), ("crops.mask", "none")),
+    "objective.warmup_teacher_temp": ("objective.teacher_temp_warmup", "0"),
+    "objective.frozen_prototypes": ("objective.freeze_prototypes", "0"),
+    "objective.koleo_ranks": ("objective.koleo_weight", "0"),
+    "objective.ibot_head": ("objective.ibot_weight", "0"),
+    **dict.fromkeys(("model.drop_path_growth", "model.stochastic_depth"), ("model.drop_path", "0")),
+}
+"""Key -> the key beside whose value it has no effect."""

@@ -152,6 +152,8 @@ def unknown_key(name: str) -> str:
     home = ds_home(name)
     if home:
         return f"not a recipe key: {home}"
+    if fixed := words_elsewhere("fixed_keys").get(name):
+        return f"not a recipe key any more: it is {fixed} in every run; leave it out"
     if removed := words_elsewhere("options").get(name if "." in name else ""):
         return f"not a recipe key: {removed}"
     return f"not a recipe key.{nearest_knobs(name)}"
@@ -198,6 +200,8 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> 
             continue  # a key that the recipe of an earlier version did not set
         elif name in sections and isinstance(value, dict):
             yield from _flatten(value, f"{name}.", path, given)
+        elif fixed := words_elsewhere("fixed_keys").get(name):
+            given.notes += [f"{name} {unquoted(value)} is left out: it is {fixed} in every run"] * (str(value) != fixed)
         else:
             given.refuse(name, f"{path}: ")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
+from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.crop_checks import crop_problems
 from dino_ds.config.crops import EMA, CropGroup, Resolution, crop_sizes, parse_resolutions
 from dino_ds.config.evaluation import EvalSection, eval_problems
@@ -21,7 +22,6 @@ from dino_ds.config.fields import (
     Count,
     Length,
     LengthField,
-    Positive,
     Seconds,
     Section,
     Seed,
@@ -64,7 +64,6 @@ class Recipe(Section):
     save_every: AutoLength = option(
         "auto", "how often to save; 0 steps = only at the end; auto = by what a save costs", learned=False
     )
-    expected_hours_between_failures: Positive = option(24.0, "of the whole job, for save_every auto", learned=False)
     keep_checkpoints: Count = option(3, "newest checkpoints that are kept", learned=False)
     keep_every: LengthField = option(
         Length(0, "steps"), "checkpoints at multiples of it are kept for good; 0 = none", learned=False
@@ -72,7 +71,6 @@ class Recipe(Section):
     save_in_background: bool = option(
         True, "write checkpoints while training goes on; false takes less host memory", learned=False
     )
-    max_bad_steps: Count = option(3, "non-finite losses in a row that stop the run", learned=False)
     hang_seconds: Seconds = option(
         600, "no progress for so long ends the run (start, saves: 3 times); 0 = never", learned=False
     )
@@ -88,6 +86,18 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
 
     _lengths = field_validator("length")(positive)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_fixed(cls, values: Any) -> Any:
+        """Leave out what recipes of earlier versions, as checkpoints have them, could set."""
+        for name in words_elsewhere("fixed_keys") if isinstance(values, dict) else ():
+            section, _, leaf = name.rpartition(".")
+            inside = values.get(section, {}) if section else values
+            if isinstance(inside, dict) and leaf in inside:
+                rest = {key: value for key, value in inside.items() if key != leaf}
+                values = values | {section: rest} if section else rest
+        return values
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:

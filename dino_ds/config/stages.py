@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from dino_ds.basics.names import BEST_TEACHER, nearest, suggestion
-from dino_ds.config.begun_with import Origin, changed_settings, check_settings
+from dino_ds.config.begun_with import Origin, own_recipe
 from dino_ds.config.fields import Length, Ramp
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
-from dino_ds.config.own_recipe import own_recipe, started_in
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
 from dino_ds.errors import CheckpointError, ConfigError
@@ -92,18 +91,6 @@ class Given:
         return change_recipe(recipe, moved) if moved else recipe
 
 
-def check_chain(first: Recipe, others: Sequence[Given]) -> None:
-    """Raises ConfigError where the recipes of `others`, each over the one before, can't be those of stages."""
-    recipe = first
-    for one in others:
-        recipe = one.over(recipe)
-        if recipe.stage_start is None:
-            raise ConfigError(f"--stages {one.config}: {_one_without_the_other(recipe)}")
-        recipe.check_learning_rates()
-        recipe.check_batch()
-        recipe.check_teacher()
-
-
 def split_origin(place: str) -> tuple[Path, int | None]:
     """RUN or RUN/checkpoints/step_N -> the run folder, and the step if it is named."""
     path = Path(place)
@@ -139,56 +126,6 @@ def home_of(model: str) -> Home:
     return Home(path, "") if step is None else Home(folder, path.name)
 
 
-class Stage(NamedTuple):
-    """One of `--stages`; it is over once a later one has begun."""
-
-    folder: Path
-    given: Given
-    origin: str | None
-    is_over: bool
-
-    def check_unchanged(self, allowed: Collection[str]) -> None:
-        """Raises CheckpointError where what is given for a stage that is over is not what it was trained with."""
-        own = self.folder / "config.yaml"
-        if not own.is_file():
-            return  # its folder was removed: nothing of it is used any more
-        given = replace(self.given, notes=[])
-        before, now = load_recipe(str(own), {}), given.of_start(self.folder, self.origin, resumes=True)
-        values = [one.model_dump(mode="json") for one in (before, now)]
-        if now.data.known_range is None:  # what "auto" has found
-            values[1]["data"]["value_range"] = values[0]["data"]["value_range"]
-        changed = changed_settings(values[0], values[1], started_in(self.folder))
-        check_settings(changed, f"{self.folder}, a stage that is over, was trained", allowed)
-
-
-def stages_to_train(
-    run_dir: str, given: Sequence[Given], origin: str | None, resumes: bool, allow_change: str | None
-) -> list[Stage]:
-    """The stages of `--stages`, the first from `origin`. Raises ConfigError where one has begun and is not to be
-    resumed, CheckpointError where one that is over was trained with other settings than those given now."""
-    folders = [stage_folder(run_dir, number, one) for number, one in enumerate(given, 1)]
-    begun = [holds_run(folder) for folder in folders]
-    if any(begun) and not resumes:
-        there = folders[begun.index(True)]
-        raise ConfigError(f"{there} already holds a run; add --resume to continue it, or give another --run_dir")
-    origins = [origin, *map(str, folders)]
-    stages = [Stage(folders[i], one, origins[i], any(begun[i + 1 :])) for i, one in enumerate(given)]
-    for stage in stages:
-        if stage.is_over:
-            stage.check_unchanged({key.strip() for key in (allow_change or "").split(",")})
-    return stages
-
-
-def stage_folder(run_dir: str, number: int, given: Given) -> Path:
-    """The folder of a stage of `--stages`, counted from 1."""
-    return Path(run_dir) / f"{number}_{Path(given.config or '').stem}"
-
-
-def begun_stages(run_dir: Path) -> list[Path]:
-    """The folders of `--stages` in this one that hold a run, in their order."""
-    return sorted(folder for folder in run_dir.glob("[0-9]*_*") if holds_run(folder))
-
-
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was begun in this folder."""
     return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
@@ -219,7 +156,7 @@ def _one_without_the_other(recipe: Recipe) -> str:
             "steps count on) or restart (its teacher's weights, from step 0)"
         )
     why = "the recipe is a stage, which begins with another run"
-    return f"stage_start {recipe.stage_start}: {why}: add --from RUN, or give several recipes with --stages"
+    return f"stage_start {recipe.stage_start}: {why}: add --from RUN"
 
 
 def _counts(key: str, value: object) -> bool:
@@ -266,11 +203,11 @@ def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> 
 
 
 def _numbers(first: str) -> list[int]:
-    """Numbers of the folders of this name that hold a run or stages of training, 1 for the one without a number."""
+    """Numbers of the folders of this name that hold a run, 1 for the one without a number."""
     path = Path(first)
     pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
     found = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
-    taken = [match for folder, match in found if match and (holds_run(folder) or begun_stages(folder))]
+    taken = [match for folder, match in found if match and holds_run(folder)]
     return [int(match[1] or 1) for match in taken if match[1] != "1"]
 
 

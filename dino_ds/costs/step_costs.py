@@ -25,8 +25,8 @@ from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 
 _ELSEWHERE = {
-    "length", "log_every", "save_every", "expected_hours_between_failures", "keep_checkpoints", "keep_every",
-    "save_in_background", "max_bad_steps", "hang_seconds", "data", "eval", "stage_start",
+    "length", "log_every", "save_every", "keep_checkpoints", "keep_every",
+    "save_in_background", "hang_seconds", "data", "eval", "stage_start",
 }  # fmt: skip
 """Keys of a recipe that no micro-batch depends on."""
 _LINES = {True: (4, 32, 64), False: (8, 64)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from dino_ds.config.own_recipe import own_recipe
+from dino_ds.config.begun_with import own_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
 from dino_ds.data.find_range import find_misfits, look_at_values

@@ -95,7 +95,6 @@ class EvalRunner(AtStep):
             return None
         how = Settings(
             ks=(settings.k,),
-            temperature=settings.temperature,
             images=settings.bank_images,
             test_images=settings.test_images,
             workers=data.workers,

@@ -16,12 +16,11 @@ class Best:
     """The best value of `metric` so far, its `step`, and the value at the start of the run.
 
     patience: evaluations without progress after which the run ends, or None for never; those count that are due by
-    eval.every, whatever starts a run is made of. Progress is a change of `min_delta` from the last value that counted.
+    eval.every, whatever starts a run is made of. Progress is a better value than the last that counted.
     """
 
     metric: str
     patience: int | None = None
-    min_delta: float = 0.0
     value: float | None = None
     step: int | None = None
     start: float | None = None
@@ -51,11 +50,11 @@ class Best:
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
             raise ConfigError(f"eval.keep_best {metric} needs labelled test images: name some (--eval.root FOLDER)")
-        return Best(metric, section.stop_after, section.min_delta)
+        return Best(metric, section.stop_after)
 
     def begin(self) -> None:
         """Forget the values of the run that a stage began with."""
-        fresh = Best(self.metric, self.patience, self.min_delta, basis=self.basis, counts=self.counts)
+        fresh = Best(self.metric, self.patience, basis=self.basis, counts=self.counts)
         vars(self).update(vars(fresh))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
@@ -78,7 +77,7 @@ class Best:
 
     def _count(self, value: float) -> None:
         gain = self._gain(value, self.reference) if self.reference is not None else math.inf
-        if math.isfinite(value) and gain > 0 and gain >= self.min_delta:
+        if math.isfinite(value) and gain > 0:
             self.reference, self.stalled = value, 0
         else:
             self.stalled += 1
@@ -91,9 +90,8 @@ class Best:
         """The reason to end the run, or "" to go on."""
         if self.patience is None or self.stalled < self.patience:
             return ""
-        by = f" by {self.min_delta:g}" if self.min_delta else ""
         what = f"{self.metric} {self._shown(self.reference)}"
-        return f"eval.stop_after: {self.stalled} evaluations have not bettered {what}{by}"
+        return f"eval.stop_after: {self.stalled} evaluations have not bettered {what}"
 
     def lines(self, kept: int | None) -> list[str]:
         """Lines for the end of the run; `kept` is the step of the teacher that the folder has as the best, if any."""
@@ -126,7 +124,7 @@ class Best:
         return "unknown" if value is None else short(value, 4)
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("patience", "min_delta", "counts")}
+        return {name: value for name, value in vars(self).items() if name not in ("patience", "counts")}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
         """Take back what `state_dict` gave; a note where its values are not comparable, and forgotten. A version that

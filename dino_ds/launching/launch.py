@@ -6,7 +6,7 @@ import copy
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,11 @@ from typing import Any
 from dino_ds.basics.ports import find_free_port, port_is_free
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
-from dino_ds.config.stages import stages_to_train
 from dino_ds.errors import ConfigError
 from dino_ds.launching.checks import check_machines
 from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_paths
 from dino_ds.launching.supervise import supervise
-from dino_ds.options.machine import LaunchOptions
+from dino_ds.options.commands import LaunchOptions
 
 
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
@@ -35,15 +34,17 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
     build_command(plan)  # refuses what can't be forwarded
     if not options.skip_checks:
         _check(plan, train)
-    for note in train["given"][0].notes:
+    for note in train["given"].notes:
         print(f"note     {note}", flush=True)
-    for run_dir, words in _runs(train_words, train):
-        command = build_command(build_plan(options, words))
-        print(f"command  {shlex.join(command)}", flush=True)
-        if options.dry_run:
-            continue
-        if code := supervise(partial(_start, command, options, words), run_dir, options.max_restarts):
-            sys.exit(code)
+    run_dir, words = train["options"].run_dir, train_words
+    if not any(word.partition("=")[0] == "--run_dir" for word in words):
+        words = (*words, "--run_dir", run_dir)  # ranks that chose for themselves might choose different folders
+    command = build_command(build_plan(options, words))
+    print(f"command  {shlex.join(command)}", flush=True)
+    if options.dry_run:
+        return
+    if code := supervise(partial(_start, command, options, words), Path(run_dir), options.max_restarts):
+        sys.exit(code)
 
 
 def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
@@ -55,24 +56,6 @@ def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], r
     if not plan.hosts and plan.options.nodes == 1 and not port_is_free(plan.master_port):
         plan = replace(plan, master_port=find_free_port())
     return build_command(plan)
-
-
-def _runs(words: tuple[str, ...], train: Mapping[str, Any]) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Folder and words of each run to train: the only one, or each of `--stages` that is not over."""
-    options = train["options"]
-    if options.stages is None:
-        named = any(word.partition("=")[0] == "--run_dir" for word in words)
-        # The ranks are not to choose a folder each: another run may have begun meanwhile.
-        yield Path(options.run_dir), words if named else (*words, "--run_dir", options.run_dir)
-        return
-    kept = _without(words, "--stages", "--run_dir", "--from", "--resume")
-    resume = ["--resume", "auto"] if options.resume else []
-    resumes, allowed = bool(options.resume), options.allow_change
-    for stage in stages_to_train(options.run_dir, train["given"], options.from_, resumes, allowed):
-        own = ["--config", str(stage.given.config), "--run_dir", str(stage.folder), *resume]
-        own += [] if stage.origin is None else ["--from", stage.origin]
-        if not stage.is_over:
-            yield stage.folder, (*kept, *own)
 
 
 def _without(words: Sequence[str], *names: str) -> list[str]:
@@ -87,8 +70,8 @@ def _without(words: Sequence[str], *names: str) -> list[str]:
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     """Examine all machines and show them. Raises ConfigError with all that stops the training."""
-    configs = [one.config for one in train["given"] if one.config is not None]
-    recipes = [file.path for config in configs for file in read_recipe_files(config)]
+    config = train["given"].config
+    recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
     own = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)
     files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
     data = train["recipe"].data

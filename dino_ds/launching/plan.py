@@ -17,7 +17,7 @@ from dino_ds.basics.ports import find_free_port
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host, check_host_name, read_hostfile
-from dino_ds.options.machine import LaunchOptions
+from dino_ds.options.commands import LaunchOptions
 
 SCRIPT = CHECKOUT / "dino_ds" / "train.py"
 _TORCHRUN = CHECKOUT / "dino_ds" / "launching" / "torchrun.py"

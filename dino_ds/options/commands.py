@@ -1,9 +1,117 @@
-"""Every command of `dino-ds`. No torch here."""
+"""Every command of `dino-ds`, with the options of those about runs, images and machines. No torch here."""
 
 from __future__ import annotations
 
-from dino_ds.options import bench, data, machine, model, run  # noqa: F401  (their commands)
-from dino_ds.options.definition import COMMANDS, Command
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from dino_ds.config.fields import Amount, Count, Positive, option
+from dino_ds.options import bench, model  # noqa: F401  (their commands)
+from dino_ds.options.definition import COMMANDS, Command, Json, command, declare_command
+from dino_ds.run.train_options import TrainOptions
+
+declare_command(
+    TrainOptions,
+    "train",
+    "dino_ds.train:train",
+    "train",
+    takes_recipe=True,
+    takes_ds=True,
+    needs_images=True,
+    ds_shown="the run's that is resumed; else the planner's for the GPUs, or ds_configs/zero0_fp32.json without",
+)
+
+
+@command("report", "dino_ds.report.command:run", "look", loads_torch=False)
+class ReportOptions:
+    """one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it"""
+
+    run: str | None = option(None, "the run folder", bare=True)
+    compare: tuple[str, ...] | None = option(None, "other run folders, side by side with it")
+    out: str | None = option(None, "the .html file", shown="RUN/report.html, or RUN/compare.html")
+    json: Json = False
+
+
+@command("look-data", "dino_ds.commands.look_data:run", "look", takes_recipe=True, needs_images=True)
+class LookDataOptions:
+    """a sheet of images with all their crops, and what the data set is like"""
+
+    images: Annotated[Count, Field(le=200)] = option(8, "images on the sheet, 200 at most")
+    sample: Amount = option(10000, "images that the statistics are made of, drawn at random; 0 = all")
+    out: str = option("look-data.png", "the sheet")
+    json: Json = False
+
+
+@command("advise", "dino_ds.planning.advise:run", "train", loads_torch=False)
+class AdviseOptions:
+    """which settings for your images and GPUs: each with its reason, and the command to type"""
+
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5", bare=True)
+    source: str = option("folder", "as data.source of a recipe")
+    gpu: str | None = option(None, "kind of GPU, such as rtx4090-24g (see plan)", shown="this machine's")
+    gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
+    nodes: Count = option(1, "nodes")
+    memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
+    sample: Count = option(500, "images that are looked at, drawn at random, within 3 s")
+    json: Json = False
+
+
+@command("shard", "dino_ds.commands.shard:run", "cluster")
+class ShardOptions:
+    """images of any source -> tar shards with checksums; continues after an interruption"""
+
+    source: str = option("folder", "as data.source of a recipe")
+    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5")
+    split: Literal["train", "test"] = option("train", "of a torchvision data set")
+    out: str = option(..., "folder of the shards")
+    shard_size: Count = option(2000, "images of a shard")
+    shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
+    quality: Annotated[Count, Field(le=100)] | None = option(None, "of shrunken JPEGs, 1 to 100", shown="90")
+    workers: Count | None = option(None, "processes", shown="one a core")
+    json: Json = False
+
+
+@command("launch", "dino_ds.launching.launch:run", "cluster", takes_train=True, loads_torch=False)
+class LaunchOptions:
+    """check the machines, then start `train` on all of them: -- TRAIN OPTIONS"""
+
+    hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
+    ranks: Count | None = option(None, "processes on each machine", shown="the slots, or one a GPU, or 1")
+    launcher: Literal["deepspeed", "torchrun"] = option("deepspeed", "who starts the processes")
+    nodes: Count = option(1, "with torchrun: machines, on each of which the same command is run")
+    master_addr: str | None = option(None, "where the ranks meet", shown="the first machine")
+    master_port: Count | None = option(None, "port of that machine", shown="29500; on one machine a free one")
+    max_restarts: Amount = option(
+        0, "start again from the last checkpoint after a death, a hang, a bug or a full disk, up to N times"
+    )
+    skip_checks: bool = option(False, "do not look at the machines first")
+    dry_run: bool = option(False, "check, show the command, and start nothing")
+
+
+@command("doctor", "dino_ds.planning.doctor:run", "train", takes_recipe=True, takes_ds=True, loads_torch=False)
+class DoctorOptions:
+    """what would stop a training on this machine and with this installation, each problem with its remedy"""
+
+    run_dir: str = option("runs", "folder that runs go to")
+    quick: bool = option(False, "do not look at the images")
+    json: Json = False
+
+
+@command(
+    "plan", "dino_ds.planning.command:run", "train", takes_recipe=True, takes_ds=True, ds_config=None, loads_torch=False
+)
+class PlanOptions:
+    """whether a model fits on given GPUs, by part, and the ds config to take; needs no GPU"""
+
+    backbone: str | None = option(None, "as --model.backbone, with crops that fit it", shown="the recipe's")
+    gpu: str | None = option(None, "kind of GPU, such as a100-40g (an unknown one lists them all)")
+    gpus: Count = option(1, "GPUs of a node")
+    nodes: Count = option(1, "nodes")
+    memory_gib: Positive | None = option(None, "memory of a GPU", shown="as its kind has")
+    write: str | None = option(None, "new file for the recommended ds JSON")
+    json: Json = False
+
 
 TRAIN = COMMANDS["train"]
 

@@ -198,7 +198,7 @@ def _unknown(command: Command, name: str, value: str) -> str:
     home = ds_home(name)
     if home and command.takes_ds:
         return f"unknown option: {home}"
-    if any(option.name.startswith(f"{name}.") for option in recipe_options()):
+    if name in words_elsewhere("fixed_keys") or any(key.name.startswith(f"{name}.") for key in recipe_options()):
         return unknown_key(name)
     near = nearest_knobs(name, [*own, "help", *(ALIASES if command.takes_ds else ())])
     return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"

@@ -1,17 +1,12 @@
-"""`--help` and the page of options, both made from the schemas.
-
-`make site` puts the page into the site; `python -m dino_ds.options.help_text` prints it.
-"""
+"""`--help`, made from the schemas; the site's page of options is that of `train --help all`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.ds_schema import KEYS
 from dino_ds.config.loading import recipe_options
-from dino_ds.config.recipe_files import recipe_names
 from dino_ds.config.schema import Option
 from dino_ds.errors import EXIT_CODES
 from dino_ds.models.specs.backbones import BACKBONES
@@ -41,21 +36,13 @@ FIRST_KEYS = (
     *("model.backbone", "model.init_from", "eval.root", "save_every"),
 )
 """Options of `train`, and keys of the recipe, that a first day needs: the short page has these alone."""
-_INTRO = """\
-# Options
-
-```
-dino-ds train --config vits16 --ds_config ds_configs/zero2_bf16.json --optimizer.lr 0.001 --ds.gradient_clipping 1.0
-```
-
-- **Recipe** (`--config NAME` or `--config FILE.yaml`; override with `--section.key value`): *what is learned*.
-- **ds JSON** (`--ds_config FILE.json`; override with `--ds.section.key value`): *how fast and on what hardware*.
-  Swapping it does not change what is learned, up to rounding; clipping is the exception.
-- A key in the wrong file, an unknown one or one set twice is an error; so are those known to have no effect.
-- Defaults < recipe file < command line. `extends: NAME` or `extends: FILE.yaml` in a file: it sets what differs.
-- A length is `100 epochs`, `5000 steps` or `1e6 images`; a bare number is steps.
-- `none` on the command line and `null` in YAML unset an optional value.
-- global batch = micro-batch x accumulation x ranks: the recipe owns the product, the ds JSON its factors (`"auto"`).
+_RULES = """\
+rules
+  a recipe says what is learned, the ds JSON how fast and on what hardware: another changes results by rounding alone
+  defaults < recipe file < command line; "extends: NAME" or "extends: FILE.yaml" in a file: it sets what differs
+  a length is "100 epochs", "5000 steps" or "1e6 images", a bare number is steps; none (null in YAML) unsets a value
+  --resume continues a run, --from RUN begins a stage with another one, --model.init_from takes weights alone
+  global batch = micro-batch x accumulation x ranks: the recipe has the product, the ds JSON its factors ("auto")
 """
 
 
@@ -101,13 +88,23 @@ def _short_page(command: Command) -> str:
     keys = {key.name: key for key in recipe_options()}
     rows = [(f"--{name}", keys[name].default, keys[name].description) for name in FIRST_KEYS]
     count = len(command.all_options) + len(keys)
-    parts = [*_head(command), "first options (default)", *_rows([*map(_row, own.values()), *rows], 120), ""]
+    parts = [
+        *_head(command, "recipes"),
+        "first options (default)",
+        *_rows([*map(_row, own.values()), *rows], 120),
+        "",
+    ]
     parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: dino-ds train --help all"]
     return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
 
 
 def _command_page(command: Command) -> str:
-    parts = [*_head(command), "options (default)", *_rows([_row(option) for option in command.all_options]), ""]
+    parts = [
+        *_head(command, "recipes", "other_recipes"),
+        "options (default)",
+        *_rows([_row(option) for option in command.all_options]),
+        "",
+    ]
     if command.takes_recipe:
         options = [(f"--{o.name}", o.default, f"{o.description} [{o.type}]") for o in recipe_options()]
         parts.append("overrides of the recipe (default); a length is '100 epochs', '5000 steps' or '1e6 images'")
@@ -115,72 +112,41 @@ def _command_page(command: Command) -> str:
     if command.takes_ds:
         where = "" if command is TRAIN else "; dino-ds train --help all lists them"
         text = f"any key of the JSON, for example --ds.zero_optimization.stage 2{where}"
-        keys = [(f"--ds.{name.strip('`')}", "", f"{what} [{kind}]") for name, kind, _, what in _ds_rows()]
+        keys = [(f"--ds.{name}", "", f"{key.description} [{key.type}]{_stages(key)}") for name, key in KEYS.items()]
         parts += ["overrides of the ds JSON", *_rows([("--ds.KEY", "the file's", text)])]
         parts += [*_rows(keys, 120), ""] if command is TRAIN else [""]
     if command is not TRAIN:
         return "\n".join(parts)
     backbones = f"backbones that dino_ds builds itself: {', '.join(BACKBONES)}"
-    return "\n".join([*parts, *textwrap.wrap(backbones, 120, subsequent_indent="  "), "", _EXAMPLES])
+    return "\n".join([*parts, *textwrap.wrap(backbones, 120, subsequent_indent="  "), "", _RULES, _EXAMPLES])
 
 
-def _head(command: Command) -> list[str]:
-    """Usage, summary and recipes."""
+def _head(command: Command, *recipes: str) -> list[str]:
+    """Usage, summary and, of `train`, recipes by purpose: those of these sections of elsewhere.yaml."""
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""
     bare = "".join(f" {name.upper()}" for name in command.bare)
     parts = [f"usage: dino-ds {command.name}{bare}{ds}{recipe}{train}"]
-    if command is TRAIN:
-        parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
-    parts += ["", command.summary, ""]
-    if command.takes_recipe:
-        recipes = textwrap.wrap(f"recipes: {', '.join(recipe_names())}", 120, subsequent_indent=" " * 9)
-        parts += [*recipes, ""]
-    return parts
+    if command is not TRAIN:
+        return [*parts, "", command.summary, ""]
+    parts.append("       deepspeed [--num_gpus N] dino_ds/train.py [the same options]")
+    purposes: dict[str, list[str]] = {}
+    for name, purpose in (pair for section in recipes for pair in words_elsewhere(section).items()):
+        purposes.setdefault(purpose, []).append(name)
+    rows = [(purpose, "", " ".join(names)) for purpose, names in purposes.items()]
+    return [*parts, "", command.summary, "", "recipes by what they are for", *_rows(rows, 120), ""]
+
+
+def _stages(key: Option) -> str:
+    stages = key.fact("stages")
+    return f" (ZeRO {', '.join(map(str, stages))})" if stages else ""
 
 
 def _row(option: Option) -> tuple[str, str, str]:
     one = "N" if option.type.startswith(("integer", "number")) else "X"
     several = " X X ..." if option.takes_words else f" {one},{one}" if option.takes_list else f" {one}"
     return f"--{option.name}{'' if option.is_switch else several}", option.default, meaning(option)
-
-
-def configs_markdown() -> str:
-    """The page of options, as Markdown."""
-    parts = [_INTRO, "## Options of `train`\n", *_table(("option", "default", "what it does"), (
-        (f"`--{o.name}`", o.default, o.description) for o in TRAIN.all_options
-    )), "\nOther commands (`dino-ds COMMAND --help`): " + ", ".join(
-        f"`{one.name}`" for group in GROUPS for one in _commands_of(group) if one is not TRAIN
-    ) + ".", "\n## Recipe\n", f"Shipped recipes: {', '.join(f'`{n}`' for n in recipe_names())}.\n", *_table(
-        ("key", "type", "default", "what it is"),
-        ((f"`{o.name}`", o.type, f"`{o.default}`", o.description) for o in recipe_options()),
-    ), "\n`model.backbone` is any of timm's names or module:Class ([backbones](backbones.md)); dino_ds itself builds "
-        + ", ".join(f"`{name}`" for name in BACKBONES) + ".", "\n## ds JSON\n",
-        "Every key with an effect. DeepSpeed's documentation has the details; the file may hold comments (hjson).\n",
-        *_table(("key", "type", "ZeRO stages", "what it does"), _ds_rows()), "\n### Refused\n",
-        "Keys of DeepSpeed that have no effect here or would make training wrong.\n",
-        *_table(("keys", "why"), _refused_rows()), "",
-    ]  # fmt: skip
-    return "\n".join(parts)
-
-
-def _ds_rows() -> Iterator[tuple[str, ...]]:
-    for name, key in KEYS.items():
-        stages = ", ".join(map(str, key.fact("stages", ["all"])))
-        yield f"`{name}`", key.type + " (required)" * key.info.is_required(), stages, key.description
-
-
-def _refused_rows() -> Iterator[tuple[str, ...]]:
-    """One row per reason, with all its keys."""
-    keys: dict[str, list[str]] = {}
-    for key, why in words_elsewhere("refused_ds_keys").items():
-        keys.setdefault(why, []).append(f"`{key}`")
-    return ((", ".join(names), why) for why, names in keys.items())
-
-
-def _table(header: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(row)} |" for row in (header, ("---",) * len(header), *rows)]
 
 
 def _rows(rows: list[tuple[str, str, str]], width: int = 110) -> list[str]:
@@ -190,7 +156,3 @@ def _rows(rows: list[tuple[str, str, str]], width: int = 110) -> list[str]:
         text = textwrap.wrap(f"{description} ({default})" if default else description, width - left - 2)
         lines += [f"  {name:<{left}}{text[0]}", *(" " * (left + 2) + line for line in text[1:])]
     return lines
-
-
-if __name__ == "__main__":
-    print(configs_markdown(), end="")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,17 +15,8 @@ from typing import Any
 from dino_ds.config.chosen_weights import NEWEST, chosen_model
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.stages import (
-    Given,
-    begun_stages,
-    check_chain,
-    default_folder,
-    holds_run,
-    nothing_to_resume,
-    stage_folder,
-)
+from dino_ds.config.stages import Given, default_folder, holds_run, nothing_to_resume
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.definition import Command, field_of
 from dino_ds.options.elsewhere import check_networks
@@ -55,7 +47,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if command.takes_recipe:
         try:
             backbone = flags.recipe.get("model.backbone", given.get("backbone"))
-            check_networks((config or given.get("stages") or "").split(","), backbone)
+            check_networks((config or "").split(","), backbone)
             if command is TRAIN:
                 options, files = _read_train(options, config, flags.recipe)
             else:
@@ -102,40 +94,28 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
 def _read_train(
     options: TrainOptions, config: str | None, overrides: Mapping[str, str]
 ) -> tuple[TrainOptions, dict[str, Any]]:
-    """`train`'s options with a run folder, the recipe of its (first) stage, and what is given of each.
+    """`train`'s options with a run folder, its recipe, and what is given of that.
 
     Raises ConfigError, and CheckpointError where --from is not a run.
     """
-    configs = [config] if options.stages is None else [word.strip() for word in options.stages.split(",")]
-    if options.stages is not None and (config is not None or not all(configs)):
-        raise ConfigError("--stages RECIPE,RECIPE,... names the recipes: leave out --config, and empty names")
-    if options.stages is not None and type(options.resume) is int:
+    if options.print is not None and (options.from_ or options.resume is not False):
         raise ConfigError(
-            f"--resume {options.resume} with --stages: which stage's step is not said; give --resume alone"
+            "--print writes what --config and keys of the recipe say: leave out --from and --resume; the recipe of a "
+            "run is RUN/config.yaml"
         )
-    if options.print is not None and (options.from_ or options.stages or options.resume is not False):
-        raise ConfigError(
-            "--print writes what --config and keys of the recipe say: leave out --from, --stages and --resume; the "
-            "recipe of a run is RUN/config.yaml"
-        )
-    if options.weights != NEWEST and options.from_ is None and options.stages is None:
-        raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it, or --stages")
-    if not options.run_dir and config is None and options.from_ is not None and options.stages is None:
+    if options.weights != NEWEST and options.from_ is None:
+        raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it")
+    if not options.run_dir and config is None and options.from_ is not None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
     place, note = options.run_dir, ""
     if not options.run_dir:
-        name = "-".join(Path(one or "vits16").stem for one in configs)
-        place, note = default_folder(name, options.resume is not False, os.environ)
+        place, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
-    given = tuple(Given(one, overrides, [note] if note else []) for one in configs)
-    first = Path(options.run_dir) if options.stages is None else stage_folder(options.run_dir, 1, given[0])
-    alone = config is None and options.from_ is None
-    if alone and options.stages is None and options.resume is not False:
-        _check_resumed(Path(options.run_dir), overrides, may_start=options.resume == "auto")
-    recipe = given[0].of_start(first, options.from_, options.resume is not False, by_own=alone)
-    if recipe.model.backbone != FROM_SOURCE:
-        check_chain(recipe, given[1:])
-    return options, {"recipe": recipe, "given": given}
+    given, run_dir = Given(config, overrides, [note] if note else []), Path(options.run_dir)
+    alone, resumes = config is None and options.from_ is None, options.resume is not False
+    if alone and resumes:
+        _check_resumed(run_dir, overrides, may_start=options.resume == "auto")
+    return options, {"recipe": given.of_start(run_dir, options.from_, resumes, by_own=alone), "given": given}
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, str], may_start: bool) -> None:
@@ -149,11 +129,6 @@ def _check_resumed(run_dir: Path, overrides: Mapping[str, str], may_start: bool)
         )
     if is_run or may_start:
         return
-    if stages := begun_stages(run_dir):
-        raise ConfigError(
-            f"{run_dir} holds stages of training: give their --stages again with --resume, or continue one of them, "
-            f"--run_dir {stages[-1]}"
-        )
     if not names_images:
         raise nothing_to_resume(run_dir)
 
@@ -166,11 +141,10 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
         option = known.get(name)
         if name in ("json", "debug", "print") or "=" in name:
             raise ConfigError(f"{name}: not an option in Python")
-        if value is None and (option is not None or name == "ds"):
-            continue
-        name = option.name if option else name
-        several = value if option and option.takes_words and isinstance(value, list | tuple) else [value]
-        words += [f"--{name}={_text(name, one)}" for one in several]
+        if value is not None or (option is None and name != "ds"):
+            name = option.name if option else name
+            several = value if option and option.takes_words and isinstance(value, list | tuple) else [value]
+            words += [f"--{name}={_text(name, one)}" for one in several]
     return words
 
 
@@ -181,33 +155,28 @@ def _flat(prefix: str, values: Mapping[Any, Any], known: Mapping[str, Any]) -> I
         if not isinstance(value, Mapping):
             yield name, value
         elif name in known:
-            raise ConfigError(f"{name}: a dict is not a value; {_SECTIONS}")
+            raise ConfigError(
+                f"{name}: a dict is not a value; name a file, and set keys beside it: "
+                'data={"root": X}, ds={"zero_optimization": {"stage": 1}}'
+            )
         else:
             yield from _flat(f"{name}.", value, known)
-
-
-_SECTIONS = """name a file, and set keys beside it: data={"root": X}, ds={"zero_optimization": {"stage": 1}}"""
 
 
 def _text(name: str, value: Any) -> str:
     """A value as one writes it on the command line. Raises ConfigError for what can't be written there."""
     if getattr(value, "shape", None) == ():
         value = value.item()  # a number of numpy's or torch's
-    if value is None:
-        return "null" if name.startswith("ds.") else "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
+    if name.startswith("ds.") and isinstance(value, list | tuple | None):
+        return json.dumps(value, default=str)
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value).lower()
     if isinstance(value, str | os.PathLike):
         text = str(os.fspath(value))
         return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does it
-    if isinstance(value, list | tuple):
-        parts = [_text(name, one) for one in value]
-        if name.startswith("ds."):  # lists of numbers alone
-            return f"[{', '.join(parts)}]"
-        if not any("," in part for part in parts):
-            return ",".join(parts)
+    parts = [_text(name, one) for one in value] if isinstance(value, list | tuple) else [","]
+    if not any("," in part for part in parts):
+        return ",".join(parts)
     given = f"{value!r:.80}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
     raise ConfigError(
         f"{name}: {given} can't be given; a value is text, a number, True, False, None, a path, or a list of those "

@@ -20,7 +20,7 @@ from dino_ds.data.decode import open_image
 from dino_ds.data.root import check_split, test_folder
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.data import AdviseOptions
+from dino_ds.options.commands import AdviseOptions
 from dino_ds.planning.advice import Row, advise, fewer_gpus
 from dino_ds.planning.gpus import named_gpu
 from dino_ds.planning.measure.machine import find_gpus

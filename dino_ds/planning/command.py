@@ -18,7 +18,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.trained import ALL
-from dino_ds.options.machine import PlanOptions
+from dino_ds.options.commands import PlanOptions
 from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches, with_backbone
 from dino_ds.planning.gpus import REACHED, Cluster, describe_hours, hours, named_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes

@@ -22,7 +22,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import one_line
-from dino_ds.options.machine import DoctorOptions
+from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -11,7 +11,7 @@ from typing import Any
 from dino_ds import __version__
 from dino_ds.basics.durable import replace_file
 from dino_ds.errors import ConfigError
-from dino_ds.options.run import ReportOptions
+from dino_ds.options.commands import ReportOptions
 from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.folder import RunFiles, read_run
 from dino_ds.report.html import build_document, render

@@ -25,7 +25,7 @@ from dino_ds.report.text import duration, gib, nats, number, percent
 
 _EVALUATED_ON = (
     *("data.source", "data.root", "crops.global_size"),
-    *("eval.root", "eval.k", "eval.temperature", "eval.bank_images", "eval.test_images"),
+    *("eval.root", "eval.k", "eval.bank_images", "eval.test_images"),
 )
 """Settings that an accuracy depends on besides the network: if they differ accuracies can't be compared."""
 _NO_BEST = ("_train", "regularisation", "feature_std", "uniformity", "alignment", "rankme")

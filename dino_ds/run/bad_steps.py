@@ -13,6 +13,7 @@ from dino_ds.method.step import MicroStep
 from dino_ds.run.run import Run
 
 _FILE = "bad_batches.jsonl"
+_MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
 
 
 class BadSteps:
@@ -29,7 +30,7 @@ class BadSteps:
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
         """Report a skipped step; `window` is what this rank has trained on. Every rank calls it.
 
-        Raises NumericError, on all ranks, at the last bad step that `max_bad_steps` allows, or if the scale can't fall.
+        Raises NumericError, on all ranks, at the last bad step that is allowed, or if the scale can't fall.
         """
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
@@ -54,11 +55,10 @@ class BadSteps:
         if culprits and len(found) > 1:
             what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
         what = f"{what}, after step {step.applied_steps}"
-        limit = run.options.max_bad_steps
-        self._log.info(Event(f"{what}: nothing moved ({self._in_a_row} in a row; {limit} stop the run)", "not finite"))
-        if self._in_a_row >= limit:
+        self._log.info(Event(f"{what}: nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite"))
+        if self._in_a_row >= _MOST:
             raise NumericError(
-                f"{what}, {limit} times in a row; checkpoints in {run.path} are from before. Look at the images "
+                f"{what}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
                 f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dino_ds import __version__
-from dino_ds.config.own_recipe import STARTED_IN
+from dino_ds.config.begun_with import STARTED_IN
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.health.files import now

@@ -36,8 +36,6 @@ def loop_options(
         last_step=last_step,
         log_every=recipe.log_every,
         save_every=None if every == "auto" else every.in_steps(batch, epoch_steps),
-        hours_between_failures=recipe.expected_hours_between_failures,
-        max_bad_steps=recipe.max_bad_steps,
         max_bad_fraction=recipe.data.max_bad_fraction,
         teacher_groups=tuple(group.name for group in recipe.groups if recipe.taught_by in group.teachers),
         balanced=recipe.objective.centering == "sinkhorn",

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
+HOURS_BETWEEN_FAILURES = 24.0  # of the whole job: an assumption
 FIRST_SAVE_AFTER = 5
 """Steps of this process before its first save, by which the cost is known and a broken disk is noticed early."""
 _SHORTEST, _LONGEST = 30.0, 3600.0  # seconds

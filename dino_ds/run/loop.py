@@ -16,7 +16,7 @@ from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_steps import BadSteps
 from dino_ds.run.image_reports import constant_images, part_shares
-from dino_ds.run.intervals import SaveClock
+from dino_ds.run.intervals import HOURS_BETWEEN_FAILURES, SaveClock
 from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
 from dino_ds.run.saver import Saver
@@ -33,7 +33,7 @@ class Loop:
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
         options, start = run.options, run.step.applied_steps
-        self._saves = SaveClock(options.save_every, start, options.epoch_steps, options.hours_between_failures)
+        self._saves = SaveClock(options.save_every, start, options.epoch_steps, HOURS_BETWEEN_FAILURES)
         self._window: list[tuple[MicroStep, list[str], Tensor, list[Tensor]]] = []
         self._ahead: list[tuple[Batch | None, Inputs]] = []
         self._window_start = run.state.position

@@ -120,8 +120,6 @@ class LoopOptions:
     last_step: int
     log_every: int
     save_every: int | None
-    hours_between_failures: float
-    max_bad_steps: int
     max_bad_fraction: float
     teacher_groups: tuple[str, ...]
     balanced: bool

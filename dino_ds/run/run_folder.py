@@ -12,11 +12,18 @@ from pathlib import Path
 from dino_ds.basics.durable import discard, replace_file, why_not_writable
 from dino_ds.basics.names import BEST_TEACHER
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.config.begun_with import ENVIRONMENT, HELD_OUT_BY, ORIGIN, Origin, holds_out_by_line, read_run_id
+from dino_ds.config.begun_with import (
+    ENVIRONMENT,
+    HELD_OUT_BY,
+    ORIGIN,
+    Origin,
+    holds_out_by_line,
+    read_run_id,
+    started_in,
+)
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe, load_recipe
-from dino_ds.config.own_recipe import started_in
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, nothing_to_resume
 from dino_ds.engine import distributed

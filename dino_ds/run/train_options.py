@@ -31,12 +31,7 @@ class TrainOptions:
     from_: str | None = option(
         None, "begin a stage with RUN or RUN/checkpoints/step_N; what is not set is as in RUN's recipe"
     )
-    stages: str | None = option(
-        None, "RECIPE,RECIPE,...: train each --from the one before, in RUN_DIR/1_RECIPE, RUN_DIR/2_RECIPE, ..."
-    )
-    weights: Annotated[
-        WeightsName, Field(description="what --from and each of --stages begins with: newest, best, or step_N")
-    ] = "newest"
+    weights: Annotated[WeightsName, Field(description="what --from begins with: newest, best, or step_N")] = "newest"
     max_steps: Count | None = option(
         None, "stop after N steps; schedules stay as they are", shown="the recipe's length"
     )

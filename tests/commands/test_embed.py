@@ -99,8 +99,9 @@ def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
     assert not list(tmp_path.glob("*/*.parts"))
 
 
-def test_means_maps_and_16_bits(place, expected, tmp_path):
-    embed.run(_options(place, tmp_path / "mean.npy", what="mean"))
+def test_means_maps_and_16_bits(place, expected, tmp_path, capsys):
+    embed.run(_options(place, tmp_path / "mean.npy", what="mean", json=True))
+    assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]
     _check(np.load(tmp_path / "mean.npy"), expected["mean"])
     embed.run(_options(place, tmp_path / "maps.npy", what="patches", half=True))
     maps = np.load(tmp_path / "maps.npy")
@@ -174,7 +175,7 @@ def few(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["csv", "npy", "pt", "parquet"])
+@pytest.mark.parametrize("form", ["csv", "npy"])
 def test_a_kill_at_any_rename_is_gone_on_from(few, tmp_path, monkeypatch, form):
     """Before it and behind it: the same command ends with the same files as one that nobody killed, and with no others.
     Names that are not UTF-8 are printed as in every list of the images."""
@@ -225,24 +226,17 @@ def _other_images(place, parts):
         os.utime(path, ns=(time, time))
 
 
-def _touched(place, parts):
-    os.utime(next((place / "images").rglob("*.png")), (1, 1))
-
-
 def _described(place, **values):
     (place / "teacher.json").write_text(json.dumps(read_sidecar(place / "teacher.safetensors") | values))
 
 
 CONTINUED_WITH_OTHERS = {
     "images": (_other_images, "0 of another size, 64 of 64 that were read of other content"),
-    "times": (_touched, "150 images of the same names, whose files have other sizes or times"),
     "one more": (lambda place, _: image_folder(place / "images/more", 1), "150 -> 151 images: "),
     "normalisation": (lambda place, _: _described(place, mean=[0, 0, 0], std=[1, 1, 1]), r"normalisation.mean \[0.485"),
     "range": (lambda place, _: _described(place, value_range=[0, 4095]), r"value_range .* -> \[0.0, 4095.0\]"),
     "old": (lambda _, parts: (parts / "about.json").write_text("{}"), "about.json does not say of which"),
     "cut": (lambda _, parts: os.truncate(parts / "about.json", 40), "about.json does not say of which"),
-    "list": (lambda _, parts: (parts / "about.json").write_text("[1]"), "about.json does not say of which"),
-    "gone": (lambda _, parts: (parts / "about.json").unlink(), "about.json does not say of which"),
 }
 
 
@@ -265,10 +259,7 @@ def _swapped(part):
 DAMAGES = {
     "flipped": lambda part: part.write_bytes(part.read_bytes()[:-1] + bytes([part.read_bytes()[-1] ^ 1])),
     "cut": lambda part: os.truncate(part, 200),
-    "empty": lambda part: os.truncate(part, 0),
-    "a pipe": lambda part: (part.unlink(), os.mkfifo(part)),
     "seal cut": lambda part: os.truncate(part.with_suffix(".json"), 5),
-    "seal odd": lambda part: part.with_suffix(".json").write_text("[]"),
     "seal gone": lambda part: part.with_suffix(".json").unlink(),
     "swapped": _swapped,
 }
@@ -327,7 +318,12 @@ def test_bad_input_is_refused_before_anything_is_written(place, tmp_path, change
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_there_is_not_overwritten(place, tmp_path):
+def test_a_file_that_is_there_is_not_overwritten_and_nothing_is_left_of_unreadable_images(place, tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"broken")
+    with pytest.raises(DataError, match="none of 1 images can be read"):
+        embed.run(_options(place, tmp_path / "x.npy", root=str(tmp_path / "images")))
+    assert not list(tmp_path.glob("x.npy*"))
     (tmp_path / "x.csv").write_text("mine")
     with pytest.raises(ConfigError, match=r"x\.csv is there already"):
         embed.check(_options(place, tmp_path / "x.npy"))  # x.csv has the names of its rows
@@ -361,13 +357,3 @@ def test_a_model_of_other_channels_than_the_images_is_refused_before_they_are_re
     Image.new("RGB", (40, 40)).save(tmp_path / "bands" / "b.jpg")  # one that fits, of those not opened here
     assert embed.write(given)["notes"][0].startswith("1 files that can't be read are left out")
     assert np.isfinite(np.load(tmp_path / "x.npy")).all(axis=1).tolist() == [False, True]
-
-
-def test_images_of_which_none_can_be_read(place, tmp_path, capsys):
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match="none of 1 images can be read"):
-        embed.run(_options(place, tmp_path / "x.npy", root=str(tmp_path / "images")))
-    assert not list(tmp_path.glob("x.npy*"))
-    embed.run(_options(place, tmp_path / "y.npy", json=True))
-    assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]

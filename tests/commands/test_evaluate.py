@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from dino_ds.commands import evaluate
 from dino_ds.commands.evaluate import run
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals import suite
 from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
@@ -103,14 +101,6 @@ def test_every_evaluation_gives_numbers(made, labelled):
     assert _results(made) == results  # what was not asked for again stays
 
 
-def test_flags_become_settings(place, monkeypatch):
-    seen = []
-    monkeypatch.setattr(evaluate, "evaluate", lambda name, context: seen.append(context.settings) or {})
-    flags = {"size": 64, "temperature": 0.2, "images": 7, "epochs": 5, "batch": 16, "workers": 1}
-    _run(place, "knn,linear-sgd", k=(3, 4), **flags)
-    assert seen == 2 * [Settings(ks=(3, 4), **flags)]
-
-
 def test_test_images_that_are_training_images_are_said(place, capsys):
     """By content, whatever the folders are called; k-NN with k 1 is 100 % there without any learning."""
     _run(place, root=str(place / "test"), k=(1,))
@@ -131,14 +121,9 @@ def test_test_images_that_are_training_images_are_said(place, capsys):
         (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
     ],
 )
-@pytest.mark.parametrize("form", ["folder", "tar"])
-def test_shared_images_are_found_by_name_and_content(made, tmp_path, form, change, shared):
+def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, shared):
     root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
     change(root)
-    if form == "tar":
-        with tarfile.open(tmp_path / "copy.tar", "w") as archive:
-            archive.add(root, "")
-        root = tmp_path / "copy.tar"
     train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
     (note,) = note_on_shared(["knn"], train, test, "--test_root")
     assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
@@ -146,25 +131,15 @@ def test_shared_images_are_found_by_name_and_content(made, tmp_path, form, chang
     assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
 
 
-def test_statistics_need_no_labels(place):
+def test_statistics_and_retrieval_need_one_set_of_images(place):
     _run(place, "statistics", root=str(place / "plain"), test_root=None)
     found = _results(place)["statistics"]
     assert found.keys() == {"feature_std", "rankme", "uniformity", "alignment"} and found["alignment"] > 0
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
-
-
-def test_statistics_need_no_training_images_of_each_class(place):
-    """Of labelled images, whatever they are called, they tell the purity too."""
-    for images in ({"images": 2}, {"test_root": None}):
-        _run(place, "statistics", **images)
-        found = read_results(place / "results.json")["statistics"]
-        assert any(name.startswith("purity_") for name in found["results"]) and found["train_images"] is None
-
-
-def test_retrieval_needs_one_set_of_images(place):
-    """Their own classes, which no other images must have."""
-    _run(place, "retrieval", test_root=None)
-    assert 0 < _results(place)["retrieval"]["retrieval_map"] < 100
+    _run(place, "statistics,retrieval", test_root=None)  # labelled ones, whatever they are called
+    results = read_results(place / "results.json")
+    assert any(name.startswith("purity_") for name in results["statistics"]["results"])
+    assert 0 < results["retrieval"]["results"]["retrieval_map"] < 100
 
 
 def test_two_ranks_give_what_one_gives(place, labelled):
@@ -174,13 +149,6 @@ def test_two_ranks_give_what_one_gives(place, labelled):
     assert two.keys() == labelled.keys()
     for name, kept in labelled.items():
         assert two[name] == pytest.approx(kept["results"], rel=1e-3, abs=1e-4)
-
-
-def test_rank_0_prints_alone(place):
-    """Of evaluations that take no features of the training images none are computed for the table: that would wait for
-    ranks that are done."""
-    run_on_ranks(_run, place, "statistics", json=False)
-    assert _results(place).keys() == {"statistics"}
 
 
 def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
@@ -209,7 +177,6 @@ def test_labelled_images_and_benchmarks_in_one_command(place):
     ("evals", "changes", "words"),
     [
         ("knn", {"epochs": 3}, "--epochs changes nothing of knn: it is for linear-sgd; add one to --evals, or leave"),
-        ("linear,ridge", {"k": (3,)}, "--k changes nothing of linear, ridge"),
         ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis"),
         ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
     ],
@@ -248,7 +215,12 @@ def test_what_is_no_number_is_null(place, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "it is a folder"), ("{", "can't be written"), ("[]", "not a JSON object")]
+    ("content", "words"),
+    [
+        (None, "it is a folder"),
+        ("{", "can't be written"),
+        ('{"name": 1}', "something else than results of dino-ds eval"),
+    ],
 )
 def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, words):
     """Not after the evaluation, which may take hours."""
@@ -263,13 +235,6 @@ def test_a_place_for_results_is_looked_at_first(place, monkeypatch, content, wor
         _run(place, out=str(place / "nowhere/results.json"))
 
 
-def test_a_file_of_something_else_is_not_written_over(place):
-    (place / "package.json").write_text('{"name": "mine"}')
-    with pytest.raises(ConfigError, match="holds something else than results of dino-ds eval; fix it, or name"):
-        _run(place, out=str(place / "package.json"))
-    assert (place / "package.json").read_text() == '{"name": "mine"}'
-
-
 def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
     """--out does not spare its own file."""
     (place / "config.yaml").write_text("")
@@ -280,59 +245,20 @@ def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
         _run(place)
 
 
-def test_fewer_images_than_neighbours():
-    """What has no k neighbours is left out and said; where nothing is left, it is an error."""
-    rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
-    notes: list[str] = []
-    settings = Settings(ks=(6, 10, 20))
-    context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, settings=settings, note=notes.extend)
+def test_what_evaluations_draw_and_leave_out():
+    """Of each class for few-shot; what has no k neighbours, which is said, and an error where nothing is left."""
+    labels = torch.tensor([0] * 50 + [1] * 16 + [2])
+    drawn, others = (draw_balanced(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert torch.bincount(labels[drawn]).tolist() == [5, 2, 1]
+    assert len(drawn.unique()) == len(drawn) and not torch.equal(drawn, others)
+    rows, notes = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()
+    context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, note=notes.extend)
+    context.settings = Settings(ks=(6, 10, 20))
     assert list(EVALUATIONS["knn"](context)) == ["knn_6"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
     context.settings = Settings(ks=(10, 20))
     with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
         EVALUATIONS["knn"](context)
-
-
-def test_few_shot_images_are_drawn_by_class():
-    labels = torch.tensor([0] * 50 + [1] * 16 + [2])
-    drawn, others = (draw_balanced(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    assert torch.bincount(labels[drawn]).tolist() == [5, 2, 1]
-    assert len(drawn.unique()) == len(drawn) and not torch.equal(drawn, others)
-
-
-def test_few_shot_is_the_mean_of_its_draws(monkeypatch):
-    accuracies = iter([10.0, 20.0, 60.0, 1.0, 1.0, 4.0])
-    monkeypatch.setattr(suite, "fit_linear", lambda *_, **how: SimpleNamespace(accuracy=lambda *_: next(accuracies)))
-    rows = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2)
-    found = EVALUATIONS["few-shot"](SimpleNamespace(train=rows, test=rows, settings=Settings(), give_up=None))
-    assert found == {"few_shot_1%": 30, "few_shot_10%": 2}
-
-
-def test_the_temperature_of_votes_and_who_is_judged():
-    """One image is the query itself, two of the other class are near: a low temperature hears the nearest alone."""
-    labels = torch.tensor([0, 1, 1])
-    train = Labelled(torch.tensor([[1.0, 0.0], [0.9, 0.44], [0.9, -0.44]]), labels, 2)
-    test = Labelled(train.features[:1], labels[:1], 2)
-    accuracies = []
-    for temperature in (0.01, 10):
-        settings = Settings(ks=(3,), temperature=temperature)
-        context = SimpleNamespace(train_indices=range(3), train=train, test=test, settings=settings)
-        accuracies.append(EVALUATIONS["knn"](context)["knn_3"])
-    assert accuracies == [100, 0]
-    features = torch.tensor([[1.0], [2.0], [-1.0], [-2.0]]).repeat(5, 1)
-    train = Labelled(features, (features[:, 0] > 0).long(), 2)
-    test = Labelled(features, 1 - train.labels, 2)
-    context = SimpleNamespace(train=train, test=test, settings=Settings(), give_up=lambda: False)
-    found = EVALUATIONS["linear"](context)
-    assert (found["linear"], found["linear_train"]) == (0, 100)
-
-
-def test_retrieval_asks_a_sample_of_many(monkeypatch):
-    """Drawn: the first ones, of folders of classes, would all be of one class."""
-    monkeypatch.setattr(suite, "_RETRIEVAL_IMAGES", 10)
-    features = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
-    context = SimpleNamespace(any_labelled=Labelled(features, torch.arange(40) // 20, 2), settings=Settings())
-    assert 0 < EVALUATIONS["retrieval"](context)["retrieval_map"] < 100
 
 
 def test_bad_input_at_the_command_line(place, capsys):

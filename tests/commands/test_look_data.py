@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 
 from dino_ds.commands import look_data
-from dino_ds.commands.data_report import report
-from dino_ds.commands.data_statistics import Facts, look_at, summarise
+from dino_ds.commands.data_statistics import Facts, look_at, report, summarise
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
@@ -25,7 +24,7 @@ from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.data import LookDataOptions
+from dino_ds.options.commands import LookDataOptions
 from tests.data.files import tiff
 
 SMALL = {"data.workers": "0", "crops.global_size": "32", "crops.local_size": "16", "crops.num_local": "3"}
@@ -81,28 +80,15 @@ def test_statistics_are_those_of_the_files(folder, looked):
         str(folder / "dogs/empty.jpg"),
         str(folder / "dogs/words<b>.png"),
     }
-    assert found["unreadable"]["reasons"] == {"empty file": 1, "not an image": 1}
     assert found["modes"] == {"RGB": 3, "L": 1, "P": 1}
     assert found["formats"] == {"PNG": 2, "JPEG": 2, "GIF": 1}
     # Upright: 90 x 60 on its side is 60 x 90.
     assert found["width"] == {"min": 40, "median": 60, "max": 100}
     assert found["height"] == {"min": 30, "median": 50, "max": 90}
-    assert found["aspect_ratio"]["max"] == 2 and found["aspect_ratio"]["min"] == 0.6667
-    sizes = [(folder / name).stat().st_size for name in ("cats/a.png", "cats/grey.jpg", "dogs/turned.jpg")]
-    assert found["file_bytes"]["min"] <= min(sizes) and found["file_bytes"]["max"] >= max(sizes)
     assert found["classes"]["counts"] == {"cats": 3, "dogs": 4}
-    assert found["shorter_side"] == {"min": 30, "median": 50, "max": 64}
     text = report(found)
-    for words in ("empty.jpg (empty file)", "words<b>.png (not an image)", "cats 3", "0.67 to 2"):
+    for words in ("empty.jpg (empty file)", "words<b>.png (not an image)", "cats 3"):
         assert words in text, words
-
-
-def test_the_folder_whose_folders_are_classes_is_named(folder, tmp_path):
-    (tmp_path / "all").symlink_to(folder)
-    words = look(tmp_path, tmp_path, as_json=False)
-    assert f"all lie in one folder, whose folders are classes with --data.root {tmp_path}/all\n" in words
-    noise(0, 40, 30).save(tmp_path / "beside.png")
-    assert look(tmp_path, tmp_path)["class_folder"] is None
 
 
 @pytest.mark.slow
@@ -161,11 +147,11 @@ def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked, tmp_p
     assert {(232, 89, 12), (28, 126, 214)} <= colors
 
 
-def test_embedded_photos_have_neither_files_nor_formats():
+def test_embedded_photos_have_no_formats():
     recipe = load_recipe("quickstart", {})
     source = build_source("photos", None, "train", False)
     found = summarise(look_at(source, 40, 0, 0, recipe.data.max_pixels), source)
-    assert found["file_bytes"] is None and found["formats"] == {"none": 40} and found["looked_at"] == 40
+    assert found["formats"] == {"none": 40} and found["looked_at"] == 40
     assert found["classes"]["count"] == 18
 
 
@@ -191,24 +177,7 @@ def test_images_of_other_channels_are_described():
     assert described == [(index, 30, 20, "2 channels", None) for index in range(3)]
 
 
-def test_images_beyond_the_limit_of_pixels_are_unreadable(folder):
-    source = build_source("folder", str(folder), "train", False)
-    found = summarise(look_at(source, 0, 0, 0, 4000), source)
-    assert found["unreadable"]["count"] == 5
-    assert found["width"]["max"] <= 64
-
-
-@pytest.mark.parametrize(
-    ("out", "words"),
-    [("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is not a writable folder")],
-)
-def test_impossible_places(folder, tmp_path, out, words):
-    options = LookDataOptions(images=1, sample=0, out=str(tmp_path / out), json=False)
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        look_data.run(options, recipe=recipe_for(folder))
-
-
-def test_nothing_to_look_at(tmp_path):
+def test_nothing_to_look_at_and_no_place_for_the_sheet(folder, tmp_path):
     empty, broken = tmp_path / "empty", tmp_path / "broken"
     empty.mkdir()
     broken.mkdir()
@@ -217,6 +186,9 @@ def test_nothing_to_look_at(tmp_path):
         with pytest.raises(DataError, match=words):
             look(root, tmp_path)
     assert list(tmp_path.glob("*look*")) == []
+    for out, words in (("sheet.jpg", "must end in .png"), ("nowhere/sheet.png", "nowhere is not a writable folder")):
+        with pytest.raises(ConfigError, match=words):
+            look_data.run(LookDataOptions(out=str(tmp_path / out)), recipe=recipe_for(folder))
 
 
 @pytest.mark.parametrize(
@@ -234,39 +206,24 @@ def test_deep_images_are_shown_with_their_values(tmp_path, kind, text):
     assert found["values"] == {name: {"images": 1, "min": 0, "max": 3998}, "uint8": {"images": 1}}
 
 
-def test_the_longest_of_images_have_boxes(tmp_path):
-    """Of less than a pixel on the sheet."""
-    (tmp_path / "images").mkdir()
-    noise(0, 4000, 2).save(tmp_path / "images/wide.png")
-    noise(1, 1, 3000).save(tmp_path / "images/high.png")
-    assert look(tmp_path / "images", tmp_path, images=2)["unreadable"]["count"] == 0
-
-
-def test_files_beyond_the_range_are_counted_as_those_that_training_skips(tmp_path):
+def test_files_beyond_the_range_or_of_other_channels_are_those_that_training_skips(tmp_path):
     """Of the images looked at, which may be more than those that the range was sought in."""
     (tmp_path / "images").mkdir()
     for number, top in enumerate((4000, 60000, 3000, 20)):
         values = np.linspace(0, top, 2000).astype(np.uint16).reshape(40, 50)
         (tmp_path / f"images/{number}.tif").write_bytes(tiff(values))
+    np.save(tmp_path / "images/six.npy", np.zeros((20, 30, 6), np.uint8))
     found = look(tmp_path / "images", tmp_path, images=2, **{"data.value_range": "0,4095"})
-    (entry,) = found["unreadable"]["files"]
     reason = "uint16 values, 0 to 60000: beyond data.value_range 0,4095"
-    assert entry == {"name": str(tmp_path / "images/1.tif"), "reason": reason}
+    assert found["unreadable"]["files"] == [
+        {"name": str(tmp_path / "images/1.tif"), "reason": reason},
+        {"name": str(tmp_path / "images/six.npy"), "reason": "6 channels, 3 are wanted"},
+    ]
     assert found["values"] == {"uint16": {"images": 3, "min": 0, "max": 4000}}
     said = report(found)
     assert "\n              1 of 4 images looked at that are deeper than 8 bits are skipped" in said
     assert f"/1.tif ({reason}): store all images alike" in said
     assert "1 of 4 images looked at that are deeper than 8 bits use less than 1% of data.value_range 0,4095" in said
-
-
-def test_files_of_other_channels_are_those_that_training_skips(tmp_path):
-    (tmp_path / "images").mkdir()
-    noise(0, 40, 30).save(tmp_path / "images/a.png")
-    np.save(tmp_path / "images/six.npy", np.zeros((20, 30, 6), np.uint8))
-    found = look(tmp_path / "images", tmp_path, images=1)
-    (entry,) = found["unreadable"]["files"]
-    assert entry == {"name": str(tmp_path / "images/six.npy"), "reason": "6 channels, 3 are wanted"}
-    assert found["modes"] == {"RGB": 1}
 
 
 def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):

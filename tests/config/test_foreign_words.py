@@ -35,33 +35,23 @@ def _refusal(words: list[str]) -> str:
         # DINO and DINOv2.
         ("train --saveckp_freq 20", '--save_every "20 epochs"'),
         ("train --momentum_teacher 0.99", "--teacher.momentum 0.99"),
-        ("train --config-file a.yaml", "write --config a.yaml"),
         ("train train.dataset_path=/x", "write --data.root /x"),
         # Hugging Face.
         ("train --per_device_train_batch_size 8", "--ds.train_micro_batch_size_per_gpu"),
-        ("train --out x", "write --run_dir x"),
-        ("train --fp16 true", "--ds.fp16.enabled"),
         ("train --data.sampler balanced", "rare ones come more often with --data.balance classes"),
-        ("train --experiment-name a", "--run_dir runs/a"),
         # Without dashes; a key of the recipe keeps its own answer.
         ("train data=/x", "unexpected word 'data=/x': write --data.root /x"),
         ("train data.root=/x", "options begin with two dashes: --data.root=/x"),
         # Slips of the hand.
         ("train --no-save_in_background", "write --save_in_background=false"),
-        ("train --no-resume", "write --resume=false"),
         ("train --eval.evals knn linear", "several have commas between: --eval.evals knn,linear"),
-        ("eval m --evals knn linear", "several have commas between: --evals knn,linear"),
         ("eval m --k 20 50", "several have commas between: --k 20,50"),
         ("train -lr 3", "-lr: options begin with two dashes; Did you mean --optimizer.lr?"),
-        ("train -data_dir x", "-data_dir: options begin with two dashes; write --data.root"),
         ("train --help-all", "write --help all"),
-        ("train --objective.koleo 0.1", "write --objective.koleo_weight 0.1"),
         ("export m --format pth", "for PyTorch: --format safetensors, one file"),
         ("export m --format torchscript", "torch has deprecated TorchScript: --format onnx"),
         # What dino_ds had.
         ("pictures m --queries a.jpg", "dino-ds embed writes features to search in"),
-        ("pictures m --patch 3,4", "--only pca"),
-        ("pictures m --only similarity", "--only pca"),
         ("pictures m --only neighbours", "write neighbors"),
         ("pictures m --map umap", "leave it out"),
         ("pictures m --only curves", "dino-ds report RUN"),
@@ -110,16 +100,12 @@ def test_a_word_of_this_program_has_no_answer_for_another():
     [
         ("ViT-S/16", "vits16", "vit_small_patch16_224"),
         ("ViT-B/8", "vitb16 --model.patch_size 8", "vit_base_patch8_224"),
-        ("ViT-L/14", "vitl16 --model.patch_size 14", "vit_large_patch14_224"),
         ("ViT-H/14", "vith14", "vit_huge_patch14_224"),
-        ("vit_small", "vits16", "vit_small_patch16_224"),
         ("vit-b", "vitb16", "vit_base_patch16_224"),
-        ("DeiT-S", "vits16", "vit_small_patch16_224"),
         ("DINOv2 ViT-B/14", "dinov2_vitb14", "vit_base_patch14_dinov2"),
         ("dinov3_vitb", "dinov3_vitb16", "vit_base_patch16_dinov3"),
         ("vit_small_patch14_dinov2", "dinov2_vits14", None),
         ("dino_vits16", "vits16; are weights meant? --model.init_from: that is torch.hub's name", None),
-        ("dino_vits8", "vits16 --model.patch_size 8; are weights meant? --model.init_from: that is", None),
     ],
 )
 def test_a_network_s_name_in_a_paper_leads_to_a_recipe_and_to_timm_s_name(name, recipe, backbone):
@@ -141,11 +127,10 @@ def test_names_that_are_right_are_left_alone():
 
 
 def test_a_network_is_answered_wherever_a_recipe_or_a_backbone_is_read():
-    for words in ("train --config ViT-S/16", "train --stages vits16,vit_small", "plan --config vit_small"):
+    for words, said in (
+        ("plan --config vit_small", "write --config vits16$"),
+        ("plan --backbone ViT-S/16", "_224 here$"),
+    ):
         command, rest = find_command(words.split())
-        with pytest.raises(ConfigError, match=r"write --config vits16$"):
-            read(command, parse_flags(command, rest))
-    for words in ("train --model.backbone ViT-S/16", "plan --backbone vit_small"):
-        command, rest = find_command(words.split())
-        with pytest.raises(ConfigError, match=r"is vit_small_patch16_224 here$"):
+        with pytest.raises(ConfigError, match=said):
             read(command, parse_flags(command, rest))

@@ -26,14 +26,9 @@ from dino_ds.errors import ConfigError
         ("python /venv/bin/deepspeed --hostfile hosts dino_ds/train.py --config x", "hosts"),
         ("python /venv/bin/deepspeed --num_gpus 2 --hostfile=h.txt train.py", "h.txt"),
         ("python /venv/bin/deepspeed -H hosts train.py", "hosts"),
-        ("python /venv/bin/deepspeed -Hhosts train.py", "hosts"),
-        ("python /venv/bin/deepspeed --host hosts train.py", "hosts"),
         ("python -m deepspeed.launcher.runner --hostfile hosts train.py", "hosts"),
-        ("deepspeed --hostfile hosts --module dino_ds.train", "hosts"),
         ("python /venv/bin/deepspeed --num_gpus 2 train.py --hostfile x", None),
-        ("python /venv/bin/deepspeed --num_gpus 2 train.py", None),
         ("python -u -m deepspeed.launcher.launch --world_info=x train.py --hostfile x", None),
-        ("bash -c something --hostfile x", None),
         ("", None),
     ],
 )
@@ -73,6 +68,10 @@ def test_ranks_of_mpirun_and_srun(given: dict[str, str], found: tuple[str | None
     preflight.adopt_ranks(variables)
     assert tuple(variables.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")) == found
     assert variables.get("MASTER_PORT") == (None if found[0] is None else "29500")
+    preflight.adopt_ranks(inside := {"RANK": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
+    assert inside["RANK"] == "1" and len(inside) == 3
+    with pytest.raises(ConfigError, match="mpirun has started 2 processes, and MASTER_ADDR is not set"):
+        preflight.adopt_ranks({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
 
 
 def test_variables_that_are_set_to_nothing_are_not_set():
@@ -83,10 +82,6 @@ def test_variables_that_are_set_to_nothing_are_not_set():
     preflight.adopt_ranks(variables)
     rank_variables.check_ranks(variables)
     assert variables == {"HOME": ""}
-    words = [sys.executable, "-m", "dino_ds", "train", "--data.root", "/nowhere"]
-    everything = {**os.environ, **dict.fromkeys(names, "")}
-    found = subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 2 and "/nowhere does not exist" in found.stderr
 
 
 INTERRUPTED = """
@@ -117,14 +112,6 @@ def test_an_interrupted_import_is_no_wrong_installation(tmp_path: Path):
         "ConfigError the import of torchvision was interrupted in this process, and can't be taken up (registered "
         "already): start Python anew, or in a notebook restart the kernel"
     )
-
-
-def test_ranks_of_a_launcher_stay_and_a_meeting_place_is_wanted():
-    inside = {"RANK": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    preflight.adopt_ranks(variables := dict(inside))
-    assert variables == inside
-    with pytest.raises(ConfigError, match="mpirun has started 2 processes, and MASTER_ADDR is not set"):
-        preflight.adopt_ranks({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"})
 
 
 @pytest.mark.parametrize(
@@ -235,11 +222,10 @@ sys.exit(process.exitcode)
 """
 
 
-@pytest.mark.parametrize("length", [10, 70, 200])
-def test_loader_processes_start_with_a_tmpdir_of_any_length(length: int, tmp_path: Path):
+def test_loader_processes_start_with_a_tmpdir_of_any_length(tmp_path: Path):
     """Their sockets have names of 107 bytes at most. Every process that is not torch's own is started this way."""
     assert _files_with(r"\(\"forkserver\"|_LoaderContext\(\)") == _files_with(r"    shorten_socket_names\(\)")
-    folder = tmp_path / ("x" * length)
+    folder = tmp_path / ("x" * 200)
     folder.mkdir()
     words = [sys.executable, "-c", LONG, str(Path(preflight.__file__).parents[2])]
     done = subprocess.run(words, env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=120)

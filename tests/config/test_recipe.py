@@ -13,8 +13,10 @@ import timm
 import yaml
 
 from dino_ds.basics.names import words_elsewhere
+from dino_ds.config.begun_with import is_free
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length, parse_ramp
+from dino_ds.config.flat import lengths_without_unit
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options, write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
@@ -53,21 +55,14 @@ def test_vits16_is_the_defaults_written_out():
 @pytest.mark.parametrize("name", recipe_names())
 def test_shipped_recipes_load_and_survive_a_dump_and_being_written_to_edit(name: str, write, tmp_path: Path):
     given = {"model.init_from": "weights.pth"} if name.startswith("continue") else {}
-    recipe = load_recipe(name, given)
+    recipe = load_recipe(name, given, notes := list[str]())
+    assert notes == []  # keys without effect there serve the recipes that extend it
     assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
     write_recipe(edited := str(tmp_path / "edit.yaml"), name, given)
     assert load_recipe(edited, {}) == recipe and keys_set_by(edited, {}) == keys_set_by(name, given)
     assert all("  # " in line for line in Path(edited).read_text().splitlines()[1:] if not line.endswith(":"))
     with pytest.raises(ConfigError, match=r"--print .*edit.yaml can't be written: File exists; name a new file"):
         write_recipe(edited, name, given)
-
-
-def test_unusual_values_survive_a_dump(write):
-    changes = {"data.root": "no", "optimizer.eps": "1e-12", "length": "0.1 epochs", "optimizer.warmup": "3 steps"}
-    changes["objective.freeze_prototypes"] = "0"
-    for given in (changes, {"data.root": "./null", "eval.root": "1e3"}):
-        recipe = load_recipe(None, given)
-        assert load_recipe(write(dump_recipe(recipe)), {}) == recipe
 
 
 def test_command_line_beats_file_beats_default(write):
@@ -167,11 +162,9 @@ def test_yaml_traps_are_closed(write):
     recipe = load_recipe(write(text), {})
     assert recipe.optimizer.lr == 1e-4 and recipe.data.root == "no"
     assert recipe.data.download is False and recipe.data.workers is None
-
-
-def test_none_unsets_an_optional_value(write):
-    assert load_recipe(write("data: {workers: 3}"), {"data.workers": "none"}).data.workers is None
-    assert _problems(seed="none") == ["--seed: 'none' is not a whole number"]
+    changes = {"data.root": "./null", "optimizer.eps": "1e-12", "keep_every": "0.1 epochs", "eval.root": "1e3"}
+    recipe = load_recipe(write("data: {workers: 3}"), changes | {"data.workers": "none"})
+    assert load_recipe(write(dump_recipe(recipe)), {}) == recipe and recipe.data.workers is None
 
 
 def test_arguments_of_a_backbone_are_what_they_look_like(write):
@@ -198,6 +191,19 @@ def test_arguments_of_a_backbone_are_what_they_look_like(write):
 def test_arguments_that_would_be_dropped_or_are_not_json_are_refused(given, says):
     (problem,) = _problems(**{"model.backbone": "resnet18", "model.arguments": given})
     assert says in problem
+
+
+def test_keys_of_earlier_versions_with_one_value_now_are_left_out(write):
+    """Of files, as a run's, with a note where that was another; not of the command line."""
+    text, notes = "max_bad_steps: 5\neval: {min_delta: 0.0, k: 5}\n", list[str]()
+    recipe = load_recipe(write(text), {}, notes)
+    assert notes == ["max_bad_steps 5 is left out: it is 3 in every run"] and recipe.eval.k == 5
+    saved = recipe.model_dump(mode="json")
+    saved |= {"max_bad_steps": 7, "eval": saved["eval"] | {"temperature": 0.07}}
+    assert Recipe.model_validate(saved) == recipe and is_free("max_bad_steps")
+    assert _problems(max_bad_steps="5") == [
+        "--max_bad_steps: not a recipe key any more: it is 3 in every run; leave it out"
+    ]
 
 
 def test_duplicate_keys_are_refused(write):
@@ -280,10 +286,8 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
     ("changes", "text"),
     [
         ({"objective.ibot_weight": "-1"}, "--objective.ibot_weight: '-1' is below 0: a weight is 0 or more"),
-        ({"objective.koleo_weight": "0..-1 over 5 steps"}, "is below 0"),
         ({"objective.dino_weight": "0"}, "all weights are 0"),
         ({"crops.mask_ratio": "0,0.5"}, "mask_ratio [0.0, 0.5] must be two parts of the patches, 0 < low <= high < 1"),
-        ({"crops.mask_ratio": "0.5,0.1"}, "0 < low <= high < 1"),
         (
             {"crops.mask_ratio": "0.0001,0.0002", "crops.mask": "dinov2", "objective.ibot_weight": "1"},
             "crops.mask_ratio 0.0001,0.0002 hides none of the 196 patches of a crop of 224 pixels: it must reach 0.005",
@@ -301,9 +305,7 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
             {"optimizer.momentum": "0.5"},
             "momentum 0.5 is of muon, sgd and lars and has no effect with optimizer.kind adamw",
         ),
-        ({"optimizer.trust": "0.5"}, "optimizer.trust 0.5 is of lars and has no effect with optimizer.kind adamw"),
         ({"optimizer.kind": "sgd", "optimizer.trust": "0.5"}, "has no effect with optimizer.kind sgd: leave it out"),
-        ({"optimizer.kind": "sgd", "optimizer.beta1": "0.5"}, "beta1 0.5 is of adamw and muon and has no effect with"),
         ({"optimizer.scale": "2"}, "scale 2 is of muon and has no effect with optimizer.kind adamw"),
         ({"optimizer.kind": "muon", "optimizer.trust": "0.5"}, "trust 0.5 is of lars and has no effect with"),
         (
@@ -397,14 +399,7 @@ def test_a_backbone_with_rotary_positions_takes_the_overrides():
     assert spec == dataclasses.replace(known, **numbers, local_cls_norm=True)
 
 
-def test_unknown_backbone_names_the_three_nearest():
-    (problem,) = _problems(model__backbone="vit_smal_patch16")
-    named = problem.split("The nearest are ")[1].split(", ")
-    assert named[0] == "vit_small_patch16_224"
-    assert len(named) == 3 and all(timm.is_model(name) for name in named)
-
-
-def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
+def test_unknown_recipe_backbone_and_missing_file(write, tmp_path: Path):
     (near,) = _problems("vits17")  # no list of all, which would hide what was meant
     assert near.startswith("no recipe is named 'vits17': dino-ds train --help lists them; ") and "mean vits16" in near
     assert _problems("zzz")[0].startswith(f"no recipe is named 'zzz': there are {', '.join(recipe_names())};")
@@ -413,39 +408,30 @@ def test_unknown_recipe_and_missing_file(write, tmp_path: Path):
     path = write("seed: 1\n", "tried.yaml")
     assert _problems(str(tmp_path / "tryed.yaml")) == [f"{tmp_path}/tryed.yaml does not exist. Did you mean {path}?"]
     assert "there is no folder" in _problems(str(tmp_path / "no" / "a.yaml"))[0]
+    named = _problems(model__backbone="vit_smal_patch16")[0].split("The nearest are ")[1].split(", ")
+    assert named[0] == "vit_small_patch16_224" and len(named) == 3 and all(timm.is_model(name) for name in named)
     assert _problems("ds_configs/zero2_fp16.json") == [
         "--config ds_configs/zero2_fp16.json is not a recipe: a DeepSpeed JSON is given with --ds_config"
     ]
 
 
 _LENGTHS = {"30 epochs": 930, "30epochs": 930, "1 epoch": 31, "5000 steps": 5000, "17": 17, "1e3 images": 8}
-_LENGTHS |= {"0.1 epochs": 4, "0 epochs": 0, " 2.5  epochs ": 78, "128 images": 1, "129 images": 2}
+_LENGTHS |= {"0.1 epochs": 4, "0 epochs": 0, " 2.5  epochs ": 78, "129 images": 2}
 
 
 @pytest.mark.parametrize(("text", "steps"), _LENGTHS.items())
 def test_lengths_in_steps_of_real_data(text: str, steps: int):
     """31 steps an epoch of 128 images; rounded up."""
     assert Length.parse(text).in_steps(128, 31) == steps
+    assert Length.parse("0.1 epochs").in_steps(1, 30) == 3  # exact decimals
 
 
-def test_lengths_are_exact_decimals():
-    assert Length.parse("0.1 epochs").in_steps(1, 30) == 3
-    assert Length.parse("0.7 epochs").in_steps(1, 10) == 7
-    assert Length.parse(str(Length.parse("1e6 images"))) == Length(1e6, "images")
-
-
-@pytest.mark.parametrize(
-    "text", ["", "epochs", "-1 steps", "1 week", "nan steps", "1e999 steps", "1 2 steps", "1.2.3 steps", "True"]
-)
+@pytest.mark.parametrize("text", ["", "-1 steps", "1 week", "nan steps", "1e999 steps", "1.2.3 steps"])
 def test_bad_lengths(text: str):
     with pytest.raises(ValueError, match="is not a length"):
         Length.parse(text)
-
-
-def test_every_knob_is_described():
-    options = recipe_options()
-    assert len({o.name for o in options}) == len(options) > 40
-    assert all(o.description and o.type for o in options)
+    recipe = load_recipe("quickstart", {"length": "1000", "optimizer.warmup": "10 steps", "eval.every": "5"})
+    assert lengths_without_unit(recipe) == ["length", "eval.every"]
 
 
 def test_homes_exist():
@@ -473,26 +459,17 @@ def test_a_recipe_can_be_changed_like_a_new_one():
     [
         ("objective.student_temp", "0", "must be > 0"),
         ("teacher.momentum", "1.1", "must be <= 1"),
-        ("objective.center_momentum", "-0.1", "must be >= 0"),
-        ("optimizer.beta1", "1", "must be < 1"),
         ("optimizer.lr", "nan", "is not a number"),
         ("crops.global_scale", "0,1", "is not a range of areas"),
-        ("crops.local_scale", "0.1,1.5", "is not a range of areas"),
         ("length", "0 steps", "must be more than 0"),
-        ("eval.every", "-1 steps", "is not a length"),
         ("head.prototypes", "1", "must be >= 2"),
-        ("seed", "1.5", "is not a whole number"),
         ("seed", 10**30, "must be < 4294967296"),
         ("log_every", 10**400, "is more than can be counted here"),
         ("length", "1e300 epochs", "is longer than can be counted here"),
         ("data.global_batch", 10**9, "must be <= 1048576"),
-        ("data.root", "a/" * 2500, "is too long: 5000 bytes"),
         ("data.root", "a" * 300, "is too long: 300 bytes"),
         ("eval.root", "a\0b", "holds a NUL character"),
         ("model.init_from", "a\udcff", "holds bytes that are not UTF-8"),
-        ("model.depth", 100000, "must be <= 1024"),
-        ("crops.global_size", 10**8, "must be <= 16384"),
-        ("eval.temperature", 1e308, "must be <= 100"),
     ],
 )
 def test_values_out_of_range_are_refused_in_one_line(name, value, allowed):
@@ -524,12 +501,9 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
             "has no effect: crops.num_local is 0",
         ),
         ("vits16", {"crops.mask_share": "0.1"}, "crops.mask_share 0.1 has no effect: crops.mask is none"),
-        ("vits16", {"objective.warmup_teacher_temp": "0.01"}, "has no effect: objective.teacher_temp_warmup is 0"),
         ("small", {"objective.teacher_temp": "0.02"}, "teacher_temp 0.02 has no effect: no loss has prototypes"),
-        ("small", {"head.prototypes": "64"}, "head.prototypes 64 has no effect: no loss has prototypes"),
         ("small", {"model.stochastic_depth": "batched"}, "batched has no effect: model.drop_path is 0"),
         ("vits16", {"objective.koleo_ranks": "all"}, "koleo_ranks all has no effect: objective.koleo_weight is 0"),
-        ("vits16", {"objective.ibot_head": "shared"}, "ibot_head shared has no effect: objective.ibot_weight is 0"),
         ("vits16", {"optimizer.warmup": "0 steps", "optimizer.warmup_shape": "cosine"}, "optimizer.warmup is 0"),
     ],
 )
@@ -538,14 +512,6 @@ def test_a_given_key_without_effect_is_said(recipe, changes, said):
     load_recipe(recipe, changes, notes)
     (note,) = notes
     assert said in note
-
-
-def test_shipped_recipes_have_no_notes():
-    """Theirs serve the recipes that extend them."""
-    for name in recipe_names():
-        weights = {"model.init_from": "vit_small_patch16_224.dino"} if name.startswith("continue") else {}
-        load_recipe(name, weights, notes := list[str]())
-        assert notes == []
 
 
 def test_a_weight_is_written_as_it_is_read():

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageCms, ImageOps
 
 from dino_ds.commands.data_statistics import _FactsOf
-from dino_ds.commands.shard_images import Shrink, repack
+from dino_ds.commands.shard import Shrink, repack
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage

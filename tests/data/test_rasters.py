@@ -14,7 +14,7 @@ import tifffile
 import torch
 from PIL import Image
 
-from dino_ds.commands.shard_images import Shrink, repack
+from dino_ds.commands.shard import Shrink, repack
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import tiff
 from dino_ds.data.base import UnreadableImage

@@ -268,13 +268,11 @@ def test_chance_is_that_of_all_classes_that_are_answers(sources):
 
 def test_the_recipe_says_how(sources, tmp_path):
     image_folder(tmp_path / "test", 6, 3)
-    values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "temperature": "0.2", "bank_images": "20"}
+    values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "bank_images": "20"}
     values |= {"test_images": "5", "benchmark_root": "/bench", "evals": "knn,ridge"}
     keys = {f"eval.{key}": value for key, value in values.items()} | {"data.source": "folder", "data.workers": "0"}
     runner = EvalRunner.build(load_recipe(None, keys), sources[0], 10)
-    assert runner._settings == Settings(
-        ks=(3,), temperature=0.2, images=20, test_images=5, workers=0, benchmark_root=Path("/bench")
-    )
+    assert runner._settings == Settings(ks=(3,), images=20, test_images=5, workers=0, benchmark_root=Path("/bench"))
     assert [step for step in range(5) if runner.due(step, last=False)] == [0, 2, 4]
     assert EvalRunner.build(load_recipe(None, keys | {"eval.every": "0"}), sources[0], 10) is None
 

@@ -14,7 +14,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _start
 from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_paths, quote_for_pdsh
-from dino_ds.options.machine import LaunchOptions
+from dino_ds.options.commands import LaunchOptions
 
 WORDS = ("--data.root", "/images")
 
@@ -79,9 +79,6 @@ def test_torchrun_on_one_machine_and_on_several():
     assert (args.nnodes, args.rdzv_endpoint, plan.world_size) == ("3", "w1:29500", 12)
 
 
-STAGES = "--stages=quickstart_dinov3,quickstart_gram,quickstart_highres"
-
-
 def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, monkeypatch):
     """One that is named goes on as it is; each rank would look for a free one by itself."""
     monkeypatch.chdir(tmp_path)
@@ -91,28 +88,6 @@ def test_the_launcher_chooses_the_run_folder_for_all_ranks(tmp_path, capsys, mon
         main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", "--config", "quickstart", *words])
         *_, command = capsys.readouterr().out.splitlines()
         assert command.count("--run_dir") == 1 and command.replace("=", " ").endswith(f"--run_dir {folder}")
-
-
-def test_stages_are_launched_one_after_the_other(tmp_path, capsys):
-    """Each stage begins or is resumed by a command of its own; a stage that is over is left out."""
-
-    def launched(*words):
-        main(["launch", "--ranks=2", "--dry_run", "--skip_checks", "--", *words])
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("command")]
-        return [line.partition("train.py ")[2].replace(f"{tmp_path}/", "") for line in lines]
-
-    runs = f"{tmp_path}/runs"
-    first, second, third = (f"runs/{i}_quickstart_{name}" for i, name in enumerate(("dinov3", "gram", "highres"), 1))
-    assert launched("--run_dir", runs, STAGES, "--seed=1") == [
-        f"--seed=1 --config quickstart_dinov3 --run_dir {first}",
-        f"--seed=1 --config quickstart_gram --run_dir {second} --from {first}",
-        f"--seed=1 --config quickstart_highres --run_dir {third} --from {second}",
-    ]
-    for folder in (first, second):
-        (tmp_path / folder / "checkpoints/step_00000001").mkdir(parents=True)
-    resumed = launched("--resume", *STAGES.split("="), "--run_dir", runs)
-    assert resumed[0] == f"--config quickstart_gram --run_dir {second} --resume auto --from {first}"
-    assert len(resumed) == 2
 
 
 @pytest.mark.parametrize(

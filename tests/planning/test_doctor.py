@@ -16,7 +16,7 @@ from PIL import Image
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.options.machine import DoctorOptions
+from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning import doctor, doctor_gpu, doctor_machine
 from dino_ds.planning.measure.machine import Gpu
 from dino_ds.planning.measure.trial import join

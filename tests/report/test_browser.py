@@ -15,7 +15,7 @@ import subprocess
 import pytest
 
 from dino_ds.health.files import Event
-from dino_ds.options.run import ReportOptions
+from dino_ds.options.commands import ReportOptions
 from dino_ds.report.command import run
 from tests.report.runs import DONE, make_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
-from dino_ds.options.run import ReportOptions
+from dino_ds.options.commands import ReportOptions
 from dino_ds.report.command import run as report
 from dino_ds.report.folder import read_run
 from tests.ranks import run_on_ranks

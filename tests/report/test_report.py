@@ -14,9 +14,8 @@ from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat, Heartbeats
-from dino_ds.options.commands import find_command
+from dino_ds.options.commands import ReportOptions, find_command
 from dino_ds.options.flags import parse_flags
-from dino_ds.options.run import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.charts import summarise_knn
 from dino_ds.report.command import run

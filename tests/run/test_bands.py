@@ -14,7 +14,7 @@ import dino_ds
 from dino_ds.commands import embed, look_data
 from dino_ds.config.loading import load_recipe
 from dino_ds.evals.results import read_results
-from dino_ds.options.data import LookDataOptions
+from dino_ds.options.commands import LookDataOptions
 from dino_ds.options.model import EmbedOptions
 from dino_ds.weights.export import FORMATS
 from tests.ranks import run_on_ranks

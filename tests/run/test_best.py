@@ -116,7 +116,7 @@ def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
     assert not (run / "checkpoints/step_00000000").exists()
 
 
-STOPS = {"eval.stop_after": "3 evaluations", "eval.min_delta": "2"}
+STOPS = {"eval.stop_after": "3 evaluations"}
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from dino_ds.config.begun_with import own_recipe
 from dino_ds.config.flat import path_keys
 from dino_ds.config.loading import load_recipe
-from dino_ds.config.own_recipe import own_recipe
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import build_source, split_off
 from tests.ranks import run_on_ranks
@@ -140,7 +140,7 @@ def _changed(key: str, change: str, home: Path, runs: Path) -> tuple[Path, dict[
 def _train(run: Path, cwd: Path, overrides: dict[str, str] | None, steps: int, resume: bool) -> str | None:
     from dino_ds.config.ds_config import load_ds_config
     from dino_ds.errors import UserError
-    from dino_ds.options.run import TrainOptions
+    from dino_ds.options.commands import TrainOptions
     from dino_ds.train import train
     from tests.run.harness import REPOSITORY
 

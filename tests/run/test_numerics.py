@@ -1,4 +1,4 @@
-"""Numbers that go wrong stop a run after `max_bad_steps`, at every ZeRO stage and precision, and nothing has moved."""
+"""Numbers that go wrong stop a run after three steps, at every ZeRO stage and precision, and nothing has moved."""
 
 from __future__ import annotations
 

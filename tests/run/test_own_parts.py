@@ -23,7 +23,7 @@ from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.method.term_checks import OF_EVERY_RUN
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import BACKBONES
-from dino_ds.options.run import ReportOptions
+from dino_ds.options.commands import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors

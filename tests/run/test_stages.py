@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -17,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, UserError
-from dino_ds.launching.launch import _runs
 from dino_ds.options.commands import TRAIN
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
@@ -326,98 +324,6 @@ def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path):
     gram = [name for name in had if name.startswith("teachers.gram.")]
     assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
     assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
-
-
-def chain(folder: Path, images: Path) -> list[str]:
-    """Three recipes: 3 steps, 2 more with another rate, and 2 of two resolutions from the weights."""
-    folder.mkdir(exist_ok=True)
-    first = TINY | DINOV2 | {"data.root": str(images), "length": "3 steps", "save_every": "1 steps"}
-    recipes = {
-        "first": first,
-        "more": {"stage_start": "continue", "length": "2 steps", "optimizer.lr": "0.01"},
-        "sizes": {"stage_start": "restart", "length": "2 steps", "crops.resolutions": "32/16:0.5,48/24:0.5"},
-    }
-    for name, options in recipes.items():
-        nested: dict = {}
-        for key, value in options.items():
-            section, _, leaf = key.rpartition(".")
-            (nested.setdefault(section, {}) if section else nested)[leaf] = value
-        (folder / f"{name}.yaml").write_text(yaml.dump(nested))
-    return ["--stages", ",".join(str(folder / f"{name}.yaml") for name in recipes)]
-
-
-def test_several_stages_with_one_command_on_two_ranks(images, tmp_path):
-    """Equal to one command each; nothing of a stage's engine is left when the next one begins."""
-    words, both, single = chain(tmp_path / "recipes", images), tmp_path / "both", tmp_path / "single"
-    of_other_tests = run_on_ranks(engines_alive, collect=True, world=2)
-    assert run(words_of(both, *words, ds="zero2_bf16.json"), world=2) is None
-    folders = ["1_first", "2_more", "3_sizes"]
-    assert sorted(path.name for path in both.iterdir()) == folders
-    assert run_on_ranks(engines_alive, world=2) == of_other_tests
-    names = words[1].split(",")
-    assert run(words_of(single / "1_first", "--config", names[0], ds="zero2_bf16.json"), world=2) is None
-    for before, folder, name in zip(folders, folders[1:], names[1:], strict=False):
-        stage = words_of(single / folder, "--config", name, "--from", str(single / before), ds="zero2_bf16.json")
-        assert run(stage, world=2) is None
-    for folder in folders:
-        assert losses_of(both / folder) == losses_of(single / folder)
-    assert [step for folder in folders for step, _ in losses_of(both / folder)] == [1, 2, 3, 4, 5, 1, 2]
-    assert "crops    2x32 + 2x16 in 50% of the steps, 2x48 + 2x24 in 50%" in log_of(both / "3_sizes")
-
-
-def engines_alive(collect: bool = False) -> int:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    for _ in range(3 if collect else 0):
-        gc.collect()
-    return sum(type(thing) is DeepSpeedEngine for thing in gc.get_objects())
-
-
-def test_interrupted_stages_continue_with_the_same_command(images, tmp_path):
-    """Inside a stage and between two; what is over is not touched."""
-    words, parts, folders = chain(tmp_path / "recipes", images), tmp_path / "parts", ("1_first", "2_more", "3_sizes")
-    assert run(words_of(parts, *words)) is None
-    straight = [losses_of(parts / folder) for folder in folders]
-    shutil.rmtree(parts / "3_sizes")
-    shutil.rmtree(parts / "2_more/checkpoints/step_00000005")
-    second = (parts / "2_more/metrics.jsonl").read_text().splitlines(keepends=True)
-    (parts / "2_more/metrics.jsonl").write_text("".join(second[:1]))
-    over = (parts / "1_first/metrics.jsonl").stat().st_mtime_ns
-    assert f"{parts / '1_first'} already holds a run; add --resume" in str(run(words_of(parts, *words)))
-    assert run(words_of(parts, *words, "--resume")) is None
-    assert [losses_of(parts / folder) for folder in folders] == straight
-    assert (parts / "1_first/metrics.jsonl").stat().st_mtime_ns == over
-    assert "resumed  at step 4" in log_of(parts / "2_more")
-    recipe = tmp_path / "recipes/first.yaml"
-    recipe.write_text(yaml.dump(yaml.safe_load(recipe.read_text()) | {"seed": 5}))
-    told = str(run(words_of(parts, *words, "--resume")))
-    assert f"settings changed since {parts / '1_first'}, a stage that is over, was trained: seed 0 -> 5" in told
-    assert run(words_of(parts, *words, "--resume", "--allow_change", "seed")) is None
-
-
-def test_all_ranks_of_the_launcher_hear_of_a_changed_stage_too(images, tmp_path, monkeypatch):
-    """The launcher looks before it starts a rank."""
-    words = chain(tmp_path / "recipes", images)
-    for name, recipe in (("1_first", "first"), ("2_more", "more")):
-        (tmp_path / "both" / name).mkdir(parents=True)
-        shutil.copy(tmp_path / f"recipes/{recipe}.yaml", tmp_path / "both" / name / "config.yaml")
-    options, files = read(TRAIN, parse_flags(TRAIN, words_of(tmp_path / "both", *words, "--resume", length="7 steps")))
-    with pytest.raises(CheckpointError, match=r"1_first, a stage that is over, was trained: length 3 steps -> 7 steps"):
-        list(_runs((), {"options": options, **files}))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--stages", "quickstart,quickstart_dinov2"], "no stage_start says what is taken over"),
-        (["--stages", "quickstart,,quickstart"], "names the recipes: leave out --config, and empty names"),
-        (["--stages", "quickstart", "--resume", "3"], "which stage's step is not said"),
-    ],
-)
-def test_stages_that_make_no_sense(words, message):
-    with pytest.raises(UserError) as caught:
-        read_words(words)
-    assert message in str(caught.value)
 
 
 def test_other_images_begin_a_new_epoch(base, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from dino_ds.config.loading import load_recipe
@@ -33,9 +31,3 @@ def test_ceilings(config: str, images: int, launches: int, gigabytes: float, of_
     assert sum(found["gigabytes"].values()) <= gigabytes, found["gigabytes"]
     assert found["executed_tflop"] < found["credited_tflop"]
     assert found["peak_gib"] > 0
-
-
-def test_one_line_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_counts, "load_recipe", lambda config, _: load_recipe(config, BLOCKS))
-    gpu_counts.main("vits16", 64, json=True)
-    assert list(json.loads(capsys.readouterr().out)["launches"]) == PARTS

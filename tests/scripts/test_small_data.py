@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.config.loading import load_recipe
-from dino_ds.errors import ConfigError
 from scripts import small_data
 
 CHECKOUT = Path(__file__).parents[2]
@@ -28,33 +26,6 @@ def images(tmp_path):
             for number in range(count):
                 Image.fromarray(rng.integers(level, level + 128, (16, 16, 3), np.uint8)).save(folder / f"{number}.png")
     return tmp_path
-
-
-def test_a_part_has_as_many_images_of_each_class(images):
-    part = small_data.Part(f"train:10:folder:{images}")
-    assert [part.labels.count(label) for label in (0, 1)] == [5, 5]
-    assert ["dark" in part.name(i) for i in range(10)] == [label == 0 for label in part.labels]
-    assert len(small_data.Part(f"test:0:folder:{images}")) == 24
-
-
-def test_the_length_is_whole_steps_within_the_budget():
-    recipe = load_recipe("cifar10", {})
-    assert small_data.images_within(60, 100.0, recipe) == 5952
-    with pytest.raises(ConfigError, match="raise --minutes"):
-        small_data.images_within(1, 100.0, recipe)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--set", "model.depth"], "write KEY=VALUE"),
-        (["--data", "cifar10:few"], "write FOLDER:IMAGES"),
-        (["--set", "length=2 epochs"], "the bench sets it itself"),
-    ],
-)
-def test_what_cannot_act_is_refused(words, message):
-    with pytest.raises(ConfigError, match=message):
-        small_data.main(["--data", "x", "--objective", "cifar10", *words])
 
 
 @pytest.mark.slow
