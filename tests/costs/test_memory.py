@@ -108,7 +108,8 @@ SAVING = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "sections"), SAVING)
 def test_what_autograd_saves_is_predicted(recipe, sections):
-    """Within 2 %: norms keep their statistics in bf16 on a CPU, and small indices are kept."""
+    """Within 2 %: norms keep their statistics in bf16 on a CPU, and small indices are kept; or 10 KB, which
+    tables that are made once for all steps take."""
     init_distributed()
     recipe, config = resolve(recipe, tiny_ds(0, **sections), "test.json", 8)
     trial = build_trial(recipe, config)
@@ -127,7 +128,7 @@ def test_what_autograd_saves_is_predicted(recipe, sections):
     hooks.__enter__()
     with tell(lambda part: hooks.__exit__(None, None, None) if part == "backward" else None):
         trial.step.micro_batch(trial.inputs)
-    assert step_costs(recipe, config, on_gpu=False).saved == pytest.approx(sum(found.values()), rel=0.02)
+    assert step_costs(recipe, config, on_gpu=False).saved == pytest.approx(sum(found.values()), rel=0.02, abs=10_000)
 
 
 def _storages():
