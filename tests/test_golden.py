@@ -24,12 +24,12 @@ from tests.reference import (
     by_group,
     centered,
     copied,
-    dino_loss,
     dino_network,
     from_reference_names,
     golden,
     golden_meta,
     golden_network,
+    loss_of_term,
     product,
 )
 from tests.sample import sampled
@@ -67,7 +67,7 @@ def test_loss_gradient_and_center_over_epochs():
     objective = centered(settings["out_dim"], settings["student_temp"], settings["center_momentum"])
     for epoch in range(settings["epochs"]):
         student = recorded[f"epoch{epoch}.student"].clone().requires_grad_()
-        loss, _ = dino_loss(objective, student, recorded[f"epoch{epoch}.teacher"], _temperature(settings, epoch))
+        loss, _ = loss_of_term(objective, student, recorded[f"epoch{epoch}.teacher"], _temperature(settings, epoch))
         loss.backward()
         objective.centering.center.commit(objective.centering.center.pending())
         torch.testing.assert_close(loss, recorded[f"epoch{epoch}.loss"][0], rtol=1e-5, atol=0)
@@ -84,7 +84,7 @@ def _two_rank_losses():
     steps = sorted({int(key.split(".")[1].removeprefix("step")) for key in recorded})
     for step in steps:
         student, teacher = recorded[f"{prefix}step{step}.student"], recorded[f"{prefix}step{step}.teacher"]
-        loss, _ = dino_loss(objective, student, teacher, _temperature(temperatures, step))
+        loss, _ = loss_of_term(objective, student, teacher, _temperature(temperatures, step))
         objective.centering.center.commit(distributed.sum_across_ranks(objective.centering.center.pending()))
         torch.testing.assert_close(loss, recorded[f"{prefix}step{step}.loss"][0], rtol=1e-5, atol=0)
         torch.testing.assert_close(objective.centering.center.value, recorded[f"{prefix}step{step}.center"][0])
