@@ -1,6 +1,6 @@
 # make train: set up, then the main job on the embedded photographs; RUN= names the run folder, runs/quickstart without.
 # make format, lint, test-fast: the loop of a change (CONTRIBUTING.md).   make test, test-all: before it is handed on.
-# make bench-gpu: the figures that docs/performance.md wants of a GPU, as JSON in bench_results/. PART=step_l16 makes one
+# make bench-gpu: the figures that docs/notes/performance.md wants of a GPU, as JSON in bench_results/. PART=step_l16 makes one
 # of its parts; VENV= PYTHON=python3 takes an interpreter that has the dependencies, and installs nothing.
 # VENV=/path puts the virtual environment elsewhere; PYTHON=python3.12 picks the interpreter; RANKS=4 the number of
 # processes (default: one a GPU, at most two; two without a GPU).

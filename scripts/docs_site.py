@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if target is not None and target.startswith("source/") and files.get_file_from_path(target) is None:
                 content = (ROOT / target.removeprefix("source/")).read_bytes()
                 files.append(File.generated(config, target, content=content))
-        files.append(File.generated(config, uri, content=_on_site(text, folder)))
+        files.append(File.generated(config, uri, content=_on_site(text, folder, uri)))
     return files
 
 
@@ -74,13 +74,15 @@ def _text(page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _on_site(text: str, folder: Path) -> str:
-    """A page of `folder` with its links as they are on the site, all pages of which lie in one folder."""
+def _on_site(text: str, folder: Path, uri: str) -> str:
+    """A page of `folder` with its links as they are on the site, where it is `uri`."""
 
     def link(found: re.Match[str]) -> str:
         image, words, target, anchor = found.groups()
         there = _target(target, folder) if target else ""
-        return words if there is None else f"{image}[{words}]({there}{anchor or ''})"
+        if there is None:
+            return words
+        return f"{image}[{words}]({there and os.path.relpath(there, os.path.dirname(uri) or '.')}{anchor or ''})"
 
     return _LINK.sub(link, text).replace(_EXPORTS, _exports() if _EXPORTS in text else "")
 

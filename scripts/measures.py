@@ -33,6 +33,10 @@ def count_lines(paths: Iterator[Path] | list[Path] | set[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
+def count_words(pages: list[Path]) -> int:
+    return sum(len(page.read_text().split()) for page in pages)
+
+
 @functools.cache
 def imports_of(path: Path) -> frozenset[Path]:
     """The files of dino_ds that a file imports; `from dino_ds.x import y` is x/y.py where that is a module.
@@ -109,13 +113,14 @@ def weigh() -> dict[str, int]:
     from dino_ds.config.recipe import Recipe
     from dino_ds.config.schema import options_of
 
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    pages, notes = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"], list((ROOT / "docs/notes").glob("*.md"))
     return {
         "package lines": count_lines(source_files()),
         "package files": len(source_files()),
         "test lines": count_lines(list((ROOT / "tests").rglob("*.py"))),
         "recipe keys": len(options_of(Recipe)),
-        "words of pages": sum(len(page.read_text().split()) for page in pages),
+        "words of pages": count_words(pages),
+        "words of notes": count_words(notes),
     }
 
 

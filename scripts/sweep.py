@@ -1,6 +1,7 @@
 """Which model trains on which cards at which ZeRO stage, and with how many images at a time.
 
-`python -m scripts.sweep --gpus 8 --out sweep` writes plan.json, plan.md and plan.png, the picture of docs/scaling.md.
+`python -m scripts.sweep --gpus 8 --out sweep` writes plan.json, plan.md and plan.png, the picture of
+docs/notes/scaling.md.
 """
 
 from __future__ import annotations

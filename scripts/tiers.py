@@ -1,7 +1,7 @@
 """ds configs by GPU tier: one of each kind (CASES), by the planner's rule; `dino-ds plan --write` makes others.
 
 `make tiers` (`python -m scripts.tiers`) rewrites ds_configs/tiers/ and the tables of ds_configs/tiers/README.md and
-docs/scaling.md.
+docs/notes/scaling.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dino_ds.planning.gpus import GPUS, Cluster, Gpu
 from dino_ds.planning.recommend import SHAPES, Shape, ds_of, recommend
 
 FOLDER = CHECKOUT / "ds_configs" / "tiers"
-README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "scaling.md"
+README, SCALING = FOLDER / "README.md", CHECKOUT / "docs" / "notes" / "scaling.md"
 # The card of each tier with the least memory that torch finds.
 CARDS = {
     "8gb": "rtx4060-8g",

@@ -21,7 +21,7 @@ from dino_ds.options.commands import COMMANDS, TRAIN, find_command
 from dino_ds.options.flags import parse_flags
 
 REPOSITORY = Path(__file__).parent.parent
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PAGES.append(REPOSITORY / "ds_configs/README.md")
 
 
@@ -105,7 +105,7 @@ def test_the_site_has_no_broken_link(tmp_path):
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(build, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    pages = {path: path.read_text() for path in tmp_path.glob("*.html") if path.name != "404.html"}
+    pages = {path: path.read_text() for path in tmp_path.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 20
     anchors = {path: {*re.findall(r'\bid="([^"]+)"', text)} for path, text in pages.items()}
     for path, text in pages.items():
@@ -128,7 +128,7 @@ def test_the_table_of_evaluations_is_the_program_s():
     from dino_ds.config.fields import BENCHMARKS
     from dino_ds.evals.suite import EVALUATIONS
 
-    page = (REPOSITORY / "docs/evaluations.md").read_text()
+    page = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("evaluations", "benchmarks"))
     named = set(re.findall(r"`([a-z-]+)`", "".join(re.findall(r"^\| (`.*?) \|", page, re.M))))
     assert set(EVALUATIONS) <= named
     for name, evaluate in EVALUATIONS.items():

@@ -125,7 +125,7 @@ def _whole_patches(images: Tensor, patch: int) -> Tensor:
 
 def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: Sequence[float]) -> dict[str, float]:
     file = f"gnd_{dataset}.json"
-    layout = f"a folder {dataset} with jpg/NAME.jpg and {file}, made of gnd_{dataset}.pkl as docs/evaluations.md says"
+    layout = f"a folder {dataset} with jpg/NAME.jpg and {file}, made of gnd_{dataset}.pkl as docs/benchmarks.md says"
     benchmark = Benchmark(dataset, dataset, (file, "jpg"), layout, "https://github.com/filipradenovic/revisitop")
     with distributed.raise_on_all_ranks():
         folder = benchmark.find(context.settings.benchmark_root)

@@ -1,7 +1,7 @@
 """SimDINO's objective in place of prototypes: crops of an image agree with the teacher's, and images fill the sphere.
 
 Source: arXiv 2502.10385; the factor of the rate and the distortion are those of its published code. There the
-projection is DINO's head without prototypes; here it is one linear layer, which was as good (docs/small-data.md).
+projection is DINO's head without prototypes; here it is one linear layer, which was as good (docs/notes/small-data.md).
 """
 
 from __future__ import annotations

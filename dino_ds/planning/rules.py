@@ -1,4 +1,4 @@
-"""The rules of `dino-ds advise`, settings for data, as functions. docs/your-data.md has their sources."""
+"""The rules of `dino-ds advise`, settings for data, as functions. docs/notes/advice.md has their sources."""
 
 from __future__ import annotations
 

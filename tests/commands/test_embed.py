@@ -273,19 +273,6 @@ def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, ca
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 
-def test_the_page_s_search_and_classifier_run(place, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("faiss")
-    embed.run(_options(place, tmp_path / "test.npy"))
-    capsys.readouterr()
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/embeddings.md").read_text()
-    names: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", page, re.S):
-        exec(code, names)
-    *found, classified = capsys.readouterr().out.splitlines()
-    assert len(found) == 3 and all(" -> [" in line for line in found) and "are right" in classified
-
-
 def test_the_page_s_clusters_balance_training(place, tmp_path, monkeypatch):
     """The clusters that docs/data.md makes of an embedding are taken for the same images."""
     pytest.importorskip("sklearn")

@@ -105,7 +105,7 @@ def test_the_page_s_script_converts_a_pickled_ground_truth(tmp_path):
         entry |= {kind: np.array(entry[kind]) for kind in ("easy", "hard", "junk")}
     path.unlink()
     (folder / "gnd_roxford5k.pkl").write_bytes(pickle.dumps(content))
-    page = (Path(__file__).parents[2] / "docs/evaluations.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
     (script,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
     subprocess.run([sys.executable, "-c", script, folder / "gnd_roxford5k.pkl"], check=True)
     assert read_ground_truth(path) == wanted

@@ -1,12 +1,9 @@
-"""The programs of docs/finetuning.md: each learns from a few images, and says in one line what is wrong with them."""
+"""The programs of docs/features.md: each learns from a few images, and says in one line what is wrong with them."""
 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,16 +33,8 @@ def _draw(source, number):
     return image, mask, NAMES[kind]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A teacher's file, and images as both programs want them."""
-    path = tmp_path_factory.mktemp("finetune")
-    torch.manual_seed(0)
-    arguments = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "num_classes": 0}
-    name = "vit_tiny_patch16_224"
-    save_file(timm.create_model(name, **arguments).state_dict(), path / "teacher.safetensors")
-    about = {"timm_name": name, "timm_arguments": arguments, "mean": [0.5] * 3, "std": [0.25] * 3}
-    (path / "teacher.json").write_text(json.dumps(about))
+def draw_images(path):
+    """Photographs with shapes, of classes and with masks, for training and tests."""
     source = PhotoPatches("train")
     for part, numbers in (("train", range(48)), ("test", range(48, 64))):
         for number in numbers:
@@ -57,6 +46,19 @@ def place(tmp_path_factory):
             ):
                 (path / folder).mkdir(parents=True, exist_ok=True)
                 picture.save(path / folder / f"{number:03d}.png")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A teacher's file, and images as both programs want them."""
+    path = tmp_path_factory.mktemp("finetune")
+    torch.manual_seed(0)
+    arguments = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, "img_size": 32, "num_classes": 0}
+    name = "vit_tiny_patch16_224"
+    save_file(timm.create_model(name, **arguments).state_dict(), path / "teacher.safetensors")
+    about = {"timm_name": name, "timm_arguments": arguments, "mean": [0.5] * 3, "std": [0.25] * 3}
+    (path / "teacher.json").write_text(json.dumps(about))
+    draw_images(path)
     return path
 
 
@@ -146,23 +148,6 @@ def test_photographs_are_turned_as_their_exif_says(tmp_path):
     image.getexif()[0x0112] = 6
     image.save(tmp_path / "turned.jpg", exif=image.getexif())
     assert finetune_classification.open_upright(tmp_path / "turned.jpg").size == (30, 40)
-
-
-@pytest.mark.slow
-def test_the_commands_and_the_code_of_the_page_run(place, tmp_path, monkeypatch):
-    """In the folders that they name."""
-    shutil.copytree(place, tmp_path / "runs/cifar10")
-    shutil.copytree(place, tmp_path / "images")
-    shutil.copytree(place / "masked", tmp_path / "shapes")
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/finetuning.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"^python -m dino_ds\.examples\.(\w+) (.*)$", page, re.M)
-    assert [name for name, _ in commands] == ["finetune_classification", "finetune_segmentation"]
-    for name, words in commands:
-        program = {"finetune_classification": finetune_classification, "finetune_segmentation": finetune_segmentation}
-        program[name].main([*shlex.split(words), "--epochs", "1", "--workers", "0"])
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
-    exec(code, {})
 
 
 SPOILT = {

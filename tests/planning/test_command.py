@@ -47,7 +47,7 @@ def test_one_json_object_with_all_that_was_asked(capsys):
 @pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
 def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
     found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
-    page = (CHECKOUT / "docs/scaling.md").read_text().split("### Crops of 512 pixels")[1]
+    page = (CHECKOUT / "docs/notes/scaling.md").read_text().split("## Crops of 512 pixels")[1]
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
     assert int(row.split("|")[2 if card == "a10-24g" else 3]) == found["max_micro_batch"]
 
