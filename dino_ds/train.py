@@ -44,13 +44,12 @@ from dino_ds.run.announcement import announce, closing_lines
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
 from dino_ds.run.doors import Chosen, build_periodic_tasks, choose_ds_config
-from dino_ds.run.from_recipe import check_lengths, draw_crops, loop_options, nan_inputs
+from dino_ds.run.from_recipe import check_lengths, loop_options, nan_inputs
 from dino_ds.run.guards import FolderLock, guarded
 from dino_ds.run.loggers import open_loggers
 from dino_ds.run.loop import Loop
 from dino_ds.run.metrics import RunLog
-from dino_ds.run.other_images import OtherImages, describe_images, same_images
-from dino_ds.run.other_settings import describe_settings, notes_on_changes
+from dino_ds.run.resume_checks import OtherImages, describe_images, describe_settings, notes_on_changes
 from dino_ds.run.run import Run, RunState
 from dino_ds.run.run_folder import RunFolder, write_description
 from dino_ds.run.saver import Saver
@@ -114,9 +113,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
                 hours = chosen.hours(run.step.schedules.steps)
-                announce(run, folder, chosen, [*notes, *more_notes, *hours, *lock.notes])
-                if chosen.said:
-                    run.log.info(f"chosen   {chosen.said}")
+                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *hours, *notes])
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )
@@ -171,7 +168,7 @@ def _build(
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
     begin.check_ahead(last_step, str(folder.path), ends)
-    notes = [*begin.notes, *check_lengths(recipe, epoch_steps, len(source)), *same_images(source, images)]
+    notes = [*begin.notes, *check_lengths(recipe, epoch_steps)]
 
     # What is learned, and what is done between steps.
     evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)
@@ -193,11 +190,10 @@ def _build(
         notes += [*notes_on_changes(own, recipe, config, folder.began_in), *other_images.notes(own)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
-    log, tidied = _open_log(folder, saver, last_step, request.caller)
+    log, tidied = _open_log(folder, saver, last_step, request)
     options = loop_options(recipe, source, epoch_steps, last_step, predicted_gib)
     nothing = functools.partial(nan_inputs, recipe, config.micro_batch, step.engine.device)
-    draw = functools.partial(draw_crops, recipe)
-    run = Run(folder.path, options, step, state, evaluations, pictures, log, nan_inputs=nothing, draw_crops=draw)
+    run = Run(folder.path, options, step, state, evaluations, pictures, log, nothing)
     return run, saver, [*notes, *tidied]
 
 
@@ -211,7 +207,7 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
     return [*notes, *describe_distillation(step.teachers, recipe)]
 
 
-def _open_log(folder: RunFolder, saver: Saver, last_step: int, caller: Caller | None) -> tuple[RunLog, list[str]]:
+def _open_log(folder: RunFolder, saver: Saver, last_step: int, request: _Request) -> tuple[RunLog, list[str]]:
     """Make the folder this run's own, tidy it and open its log; from here on only the disk can refuse the start."""
     step = saver.step.applied_steps
     if step < last_step:
@@ -219,9 +215,9 @@ def _open_log(folder: RunFolder, saver: Saver, last_step: int, caller: Caller | 
     with distributed.raise_on_all_ranks():
         loggers = open_loggers(folder.config.loggers, folder.path, str(folder.run_id))
     write_description(folder.path, folder.recipe, folder.config, str(folder.run_id), folder.origin)
-    notes = saver.tidy()
+    notes, tell = saver.tidy(), request.caller.tell if request.caller else None
     with distributed.raise_on_all_ranks():
         try:
-            return RunLog(folder.path, step, last_step, loggers, caller.tell if caller else None), notes
+            return RunLog(folder.path, step, loggers, tell, request.options.verbose), notes
         except OSError as error:
             raise unwritable(error.filename or folder.path, error) from None

@@ -16,12 +16,11 @@ import stat
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
@@ -46,24 +45,13 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
-    """Write a safetensors file of tensors on any device, as `write_parts` does."""
-    return write_parts(path, {name: (t.dtype, t.shape) for name, t in tensors.items()}, lambda n: (tensors[n],), about)
+    """Write a safetensors file of tensors on any device, with `about` in its header, and verify it by reading it back.
 
-
-def write_parts(
-    path: Path,
-    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    parts: Callable[[str], Iterable[Tensor]],
-    about: dict[str, str],
-) -> FileRecord:
-    """Write a safetensors file with `about` in its header, and verify it by reading it back.
-
-    `kinds`: dtype and shape of every tensor; `parts(name)`: its elements in order, in any number of tensors.
     Raises OSError if the disk is full, can't be written to, or gives other bytes back than it got.
     """
     size = crc = 0
     with path.open("wb", buffering=0) as file:
-        for piece in _content(kinds, parts, about):
+        for piece in _content(tensors, about):
             crc = zlib.crc32(piece, crc)
             written = 0
             while written < len(piece):  # a disk that gets full takes a part
@@ -98,26 +86,13 @@ def is_plain_file(path: Path) -> bool:
         return False
 
 
-def header_of(path: Path) -> dict[str, str]:
-    """The `about` that a file was written with, or {} if it can't be read."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (OSError, safetensors.SafetensorError):
-        return {}
-
-
-def _content(
-    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
-    parts: Callable[[str], Iterable[Tensor]],
-    about: dict[str, str],
-) -> Iterator[memoryview]:
+def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[memoryview]:
     # Wider elements first, so that each tensor begins at a multiple of its element's size.
-    names = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, object] = {"__metadata__": about}
     offset = 0
     for name in names:
-        dtype, shape = kinds[name]
+        dtype, shape = tensors[name].dtype, tensors[name].shape
         end = offset + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
@@ -125,11 +100,10 @@ def _content(
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        for part in parts(name):
-            flat = part.detach().reshape(-1).cpu().view(torch.uint8)
-            data = memoryview(flat.numpy().data)
-            for begin in range(0, len(data), _PIECE_BYTES):
-                yield data[begin : begin + _PIECE_BYTES]
+        flat = tensors[name].detach().reshape(-1).cpu().view(torch.uint8)
+        data = memoryview(flat.numpy().data)
+        for begin in range(0, len(data), _PIECE_BYTES):
+            yield data[begin : begin + _PIECE_BYTES]
 
 
 Files = dict[str, dict[str, Tensor]]

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from dino_ds.basics.durable import discard, put_in_place, replace_file, sync
 from dino_ds.basics.names import step_name
-from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file
+from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import (
     KEPT,
     MANIFEST,
@@ -57,7 +57,7 @@ class Checkpoints:
         `accept` raises CheckpointError for one that cannot be resumed. Raises CheckpointError on all ranks if there
         are checkpoints and none is whole, or `wanted` is absent or damaged.
         """
-        steps, pointer = distributed.gather_objects((self._steps(), self._pointer()))[0]
+        steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
             raise CheckpointError(f"checkpoint of step {wanted} not found in {self.folder}; found: {_list(steps)}")
         wrong: list[str] = []
@@ -65,8 +65,6 @@ class Checkpoints:
             manifest, problem = self._inspect(step, run_id, accept)
             if manifest is not None:
                 notes = [f"{line}; using step {step}" for line in wrong]
-                if pointer != step_name(steps[0]) and wanted is None:
-                    notes.append(f"{self.folder / 'latest'} {_about(pointer)}; using step {step}, the newest whole one")
                 return Choice(SavedCheckpoint(self.folder / step_name(step), manifest), notes)
             wrong.append(problem)
         if wanted is not None:
@@ -122,8 +120,8 @@ class Checkpoints:
             place = self.folder / (_ASIDE + step_name(other))
             discard(place)
             (self.folder / step_name(other)).rename(place)
-        notes = [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
-        return notes + self._point_to(step)
+        self._point_to(step)
+        return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
     def free_bytes(self) -> int:
         """Free space on the disk, with what `tidy` will give back."""
@@ -147,21 +145,13 @@ class Checkpoints:
         """Remove the files of `step`, whose save has failed, on rank 0."""
         discard(self.writing_folder(step))
 
-    def _point_to(self, step: int) -> list[str]:
-        """Make `latest` name the checkpoint of this step, unless it is 0; lines for the log. Raises OSError."""
-        latest, notes = self.folder / "latest", list[str]()
-        if latest.is_dir() and not latest.is_symlink():
-            place = self.folder / (_ASIDE + latest.name)
-            discard(place)
-            latest.rename(place)
-            notes.append(f"{latest} was a folder and is put aside as {place.name}")
-        if step and self._pointer() != step_name(step):
-            replace_file(latest, step_name(step) + "\n")
-        return notes
+    def _point_to(self, step: int) -> None:
+        """Make `latest`, a hint for people that nothing follows, name this step, unless it is 0. Raises OSError."""
+        if step and not (self.folder / "latest").is_dir():
+            replace_file(self.folder / "latest", step_name(step) + "\n")
 
-    def commit(self, manifest: Manifest) -> tuple[Path, list[str]]:
-        """Make the written folder, all files of which are verified, the newest checkpoint, on rank 0; returns it with
-        lines for the log. Raises OSError.
+    def commit(self, manifest: Manifest) -> Path:
+        """Make the written folder, all files of which are verified, the newest checkpoint, on rank 0. Raises OSError.
 
         If the process dies here, `latest` is the new checkpoint or the one before.
         """
@@ -170,7 +160,8 @@ class Checkpoints:
         if os.path.lexists(place):
             self._remove(place)
         put_in_place(written, place)
-        return place, self._point_to(manifest.step)
+        self._point_to(manifest.step)
+        return place
 
     def rotate(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that need not stay, on rank 0. Only good ones are counted."""
@@ -208,14 +199,6 @@ class Checkpoints:
         found = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
         return sorted((int(m[1]) for m in found if step_name(int(m[1])) == m[0]), reverse=True)
 
-    def _pointer(self) -> str | None:
-        """The first characters of `latest`, a hint that nothing follows, or None if it is missing."""
-        path = self.folder / "latest"
-        try:
-            return path.read_bytes()[:100].decode(errors="replace").strip() if is_plain_file(path) else None
-        except OSError:
-            return None
-
 
 def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
     """Read these files of a checkpoint by `read`; what is wrong with the first bad one, or ""."""
@@ -236,10 +219,6 @@ def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Re
 def _first(problem: str) -> str:
     """The problem of the first rank that has one, or "", on all ranks."""
     return next((found for found in distributed.gather_objects(problem) if found), "")
-
-
-def _about(pointer: str | None) -> str:
-    return "is missing" if pointer is None else f"says {pointer[:40]!r}"
 
 
 def _list(steps: list[int]) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from torch import Tensor
 
 from dino_ds.basics.names import step_name
-from dino_ds.checkpoint.files import FileRecord, header_of, is_plain_file, rank_file
+from dino_ds.checkpoint.files import FileRecord, is_plain_file, rank_file
 from dino_ds.errors import CheckpointError, one_line
 
 MANIFEST = "manifest.json"
@@ -62,10 +62,6 @@ class Manifest(BaseModel):
     layouts: list[dict[str, Any]]
     files: dict[FileName, FileRecord]
 
-    def about(self) -> dict[str, str]:
-        """The header of every file of the checkpoint."""
-        return {"format": "pt", "run_id": self.run_id, "step": str(self.step)}
-
     def seal(self) -> bytes:
         """The content of the file on the disk."""
         return _seal(self.model_dump())
@@ -75,11 +71,6 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CheckpointError, saying what is wrong with it."""
     path, this = folder / MANIFEST, _this(folder)
     if not is_plain_file(path):
-        if (folder / "state.json").exists():
-            raise CheckpointError(
-                f"{this} is of an older format (DeepSpeed's own files), which this version does not read: "
-                "finish that run with the version that wrote it"
-            )
         raise CheckpointError(f"{this} is incomplete: it has no {MANIFEST}")
     try:
         if path.stat().st_size > _MOST_BYTES:
@@ -112,23 +103,17 @@ def check_present(folder: Path, manifest: Manifest) -> None:
     for name, record in manifest.files.items():
         found = (folder / name).stat().st_size
         if found != record.bytes:
-            raise CheckpointError(_damaged(folder, name, manifest, f"{found} bytes, expected {record.bytes}"))
+            raise CheckpointError(
+                f"checkpoint file {folder / name} is damaged ({found} bytes, expected {record.bytes})"
+            )
 
 
 def check_content(folder: Path, name: str, manifest: Manifest, found: FileRecord) -> None:
     """Check that one file's bytes are the saved ones. Raises CheckpointError."""
     expected = manifest.files[name]
     if found != expected:
-        raise CheckpointError(_damaged(folder, name, manifest, f"crc {found.crc32:08x}, expected {expected.crc32:08x}"))
-
-
-def _damaged(folder: Path, name: str, manifest: Manifest, how: str) -> str:
-    header = header_of(folder / name)
-    if header.get("step", str(manifest.step)) != str(manifest.step):
-        return f"files of step {manifest.step} and step {header['step'][:12]} are mixed in {folder}"
-    if header.get("run_id", manifest.run_id) != manifest.run_id:
-        return f"files of two runs are mixed in {folder} ({name})"
-    return f"checkpoint file {folder / name} is damaged ({how})"
+        how = f"crc {found.crc32:08x}, expected {expected.crc32:08x}: its bytes are not those that were saved"
+        raise CheckpointError(f"checkpoint file {folder / name} is damaged ({how})")
 
 
 class SavedCheckpoint:

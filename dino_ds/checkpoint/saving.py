@@ -97,11 +97,7 @@ class Saving:
         """
         lines: list[str] = []
         if self._pending is not None and self._pending.manifest != manifest:
-            begun, behind = time.perf_counter(), self._pending.step
             lines += self._wait_and_commit(must=False)
-            waited = time.perf_counter() - begun
-            line = f"save     step {manifest['step']} waited {waited:.1f} s for the save of step {behind}"
-            lines.append(Event(line, "save waited", step=manifest["step"], seconds=waited))
         if self._pending is None and self._last != manifest:
             lines += self._start(files_of_this_rank(tensors, whole), layout, manifest, wait)
         if wait or not self._background:
@@ -185,12 +181,12 @@ class Saving:
         mine = self._reason(pending, pending.error) if pending.error else None
         answers = distributed.gather_objects((pending.records, pending.layout, mine))
         reason = next((type(why)(f"{why} (rank {rank})") for rank, (*_, why) in enumerate(answers) if why), None)
-        folder, notes = None, list[str]()
+        folder = None
         if not reason and distributed.rank() == 0:
             files = {name: record for records, *_ in answers for name, record in records.items()}
             try:
                 manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
-                folder, notes = self._checkpoints.commit(manifest)
+                folder = self._checkpoints.commit(manifest)
             except Exception as error:  # of whatever kind: the other ranks wait to hear of it
                 reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
@@ -203,7 +199,7 @@ class Saving:
             self._background_tasks.start(folder, pending.step)
         _, stalls, later, seconds = zip(*outcomes, strict=True)
         self.cost = SaveCost(max(stalls), max(later), max(seconds), pending.bytes)
-        return [f"save     step {pending.step}: {self.cost}", *(f"note     {note}" for note in notes)]
+        return [Event(f"save     step {pending.step}: {self.cost}", detail=True)]
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:

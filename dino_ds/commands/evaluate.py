@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from dino_ds.basics.digits import short
 from dino_ds.basics.text_file import read_object
+from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
-from dino_ds.data.sources import build_source, recipe_images
+from dino_ds.data.sources import build_source, labelled_test, recipe_images, training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
@@ -129,10 +130,14 @@ def _timed(name: str, context: EvalContext, about: dict[str, Any], options: Eval
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: the named ones, else the run's. A folder alone has no test images."""
+    """Training and test images: the named ones, else the run's. A folder alone has no test images but those that the
+    run holds out."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
-        data = recipe.data
+        data, share = recipe.data, recipe.eval.val_share
+        if share and data.own_files and not (test_root or recipe.eval.root):
+            train = training_images(data, share, holds_out_by_line(home_of(options.model).folder))
+            return train, labelled_test(train)
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"

@@ -125,24 +125,10 @@ class Wandb(Section):
     team: _Text = option(None, "the entity; default: your own")
 
 
-class Comet(Section):
-    enabled: Bool = option(..., "log there")
-    project: _Text = option(None, "default dino_ds")
-    workspace: _Text = option(None, "default: your own")
-    experiment_name: _Text = option(None, "default: the run folder's name")
-    online: Bool = option(None, "false: into a file, for comet upload")
-
-
 class Mlflow(Section):
     enabled: Bool = option(..., "log there")
     experiment: _Text = option(None, "default dino_ds")
     tracking_uri: _Text = option(None, "server or file; default: MLflow's own")
-
-
-class Trackio(Section):
-    enabled: Bool = option(..., "log there")
-    project: _Text = option(None, "default dino_ds")
-    group: _Text = option(None, "group of runs")
 
 
 class DsJson(Section):
@@ -170,9 +156,7 @@ class DsJson(Section):
     comms_logger: CommsLogger = option(None, "log collectives")
     flops_profiler: FlopsProfiler = option(None, "DeepSpeed's profile of one step")
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
-    comet: Comet = option(None, "metrics also go to Comet (pip install comet_ml; COMET_API_KEY)")
     mlflow: Mlflow = option(None, "metrics also go to MLflow (pip install mlflow-skinny); DeepSpeed does not read it")
-    trackio: Trackio = option(None, "metrics also go to Trackio, on this machine (pip install trackio; TRACKIO_DIR)")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
 
 

@@ -16,7 +16,7 @@ from dino_ds.config.fields import option
 COPIED_WEIGHTS = 500_000_000
 """Weights of the largest teacher that is copied by default, as of a ViT-L with its heads: the casts would be a quarter
 of its launches. Beyond it memory is worth more."""
-LOGGERS = ("wandb", "comet", "mlflow", "trackio")
+LOGGERS = ("wandb", "mlflow")
 """Sections that send metrics elsewhere; DeepSpeed does not get them: it would wait for the device in each step."""
 Bool = Annotated[bool, Strict()]
 

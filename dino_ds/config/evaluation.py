@@ -65,7 +65,10 @@ class EvalSection(Section):
     )
     val_root: PathText | None = option(None, "images of a held-out loss, as data.root, without labels")
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
-        0.0, "part of the training images held out for that loss, by a hash of their names", learned=True
+        0.0,
+        "part of the training images that is never trained on, by a hash of their names: for that loss, and as "
+        "labelled test images where eval.root names none",
+        learned=True,
     )
     pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -40,6 +40,8 @@ UNITS = ("steps", "epochs", "images")
 
 MOST_PASSES = 2000
 """The most often that LightlyTrain advises to see an image; `train` and `advise` say it of longer runs."""
+LEAST_IMAGES = 100
+"""Fewer are too few to learn from: `advise` refuses them, `train` warns."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,6 @@ class Length:
 
     value: float
     unit: str
-    assumed: bool = field(default=False, compare=False)
-    """The unit was not given."""
     begin: int = 0
     """The step that it counts from: that at which a stage of training began."""
 
@@ -76,7 +76,7 @@ class Length:
         if unit is None or not math.isfinite(value):
             raise ValueError(f"{str(text)!r} is not a length: write '100 epochs', '5000 steps' or '1e6 images'")
         assert match is not None
-        return Length(value, unit, assumed=not match[2], begin=int(match[3] or 0))
+        return Length(value, unit, begin=int(match[3] or 0))
 
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
         """The optimizer step at which it ends, rounded up, >= 0: where it counts from 0, its optimizer steps."""

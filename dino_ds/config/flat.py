@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from dino_ds.config.fields import PATH, Length, Section
+from dino_ds.config.fields import PATH, Section
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import options_of, show_value
 
@@ -56,11 +56,6 @@ def split_place(value: str) -> tuple[str, str]:
     if kind == "clusters":
         return kind + colon, file
     return "", "" if value in ("none", "classes", "snapshot", "ema") else value
-
-
-def lengths_without_unit(recipe: Recipe) -> list[str]:
-    """The dotted names of lengths that were given as bare numbers."""
-    return [name for name, value in named_values(recipe) if isinstance(value, Length) and value.assumed]
 
 
 def idle_keys(recipe: Recipe, given: Iterable[str]) -> list[str]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,25 +120,6 @@ def how_visible(channels: int) -> str:
 
 def _fractions(pixels: Tensor) -> Tensor:
     return pixels.float() if pixels.is_floating_point() else pixels.float() / 255
-
-
-def crops_picture(
-    crops: Mapping[str, Sequence[Tensor]],
-    normalisation: Normalisation,
-    images: int = 8,
-    masks: Masks = MappingProxyType({}),
-) -> Tensor:
-    """Crops of a batch, (b, c, h, w) by group -> (3, H, W) in [0, 1]: one row an image, as the student saw it."""
-    shown = with_hidden_patches(crops, masks, images)
-    cell = max(crop.shape[-1] for crop in shown) + 2
-    rows = len(shown[0])
-    sheet = torch.ones(3, rows * cell, len(shown) * cell)
-    for column, crop in enumerate(shown):
-        for row in range(rows):
-            height, width = crop.shape[-2:]
-            pixels = visible(normalisation.undone(crop[row].detach().float().cpu()))
-            sheet[:, row * cell : row * cell + height, column * cell : column * cell + width] = pixels
-    return sheet
 
 
 def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:

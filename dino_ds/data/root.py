@@ -32,8 +32,10 @@ ARCHIVES = {
 """Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
-TRAIN_FOLDERS = ("train", "training")
-TEST_FOLDERS = ("test", "testing", "val", "valid", "validation")
+TRAIN_FOLDERS, TEST_FOLDERS = (
+    tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
+    for names in ("train training", "test testing val valid validation")
+)
 """Names of the folders of a data set's parts."""
 _COPY = {
     "s3": "aws s3 sync {} DIR",

@@ -167,6 +167,7 @@ class Part:
     """Some images of a source, a source itself, which can do what the whole one can. others: the rest of the images."""
 
     others: Part
+    notes: list[str]
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
         self.whole, self._indices = whole, indices
@@ -177,6 +178,10 @@ class Part:
     def __len__(self) -> int:
         return len(self._indices)
 
+    def some(self, chosen: np.ndarray) -> Part:
+        """The images that the mask `chosen` marks."""
+        return Part(self.whole, self._indices[chosen])
+
     def load(self, index: int) -> Any:
         return self.whole.load(int(self._indices[index]))
 
@@ -184,7 +189,7 @@ class Part:
         return self.whole.name(int(self._indices[index]))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("whole", "others"):  # of an object that is being unpickled
+        if name.startswith("_") or name in ("whole", "others", "notes"):  # of an object that is being unpickled
             raise AttributeError(name)
         found = getattr(self.whole, name)
         return self._forwarded(found) if name in _FORWARDED else found
@@ -217,6 +222,15 @@ def held_out_images(recipe: Recipe, train: Source) -> Source | None:
     return None if root is None else build_source(data.source, root, "train", data.download)
 
 
+def labelled_test(train: Source) -> Part | None:
+    """The held-out images of classes that are trained on, as labelled test images beside `train`; None without two."""
+    if not isinstance(train, Part) or train.labels is None or train.others.labels is None:
+        return None
+    labels = np.asarray(train.others.labels)
+    known = (labels >= 0) & np.isin(labels, train.labels)
+    return train.others.some(known) if len(np.unique(labels[known])) > 1 else None
+
+
 def split_off(source: Source, root: str | None, share: float, as_listed: bool = False) -> tuple[Part, Part]:
     """The images to train on and those held out: about `share`, the same ones whatever else is added or removed.
 
@@ -236,4 +250,6 @@ def split_off(source: Source, root: str | None, share: float, as_listed: bool = 
             "give another share, or images of their own with eval.val_root"
         )
     parts[0].others = parts[1]
+    held = f"eval.val_share {share:g}: {len(parts[1])} of {len(source)} images are held out, and not trained on"
+    parts[0].notes = [*getattr(source, "notes", ()), held]
     return parts

@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError, DataError
 
 _SMALLEST_PATCH, _SMALL_IMAGE = 4, 64
 """Sides in pixels: the smallest patch that is advised, and the largest crops that call for weak augmentation."""
-_OF_ONE_SET = ("retrieval", "statistics")
+OF_ONE_SET = ("retrieval", "statistics")
 _LOOKED_AT = 64
 _OF_ONE_NAME = 2
 """Training images of the same file name that are compared with a test image, besides the one in the same folder."""
@@ -37,7 +37,8 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
     words = {
         "(--images)": "(eval.bank_images, eval.test_images)",
         "--images": "--eval.bank_images",
-        "with --test_root DIR": "with --eval.root DIR, or leave this out with --eval.evals auto",
+        "with --test_root DIR": "with --eval.root DIR (--eval.val_share 0.1 holds some out of training), or leave "
+        "this out with --eval.evals auto",
         "--test_root": "--eval.root",
         "--benchmark_root": "--eval.benchmark_root",
         "--k": "--eval.k",
@@ -50,7 +51,7 @@ def note_on_shared(evaluations: Collection[str], train: Source | None, test: Sou
     """A note where some of 64 test images have the same content as a training image of the same file name, and one of
     the evaluations needs both; every rank calls it, and gets what rank 0 finds. `option` names other test images."""
     found: list[str] = []
-    needed = set(evaluations) - set(_OF_ONE_SET)
+    needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
         shared = _shared(train, test, looked_at)

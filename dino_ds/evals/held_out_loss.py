@@ -124,11 +124,8 @@ class HeldOutLoss:
 
 
 def describe_losses(losses: dict[str, float], step: int) -> list[str]:
-    """A line for the log, none without losses."""
-    if not losses:
-        return []
-    rest = ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if name != "val_loss")
-    return [f"val_loss at step {step}: {losses['val_loss']:.4f}{f' ({rest})' if rest else ''}"]
+    """A line for the log, none without losses; metrics.jsonl has their parts."""
+    return [f"val_loss at step {step}: {losses['val_loss']:.4f}"] if losses else []
 
 
 def _copied(batch: Any) -> tuple[Any, int]:

@@ -12,20 +12,22 @@ from typing import Any
 
 from dino_ds.basics.digits import short
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS
+from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.image_set import digest_of
 from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.sources import build_source, held_out_images
+from dino_ds.data.sources import build_source, held_out_images, labelled_test
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import changes_that_help, note_on_shared, with_recipe_keys
+from dino_ds.evals.advice import OF_ONE_SET, changes_that_help, note_on_shared, with_recipe_keys
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
 from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
 from dino_ds.evals.tracking import Best, Knn
+from dino_ds.health.files import Event
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.run.teacher_files import best_step
 from dino_ds.weights.load import Backbone
@@ -80,19 +82,10 @@ class EvalRunner(AtStep):
         """
         settings, data = recipe.eval, recipe.data
         every = _evaluated_every(recipe, epoch_steps)
-        named = not data.own_files or settings.root is not None
-        names = (("knn",) if named else ()) if settings.evals == "auto" else settings.evals
         if every == 0:
             return None
-        best = Best.from_recipe(settings, names)
-        test = None
         with distributed.raise_on_all_ranks():
-            held_out = held_out_images(recipe, train)
-            if named:
-                root = settings.root if data.own_files else data.root
-                test = build_source(data.source, root, "test", data.download)
-        if not names and held_out is None:
-            return None
+            held_out, test = held_out_images(recipe, train), _test_images(recipe, train)
         how = Settings(
             ks=(settings.k,),
             images=settings.bank_images,
@@ -101,6 +94,10 @@ class EvalRunner(AtStep):
             value_range=data.known_range,
             benchmark_root=Path(settings.benchmark_root).expanduser() if settings.benchmark_root else None,
         )
+        names, problem = _evaluations(recipe, train, test, how)
+        best = Best.from_recipe(settings, names)
+        if not names and held_out is None:
+            return None
         runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
         if best is not None:
             counts = len(test or ()), len(held_out or ())
@@ -112,7 +109,7 @@ class EvalRunner(AtStep):
         if best is not None:
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
         runner.knn.advice += changes_that_help(recipe)
-        runner._notes += note_on_shared(names, train, test, "eval.root")
+        runner._notes += [*problem, *note_on_shared(names, train, test, "eval.root")]
         if settings.root is not None and not data.own_files:
             runner._notes.append(
                 f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
@@ -193,8 +190,9 @@ class EvalRunner(AtStep):
     def finished(self) -> str:
         return self.best.finished if self.best is not None else ""
 
-    def ending(self, run_dir: Path) -> list[str]:
-        return self.best.lines(best_step(run_dir)) if self.best is not None else []
+    def ending(self, run_dir: Path, cut: bool) -> list[str]:
+        best = self.best.lines(best_step(run_dir)) if self.best is not None else []
+        return [*best, *self.knn.summary(cut)]
 
     def evaluate(self, moment: Moment) -> Results | None:
         """The results at a moment, or None, on all ranks, if a stop was requested on one of them.
@@ -256,15 +254,10 @@ class EvalRunner(AtStep):
         self._notes.clear()
         for name, result in results.items():
             values = ", ".join(f"{metric} {short(value, 4)}" for metric, value in result["results"].items())
-            label, text = ("k-NN", self.knn.line()) if name == "knn" else (name, f"{values}; {result['seconds']} s")
-            lines.append(f"{label:<8} at step {result['step']}: {text}")
+            label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, values)
+            line, detail = f"{label:<8} at step {result['step']}: {text}", name == "statistics" and "knn" in results
+            lines.append(Event(line, label, detail))
         return lines
-
-    def short(self) -> str:
-        return self.knn.short()
-
-    def summary(self, cut: bool = False) -> list[str]:
-        return self.knn.summary(cut)
 
     def state_dict(self) -> dict[str, Any]:
         best = {} if self.best is None else {"best": self.best.state_dict()}
@@ -276,6 +269,34 @@ class EvalRunner(AtStep):
         lines = self.knn.load_state_dict(state, state.get(now[0], now[1]) == now[1])
         lines += self.best.load_state_dict(state.get("best")) if self.best is not None else []
         self._anew, self._notes = bool(lines), [*self._notes, *lines]
+
+
+def _test_images(recipe: Recipe, train: Source) -> Source | None:
+    """The labelled test images: named ones, those of a data set, else those that eval.val_share holds out, where an
+    evaluation needs them."""
+    data, root, evals = recipe.data, recipe.eval.root, recipe.eval.evals
+    if data.own_files and root is None:
+        needed = evals == "auto" or set(evals) - {*OF_ONE_SET, *BENCHMARKS}
+        return labelled_test(train) if needed else None
+    return build_source(data.source, root if data.own_files else data.root, "test", data.download)
+
+
+def _evaluations(
+    recipe: Recipe, train: Source, test: Source | None, how: Settings
+) -> tuple[tuple[str, ...], list[str]]:
+    """The names of the evaluations of a run, and a note where k-NN on held-out images, which nobody has asked for by
+    name, is not possible."""
+    section = recipe.eval
+    if section.evals != "auto":
+        return section.evals, []
+    if test is None:
+        return (), []
+    if recipe.data.own_files and section.root is None:
+        try:
+            preflight_eval("knn", how, lambda: (train, test))
+        except DataError as error:
+            return (), [f"no k-NN on the held-out images: {with_recipe_keys('knn', error)}"]
+    return ("knn",), []
 
 
 def _evaluated_every(recipe: Recipe, epoch_steps: int) -> int:

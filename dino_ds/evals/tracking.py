@@ -49,7 +49,10 @@ class Best:
                 )
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
-            raise ConfigError(f"eval.keep_best {metric} needs labelled test images: name some (--eval.root FOLDER)")
+            raise ConfigError(
+                f"eval.keep_best {metric} needs labelled test images: name some (--eval.root FOLDER), or hold some out "
+                "(--eval.val_share 0.1, of class folders)"
+            )
         return Best(metric, section.stop_after)
 
     def begin(self) -> None:
@@ -156,6 +159,8 @@ class Knn:
     latest: float | None = None
     step: int | None = None
     """Step of `latest`; unknown of a run of an earlier version."""
+    said: bool = field(default=False, compare=False)
+    """Whether this process has said what the newest value is compared with."""
 
     def see(self, step: int, latest: float, raw: float) -> None:
         """Take the values of an evaluation."""
@@ -166,13 +171,17 @@ class Knn:
         assert self.latest is not None and self.raw is not None
         return {"knn_top1": self.latest, "knn_raw_pixels": self.raw, "knn_chance": self.chance}
 
-    def short(self) -> str:
-        return "" if self.latest is None else f"k-NN {self.latest:.1f} % at step {self.step}"
-
     def line(self) -> str:
         """The newest value next to its baselines: raw pixels, chance, and the network before training."""
         untrained = f", {self.began_as} {self.untrained:.1f} %" if self.untrained is not None else ""
         return f"raw pixels {self.raw:.1f} %{untrained}, teacher {self.latest:.1f} % (chance {self.chance:.1f} %)"
+
+    def news(self) -> str:
+        """The newest value; the first time beside its baselines."""
+        if self.said and self.latest is not None and self.untrained is not None:
+            return f"teacher {self.latest:.1f} % ({self.latest - self.untrained:+.1f} since the {self.began_as})"
+        self.said = True
+        return self.line()
 
     def warning(self, cut: bool = False) -> str | None:
         """A warning, with advice, where the newest features are worse than raw pixels, else None.
@@ -192,12 +201,12 @@ class Knn:
         )
 
     def summary(self, cut: bool = False) -> list[str]:
-        """The newest k-NN, and the warning if there is one, as lines of the log; `cut` as for `warning`."""
+        """The warning, if there is one, and the newest k-NN, as lines of the log; `cut` as for `warning`."""
         if self.latest is None:
             return []
         warning = self.warning(cut)
         at = "" if self.step is None else f"at step {self.step}: "
-        return [f"k-NN     {at}{self.line()}", *([f"warning  {warning}"] if warning else [])]
+        return [*([f"warning  {warning}"] if warning else []), f"k-NN     {at}{self.line()}"]
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("raw", "untrained", "latest", "step")}

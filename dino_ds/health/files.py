@@ -24,16 +24,18 @@ class Event(str):
     """A line of a run's log that also tells programs what happened: an object of events.jsonl.
 
     kind: what happened; by default the line's first word, where that fills a column of nine letters as in "warning  ".
+    detail: whether it is for the files of the run alone: the screen shows it only with --verbose.
     """
 
-    def __new__(cls, line: str, kind: str = "", **facts: Any) -> Event:
+    def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
         event = super().__new__(cls, line)
         word = line[:9].rstrip()
         event.kind = kind or (word if len(word) < min(len(line), 9) and " " not in word else "text")
-        event.facts = facts
+        event.facts, event.detail = facts, detail
         return event
 
     kind: str
+    detail: bool
     facts: dict[str, Any]
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.config.fields import LEAST_IMAGES
 from dino_ds.config.flat import named_values
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import Source, UnreadableImage
@@ -27,7 +28,6 @@ from dino_ds.planning.measure.machine import find_gpus
 from dino_ds.planning.measure.tables import print_result
 from dino_ds.planning.rules import (
     FEW_IMAGES,
-    LEAST_IMAGES,
     Data,
     Gpus,
     frozen_weights,

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from dino_ds.config.fields import MOST_PASSES
 
-LEAST_IMAGES = 100
-"""Fewer are refused."""
 FEW_IMAGES = 3000
 """LightlyTrain's FAQ wants several thousand."""
 _MANY_IMAGES = 1_000_000

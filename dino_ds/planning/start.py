@@ -82,9 +82,9 @@ def choose_ds_config(
 
 def _memory_line(memory: Memory | None) -> Event:
     if memory is None:
-        return Event("memory   not estimated for this backbone")
+        return Event("memory   not estimated for this backbone", detail=True)
     parts = {name: size / GIB for name, size in memory.parts.items() if size}
-    return Event(f"memory   predicted peak {memory}", gib=memory.gib, moment=memory.moment, parts=parts)
+    return Event(f"memory   predicted peak {memory}", detail=True, gib=memory.gib, moment=memory.moment, parts=parts)
 
 
 def _trained_part(recipe: Recipe) -> str:

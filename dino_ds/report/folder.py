@@ -24,7 +24,7 @@ T = TypeVar("T")
 MOST_OF_A_KIND = 50
 LEVELS = {
     **dict.fromkeys(("collapse", "not finite", "hang", "error", "save failed"), "bad"),
-    **dict.fromkeys(("warning", "slow", "overflow", "unreadable image", "save waited", "stopped"), "odd"),
+    **dict.fromkeys(("warning", "slow", "overflow", "unreadable image", "stopped"), "odd"),
     **dict.fromkeys(("resumed", "note", "evals"), "plain"),
 }
 """Kinds of events that are incidents, and how bad they are."""

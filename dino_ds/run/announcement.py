@@ -1,78 +1,115 @@
-"""The first and last lines of a run's log: images, length, engine, memory, what is not as usual; what was found."""
+"""The first and last lines of a run's log: what is trained, on what, for how long, and what is not as usual."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from dino_ds.basics.durable import cache_folder
 from dino_ds.config.crops import EMA, describe_crops
-from dino_ds.config.ds_values import DsConfig
-from dino_ds.config.flat import flat_values, lengths_without_unit
+from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.stages import Given
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES
+from dino_ds.errors import one_line
 from dino_ds.health.files import Event
-from dino_ds.method.objective import Objective
 from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
-from dino_ds.models.attention import chosen_kernel
 from dino_ds.run.doors import Chosen
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
 MOST_KEPT = 0.5
 """Part of what a teacher begins as that it may have at the end."""
+_MOST_LINES = 9
+"""On the screen before the one on the folder, an evaluation and what came before the run had a log."""
+_SHOWN_ELSEWHERE = ("data.root", "data.source")
+"""Overrides that the line about the images shows."""
+_PICTURES = ("map", "neighbors", "pca", "attention")
 
 
-def announce(run: Run, folder: RunFolder, chosen: Chosen, notes: Iterable[str]) -> None:
-    """Write the first lines of a run's log; `notes` are what was found while the run was built."""
-    recipe, config, steps, options = folder.recipe, folder.config, run.step.schedules.steps, run.options
-    data, device = recipe.data, run.step.engine.device
-    given = config.micro_batch, config.accumulation, distributed.world_size()
-    balanced, alone = accumulation_notes(recipe, *given)
-    epochs = steps / options.epoch_steps
-    compiled = ", compiled blocks" if config.performance.compile != "off" else ""
-    stopping = f", stopping after step {options.last_step}" if options.last_step < steps else ""
-    run.log.info(
-        Event(
-            f"images   {options.images} in {data.place}; global batch {data.global_batch} = micro-batch "
-            f"{config.micro_batch} x accumulation {config.accumulation} x ranks {distributed.world_size()}; "
-            f"{options.epoch_steps} steps an epoch",
-            images=options.images,
-            place=data.place,
-        ),
-        Event(
-            f"length   {steps} steps = {steps * data.global_batch} images = {epochs:.1f} epochs{stopping}",
-            steps=steps,
-            last_step=options.last_step,
-        ),
-        *_objective_lines(recipe),
-        *([f"trained  {chosen.trained}"] if chosen.trained else []),
-        f"engine   ZeRO {config.stage}, {config.precision}, {device}; run folder {run.path}",
-        f"kernels  {_attention_kernels(recipe, config, device)}{compiled}",
-        *first_on_gpu(device),
-        chosen.memory,
-        *_changed_values(recipe),
-        *(f"note     {text}" for text in balanced),
-        *(f"warning  {text}" for text in [*alone, *slow_teachers(recipe, steps)]),
-        *(
-            f"note     {name} was given without a unit: steps; other units are written '100 epochs', '1e6 images'"
-            for name in lengths_without_unit(recipe)
-        ),
-        *(f"note     {text}" for text in [*_idle_teachers(recipe, run.step.objective), *notes]),
-    )
+def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, notes: Iterable[str]) -> None:
+    """Write the first lines of a run's log: for people on the screen, then the details. `notes` are what was found
+    while the run was built."""
+    recipe, config, device = folder.recipe, folder.config, run.step.engine.device
+    steps, batch = run.step.schedules.steps, recipe.data.global_batch
+    given_batch = config.micro_batch, config.accumulation, distributed.world_size()
+    balanced, alone = accumulation_notes(recipe, *given_batch)
+    shown = list(_summary(run, folder, chosen, given))
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
-        run.log.info(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+        shown.append(f"resumed  {where if done else 'from the start: there is no checkpoint yet'}")
+    shown += [
+        f"warning  {text}"
+        for text in [*few_images(run.options.images, steps * batch), *alone, *slow_teachers(recipe, steps)]
+    ]
+    texts = [*first_on_gpu(device), *notes, *balanced]
+    room = max(0, _MOST_LINES - len(shown))
+    more = f"{len(texts) - room} more notes and " if len(texts) > room else ""
+    details = [
+        f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
+        f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",
+        *_objective_lines(recipe),
+        f"engine   ZeRO {config.stage}, {config.precision}, {device}",
+        *([f"chosen   {chosen.said}"] if chosen.said else []),
+    ]
+    run.log.info(
+        *shown,
+        *(f"note     {text}" for text in texts[:room]),
+        f"folder   {run.path}: log.txt there has {more}all details, --verbose shows them here",
+        *(Event(f"note     {text}", detail=True) for text in texts[room:]),
+        chosen.memory,
+        *(Event(line, detail=True) for line in details),
+    )
+
+
+def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -> Iterator[str]:
+    """What is trained, on what, for how long, a line each."""
+    recipe, config, options = folder.recipe, folder.config, run.options
+    data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps
+    yield Event(f"images   {options.images:,} in {data.place}", images=options.images, place=data.place)
+    teacher = run.step.teachers.exported.backbone
+    spec, weights = recipe.model.spec(), sum(tensor.numel() for tensor in teacher.parameters())
+    network = f"{recipe.model.backbone} ({spec.sizes}; {weights / 1e6:,.1f} million weights)"
+    loss = " + ".join(term.title.removeprefix("Loss of ") for term in terms_of(recipe))
+    yield f"trains   {network} on {_crops_in_words(recipe)}; loss: {loss}"
+    if chosen.trained:
+        yield f"trained  {chosen.trained}"
+    on_gpu = run.step.engine.device.type == "cuda"
+    where = torch.cuda.get_device_name() if on_gpu else "CPU"
+    each = " for each" if ranks > 1 else ""
+    gib = "" if chosen.predicted_gib is None else f"; {chosen.predicted_gib:.1f} GiB of memory predicted{each}"
+    yield f"device   {where}, {config.precision}, {ranks} process{'es' if ranks > 1 else ''}{gib}"
+    total = f" of the schedules' {steps:,}" if options.last_step < steps else ""
+    images = options.last_step * data.global_batch
+    yield Event(
+        f"length   {options.last_step:,} steps{total}, {data.global_batch:,} images each: {images:,} images, each "
+        f"{images / options.images:,.1f} times",
+        steps=steps,
+        last_step=options.last_step,
+    )
+    if given is not None:
+        own = [f"{key} {text}" for key, text in given.overrides.items() if key not in _SHOWN_ELSEWHERE]
+        changed = f"; set otherwise here: {one_line(', '.join(own), 160)}" if own else " as it is"
+        yield f"recipe   {given.config or 'the defaults'}{changed}"
+
+
+def _crops_in_words(recipe: Recipe) -> str:
+    """ "2 global crops of 224 px, 8 local of 96"."""
+    several = []
+    for one in recipe.resolutions:
+        first, *others = [f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in recipe.groups_of(one)]
+        several.append(", ".join([first.format(" crops", " px"), *(text.format("", "") for text in others)]))
+    return "; or ".join(several)
 
 
 def first_on_gpu(where: torch.device) -> list[str]:
-    """A line for the first run of a user on a GPU, of which a file in the cache tells."""
+    """A note for the first run of a user on a GPU, of which a file in the cache tells."""
     seen = cache_folder() / "gpu_seen"
     if where.type != "cuda" or distributed.rank() or seen.exists():
         return []
@@ -80,9 +117,20 @@ def first_on_gpu(where: torch.device) -> list[str]:
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.touch()
     return [
-        "note     first run on a GPU here: dino_ds was verified on CPUs, and on GPUs neither speed nor kernels were; "
+        "first run on a GPU here: dino_ds was verified on CPUs, and on GPUs neither speed nor kernels were; "
         "`dino-ds doctor` checks these, and a report should hold its page and this log"
     ]
+
+
+def few_images(images: int, shown: int) -> list[str]:
+    """Warnings of a run that shows too few `images`, or them too often, `shown` images in all."""
+    most = MOST_PASSES * images
+    few = f"{images} images are too few to learn from (LightlyTrain recommends several thousand): dino-ds advise"
+    often = (
+        f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {MOST_PASSES:,} at most: "
+        f'--length "{most} images"'
+    )
+    return [few] * (images < LEAST_IMAGES) + [often] * (shown >= most + images)
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
@@ -102,12 +150,6 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
                 f"{faster} or less) or train longer"
             )
     return found
-
-
-def _idle_teachers(recipe: Recipe, objective: Objective) -> list[str]:
-    """A note on each further teacher that no loss term reads."""
-    others = [one.name for one in teachers_of(recipe)[1:] if not objective.teacher_features(one.name)]
-    return [f"no loss term reads the teacher {name}: it follows, and is saved, for nothing else" for name in others]
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:
@@ -140,47 +182,24 @@ def _sizes_in_words(recipe: Recipe) -> str:
     return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
 
 
-def _attention_kernels(recipe: Recipe, config: DsConfig, where: torch.device) -> str:
-    """The kernel that runs for each crop size, such as "sdpa: flash at 197 and 37 tokens"."""
-    performance, attention = config.performance, recipe.model.spec().attention
-    sides = dict.fromkeys(group.size for one in recipe.resolutions for group in recipe.groups_of(one))
-    asked = [shape for side in sides if (shape := attention(side))]
-    if not asked:
-        name, own = recipe.model.backbone, "its" if ":" in recipe.model.backbone else "timm's"
-        return f"{name} runs by {own} own code, crops of each size in a pass of their own"
-    if performance.attention != "sdpa":
-        return performance.attention
-    kernels: dict[str, list[str]] = {}
-    for heads, width, tokens in asked:
-        kernel: str = performance.attention_backend
-        if kernel == "auto":
-            kernel = chosen_kernel(heads, width, tokens, DTYPES[config.precision], where)
-        kernels.setdefault(kernel, []).append(str(tokens))
-    return "sdpa: " + ", ".join(f"{name} at {' and '.join(tokens)} tokens" for name, tokens in kernels.items())
-
-
-def _changed_values(recipe: Recipe) -> list[str]:
-    """The recipe's values that are not the defaults, a line a section."""
-    changed: dict[str, list[str]] = {}
-    defaults = flat_values(Recipe())
-    for name, value in flat_values(recipe).items():
-        if value != defaults[name]:
-            section, _, key = name.rpartition(".")
-            changed.setdefault(section or "recipe", []).append(f"{key} {value}")
-    return [f"{section:<10}{', '.join(values)}" for section, values in changed.items()]
-
-
 def closing_lines(run: Run, model: ModelSection) -> list[str]:
     """The lines of a run that has come to its last step."""
     path, steps = run.path, run.step.schedules.steps
     knows = model.spec().timm_model(model.backbone) is not None
     how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
     of, cut = f" of {steps}" if run.step.applied_steps < steps else "", run.options.last_step < steps  # --max_steps
-    evaluations = run.evaluations
+    evaluations, picture = run.evaluations, _newest_picture(path / "pictures")
     return [
         f"done     step {run.step.applied_steps}{of}; the run is in {path}",
         *(["ended    " + evaluations.finished()] if evaluations and evaluations.finished() else []),
         f"teacher  {path / 'teacher.safetensors'}; {how}",
-        f"report   dino-ds report {path}: curves, evaluations and pictures on one page",
-        *([*evaluations.summary(cut), *evaluations.ending(path)] if evaluations else []),
+        *(evaluations.ending(path, cut) if evaluations else []),
+        *([f"picture  {picture}"] if picture else []),
+        f"report   dino-ds report {path} writes {path / 'report.html'}: curves, evaluations and pictures on one page",
     ]
+
+
+def _newest_picture(pictures: Path) -> Path | None:
+    """The most telling picture of the newest step that has any."""
+    folders = sorted(pictures.glob("step_*"), reverse=True)
+    return next((path for folder in folders for name in _PICTURES if (path := folder / f"{name}.png").is_file()), None)

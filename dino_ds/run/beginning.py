@@ -13,12 +13,10 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given, split_origin
 from dino_ds.data.feed import Position
-from dino_ds.data.image_set import ImageSet
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.method.build import build_schedules
 from dino_ds.method.specs.of_recipe import heads_of
-from dino_ds.run.other_images import OtherImages
+from dino_ds.run.resume_checks import OtherImages
 from dino_ds.run.run_folder import RunFolder
 from dino_ds.run.saver import Saver
 from dino_ds.run.train_options import TrainOptions
@@ -131,21 +129,12 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
     folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
     folder.recipe = given.begun(recipe, folder.origin.first_step)
     what = "all of its training state" if continues else "its teacher's weights"
-    notes = [*choice.notes, f"begins with {run}, step {saved.step}{_unfinished(saved)}: {what}"]
+    notes = [*choice.notes, f"begins with {run}, step {saved.step}: {what}"]
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
     changes = images.notes(saved)
     return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
-
-
-def _unfinished(saved: Manifest) -> str:
-    """The words for a run that was to train for longer, else ""."""
-    images, recipe = ImageSet.from_json(saved.images), Recipe.model_validate(saved.recipe)
-    if images is None:
-        return ""
-    steps = build_schedules(recipe, max(1, images.count // recipe.data.global_batch)).steps
-    return f" of {steps} (it has not finished)" if saved.step < steps else ""
 
 
 def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None:

@@ -6,14 +6,10 @@ from __future__ import annotations
 import itertools
 
 import torch
-from torch import Tensor
 
-from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, Source
-from dino_ds.data.feed import Batch
 from dino_ds.data.masks import synthetic_masks
-from dino_ds.data.normalisation import Normalisation, crops_picture
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import terms_of
 from dino_ds.method.step import Inputs
@@ -55,16 +51,8 @@ def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
     return Inputs(crops, sample_keys(recipe.seed, 0, indices), synthetic_masks(recipe, images, device))
 
 
-def draw_crops(recipe: Recipe, batch: Batch) -> Tensor:
-    """A picture (3, h, w) of a batch's first crops, as the student sees them."""
-    hidden = {group.name for group in recipe.groups if group.hides}
-    masks = {name: mask for name, mask in batch.masks.items() if name in hidden}
-    return crops_picture(batch.crops, Normalisation.of(recipe), masks=masks)
-
-
-def check_lengths(recipe: Recipe, epoch_steps: int, images: int) -> list[str]:
-    """Lines for the log about warm-ups that end no sooner than the run, and about images that are seen too often; an
-    epoch has `epoch_steps` optimizer steps, the data set `images`.
+def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
+    """Lines for the log about warm-ups that end no sooner than the run; an epoch has `epoch_steps` optimizer steps.
 
     Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
     term that never begins.
@@ -87,10 +75,7 @@ def check_lengths(recipe: Recipe, epoch_steps: int, images: int) -> list[str]:
     for term in terms_of(recipe):
         if term.weight.length is not None:
             late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
-    most = MOST_PASSES * images
-    often = f"{length} shows each of {images:,} images {last * batch // images:,} times; LightlyTrain advises "
-    often += f'{MOST_PASSES:,} at most: --length "{most} images"'
-    return ([often] if last * batch > most + batch else []) + [
+    return [
         f"{name} {part} is {steps} steps, and {length} is {last}: {so}"
         for name, (part, so) in late.items()
         if (steps := part.in_steps(batch, epoch_steps)) > last

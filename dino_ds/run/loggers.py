@@ -1,5 +1,4 @@
-"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases and Comet (by DeepSpeed's monitors), MLflow,
-Trackio.
+"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases (by DeepSpeed's monitor), MLflow.
 
 DeepSpeed itself does not see these sections: its engine would wait for the device in every step to write its own loss.
 """
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from dino_ds.run.metrics import Logger
 
 _PACKAGES = {
     "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet_ml"),
     "mlflow": ("mlflow", "mlflow-skinny"),
-    "trackio": ("trackio", "trackio"),
 }
 """The package that each section needs: its name in Python and for pip."""
 
@@ -73,15 +70,6 @@ def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     return _wrap_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
 
 
-def _open_comet(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    from deepspeed.monitor.comet import CometMonitor
-    from deepspeed.monitor.config import CometConfig
-
-    named = {"experiment_key": run_id.ljust(32, "0")[:50], "experiment_name": run_dir.name, "project": "dino_ds"}
-    monitor = CometMonitor(CometConfig(enabled=True, samples_log_interval=0, **{**named, **section}))
-    return _wrap_monitor(monitor, monitor.experiment.end)
-
-
 def _wrap_monitor(monitor: Any, close: Callable[[], object]) -> Logger:
     """Wrap one of DeepSpeed's monitors."""
     return Logger(lambda values, step: monitor.write_events([(k, v, step) for k, v in values.items()]), close)
@@ -116,42 +104,4 @@ def _soon_refused() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _open_trackio(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """Open a run in Trackio's folder on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send it away.
-
-    Trackio continues a run by its name alone, so the name has a part of `run_id`: folders of one name stay apart.
-    """
-    with redirect_stdout(sys.stderr), _without_hub():
-        import trackio
-
-        run = trackio.init(
-            section.get("project", "dino_ds"),
-            name=f"{run_dir.name}-{run_id[:8]}",
-            group=section.get("group"),
-            resume="allow",
-            embed=False,
-            auto_log_gpu=False,  # metrics.jsonl has both
-            auto_log_cpu=False,
-        )
-
-    def close() -> None:
-        with redirect_stdout(sys.stderr):
-            trackio.finish()  # not run.finish: at exit it would be finished once more, with a line on standard output
-
-    return Logger(lambda values, step: run.log(dict(values), step=step), close)
-
-
-@contextmanager
-def _without_hub() -> Iterator[None]:
-    """Keep Trackio from asking huggingface.co whose token this is, where the run stays on this machine."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not any(map(os.environ.get, ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")))
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-_OPENERS = {"wandb": _open_wandb, "comet": _open_comet, "mlflow": _open_mlflow, "trackio": _open_trackio}
+_OPENERS = {"wandb": _open_wandb, "mlflow": _open_mlflow}

@@ -12,14 +12,13 @@ from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
+from dino_ds.health.files import Event
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
-from dino_ds.run.bad_steps import BadSteps
-from dino_ds.run.image_reports import constant_images, part_shares
-from dino_ds.run.intervals import HOURS_BETWEEN_FAILURES, SaveClock
+from dino_ds.run.bad_images import BadSteps, constant_images, part_shares
 from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
-from dino_ds.run.saver import Saver
+from dino_ds.run.saver import HOURS_BETWEEN_FAILURES, SaveClock, Saver
 from dino_ds.run.stop import StopRequests
 
 
@@ -47,7 +46,7 @@ class Loop:
         if step.applied_steps == 0:
             self._run_if_due(run.pictures, last=False)
         with closing(open_feed()) as feed:
-            self._clock.read()
+            self._reports.begin()
             try:
                 while step.applied_steps < run.options.last_step and not self._finished():
                     self._micro_batch(feed)
@@ -121,8 +120,8 @@ class Loop:
 
     def _after_step(self, out: MicroStep, batch: Batch) -> None:
         run, done = self._run, self._run.step.applied_steps
-        for micro, names, constant, shares in self._window:
-            self._reports.trained(micro, names, constant, shares)
+        for micro, _, constant, shares in self._window:
+            self._reports.trained(micro, constant, shares)
         self._begin_window()
         self._bad_steps.reset()
         self._clock.step()
@@ -130,7 +129,6 @@ class Loop:
             run.step.flags.set("stop")
         self._log.info(*self._saver.saving.poll())
         self._settle_save_interval()
-        self._log.progress(done)
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
             self._reports.write(out)
@@ -140,8 +138,6 @@ class Loop:
         evaluate = run.evaluations is not None and run.evaluations.due(done, last) and not stop
         if evaluate:
             stop = not self._run_if_due(run.evaluations, last) and not last
-        if evaluate or done == 1:
-            self._log.picture("crops", run.draw_crops(batch), done)
         last = last or (evaluate and self._finished())
         if not stop:
             self._run_if_due(run.pictures, last)
@@ -205,7 +201,7 @@ class Loop:
     def _settle_save_interval(self) -> None:
         cost = self._saver.saving.cost
         if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
-            self._log.info(f"saves    {line}")
+            self._log.info(Event(f"saves    {line}", detail=True))
 
     def _end_early(self) -> None:
         """Raises SystemExit(75)."""

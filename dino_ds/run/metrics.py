@@ -92,22 +92,23 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """The growing files of a run folder, and the progress bar.
+    """The growing files of a run folder, and its screen.
 
     On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` are services by
     name that get the numbers too; one that fails is left out from then on. `tell` gets every line of metrics.jsonl.
+    verbose: whether details are shown on the screen too.
     """
 
     def __init__(
         self,
         run_dir: Path,
         step: int,
-        total_steps: int,
         loggers: Mapping[str, Logger] = MappingProxyType({}),
         tell: Callable[[dict[str, Any]], None] | None = None,
+        verbose: bool = False,
     ) -> None:
-        self._loggers, self._tell = dict(loggers), tell
-        self._file, self._text, self._events, self._board, self._bar = None, None, None, None, None
+        self._loggers, self._tell, self._verbose = dict(loggers), tell, verbose
+        self._file, self._text, self._events, self._board = None, None, None, None
         self._lost: set[str] = set()
         self._excepthook = threading.excepthook
         if distributed.rank() != 0:
@@ -121,22 +122,15 @@ class RunLog:
         self._events = (run_dir / "events.jsonl").open("ab", buffering=0)
         self._excepthook = _silence_tensorboards_thread()
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
-        self._bar = tqdm(
-            total=total_steps,
-            initial=step,
-            unit="step",
-            dynamic_ncols=True,
-            bar_format="{percentage:3.0f} %|{bar:20}| {n_fmt}/{total_fmt} {elapsed}<{remaining}{postfix}",
-            disable=not sys.stderr.isatty(),
-        )
 
     def info(self, *lines: str) -> None:
-        """Write lines for people to the console and, with the time, to log.txt, and as an `Event` to events.jsonl."""
+        """Write lines for people to the screen and, with the time, to log.txt, and as an `Event` to events.jsonl."""
         for line in lines:
             if self._text is not None and self._events is not None:
-                with suppress(OSError):  # a terminal or a pipe that was closed
-                    tqdm.write(line, file=sys.stderr)
                 event = line if isinstance(line, Event) else Event(line)
+                with suppress(OSError):  # a terminal or a pipe that was closed
+                    if self._verbose or not event.detail:
+                        tqdm.write(line, file=sys.stderr)
                 self._append(self._text, stamped(event))
                 self._append(self._events, event.record)
 
@@ -187,23 +181,11 @@ class RunLog:
         line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training continues"
         tqdm.write(line, file=sys.stderr)
 
-    def progress(self, step: int, note: str | None = None) -> None:
-        """Move the progress bar, which is shown on a terminal only, to `step`."""
-        if self._bar is None or self._bar.disable:
-            return
-        self._bar.update(step - self._bar.n)
-        if note is not None:
-            self._bar.set_postfix_str(note, refresh=False)
-
-    @property
-    def shows_bar(self) -> bool:
-        return self._bar is not None and not self._bar.disable
-
     def close(self) -> None:
         for logger in self._loggers.values():
             with suppress(Exception):
                 logger.close()
-        for thing in (self._bar, self._file, self._text, self._events, self._board):
+        for thing in (self._file, self._text, self._events, self._board):
             if thing is not None:
                 with suppress(OSError):
                     thing.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,14 @@ from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.health.collapse import CollapseAlarm, SpreadAlarm
 from dino_ds.health.files import Event
 from dino_ds.method.step import MicroStep
-from dino_ds.run.image_reports import ImageReports
+from dino_ds.run.bad_images import ImageReports
 from dino_ds.run.metrics import Clock, Meter
 from dino_ds.run.run import Run
 from dino_ds.run.saver import Saver
-from dino_ds.run.throughput import HostReader, ThroughputMonitor
+from dino_ds.run.throughput import ThroughputMonitor
+
+_LONG_WAIT = 0.1
+"""The part of the time from which on the step line says it."""
 
 
 class Reports:
@@ -35,8 +39,10 @@ class Reports:
         meters = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
-        self._throughput = ThroughputMonitor(HostReader())
+        self._throughput = ThroughputMonitor()
         self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
+        self._began = 0.0, 0
+        self._said_constant = False
         self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         warmup = run.step.schedules.warmup_steps
         objective, balanced = run.step.objective, run.options.balanced
@@ -46,11 +52,15 @@ class Reports:
         ]
         self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]
 
-    def trained(self, micro: MicroStep, names: list[str], constant: Tensor, shares: list[Tensor]) -> None:
+    def begin(self) -> None:
+        """Begin to measure speed: training goes on from here."""
+        self.clock.read()
+        self._began = time.monotonic(), self._run.step.applied_steps
+
+    def trained(self, micro: MicroStep, constant: Tensor, shares: list[Tensor]) -> None:
         """Add a micro-batch of an applied step; `constant` (b,) is `constant_images`', `shares` are `part_shares`'."""
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
-        self.images.trained(names, constant)
 
     def write(self, out: MicroStep) -> None:
         """Write the line of metrics of a step, and the alarms that follow from it."""
@@ -60,7 +70,6 @@ class Reports:
         gpu, hardware = self._read_gpu()
         rolling, warning = self._throughput.update(**speed, gpu=gpu)
         self.images.report_unreadable()
-        self.images.report_constant(means["constant_images"])
         predicted = self._run.options.predicted_gib
         record = {
             **self._describe_step(means, out.schedule),
@@ -75,6 +84,10 @@ class Reports:
         alarms = self._ask_alarms(record)
         self._log.write({**record, "collapsed": int(any(alarm.on for _, alarm in self._collapse))})
         self._show_progress(record)
+        if means["constant_images"] and not self._said_constant:
+            self._said_constant = True
+            part = f"{means['constant_images']:.2%}"
+            self._log.info(f"warning  {part} of the images are of one color (constant_images of metrics.jsonl)")
         slow = [Event(f"speed    after step {record['step']}: {warning}", "slow")] if warning else []
         self._log.info(*slow, *alarms)
 
@@ -124,17 +137,13 @@ class Reports:
 
     def _show_progress(self, record: dict[str, Any]) -> None:
         run, rate = self._run, record["images_per_second"]
-        short = f"loss {record['loss']:.3f}"
-        for entropy in run.step.objective.entropies:
-            own = "" if entropy.loss == "loss" else f", {entropy.loss} {record[entropy.loss]:.3f}"
-            short += f"{own} = entropy {record[entropy.scalar]:.3f} + KL {record[entropy.kl]:.3f}"
-        speed = f"{rate:.0f} img/s, data wait {100 * record['data_wait_fraction']:.0f} %"
-        evaluated = f", {newest}" if run.evaluations and (newest := run.evaluations.short()) else ""
-        self._log.progress(record["step"], f"{short}, {speed}{evaluated}")
-        if not self._log.shows_bar:
-            left = (run.options.last_step - record["step"]) * run.options.global_batch / rate
-            line = f"step {record['step']}/{run.options.last_step}  {short}, {speed}, {_duration(left)} left"
-            self._log.info(Event(line, "step", step=record["step"]))
+        waits = record["data_wait_fraction"]
+        waiting = f", waits for data {100 * waits:.0f} % of the time" if waits > _LONG_WAIT else ""
+        short = f"loss {record['loss']:.3f}, {rate:.0f} images/s{waiting}"
+        seconds, steps = time.monotonic() - self._began[0], record["step"] - self._began[1]
+        left = f"about {_duration((run.options.last_step - record['step']) * seconds / steps)} left"
+        line = f"step {record['step']}/{run.options.last_step}  {short}, {left}"
+        self._log.info(Event(line, "step", step=record["step"]))
 
 
 def _read_host() -> dict[str, float]:
@@ -147,5 +156,7 @@ def _read_host() -> dict[str, float]:
 
 
 def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.{0 if seconds >= 10 * size else 1}f} {unit}"
+    return f"{seconds:.0f} s"

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
-from dino_ds.data.feed import Batch, Position
+from dino_ds.data.feed import Position
 from dino_ds.engine import distributed
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher
@@ -62,16 +61,8 @@ class AtStep(Protocol):
         """The reason for the run to end here, as finished, or ""."""
         return ""
 
-    def short(self) -> str:
-        """The newest result in a few words for the progress line, or "" without one."""
-        return ""
-
-    def summary(self, cut: bool = False) -> list[str]:
-        """Lines for the end of the run, which `--max_steps` may have `cut`."""
-        return []
-
-    def ending(self, run_dir: Path) -> list[str]:
-        """Lines for the end of the run, about what its folder keeps."""
+    def ending(self, run_dir: Path, cut: bool) -> list[str]:
+        """Lines for the end of the run, which `--max_steps` may have `cut`, the most important one last."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +120,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run. `nan_inputs` makes a micro-batch that every rank skips, `draw_crops` a picture of a batch."""
+    """The parts of a run. `nan_inputs` makes a micro-batch that every rank skips."""
 
     path: Path
     options: LoopOptions
@@ -139,7 +130,6 @@ class Run:
     pictures: AtStep | None
     log: RunLog
     nan_inputs: Callable[[], Inputs]
-    draw_crops: Callable[[Batch], Tensor]
 
     def advance(self) -> None:
         """Move on in the images by one micro-batch of every rank."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import stat
 import time
 from pathlib import Path
 
@@ -29,8 +28,7 @@ from dino_ds.config.stages import holds_run, nothing_to_resume
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.run.environment import describe_environment
-from dino_ds.run.other_images import IMAGES
-from dino_ds.run.other_settings import changed_since, check_changed, read_allowed
+from dino_ds.run.resume_checks import IMAGES, changed_since, check_changed, read_allowed
 
 
 class RunFolder:
@@ -133,23 +131,20 @@ _SECONDS_TO_SEE = 40.0
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError where a run can't be written: a folder is in the way of a file, or something else in that of a
-    folder, or the disk refuses; also for a link to nothing, such as a disk that is not mounted: a run without its
-    checkpoints would start anew."""
+    """Raises ConfigError where a run can't be written: a folder is in the way of a file, a file in that of a folder, a
+    part is a link to nothing, such as a disk that is not mounted (a run without its checkpoints would start anew), or
+    the disk refuses."""
     for name in (*_FILES, *_FOLDERS):
-        try:
-            mode = (path / name).stat().st_mode
-        except OSError:
-            if not (path / name).is_symlink():
-                continue  # not there
+        place = path / name
+        if place.is_symlink() and not place.exists():
             raise ConfigError(
-                f"{path / name} is a link to {os.readlink(path / name)}, which is not there: bring that back, such as "
-                "its disk, or remove the link"
-            ) from None
-        if stat.S_ISDIR(mode) != (name in _FOLDERS) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+                f"{place} is a link to {os.readlink(place)}, which is not there: bring that back, such as its disk, or "
+                "remove the link"
+            )
+        if place.is_fifo() or (place.exists() and place.is_dir() != (name in _FOLDERS)):
+            found = "a folder" if place.is_dir() else "a pipe or device" if place.is_fifo() else "a file"
             wanted = "a folder" if name in _FOLDERS else "a file"
-            found = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else "a pipe or device"
-            raise ConfigError(f"{path / name} is {found} where a run has {wanted}: remove or rename it")
+            raise ConfigError(f"{place} is {found} where a run has {wanted}: remove or rename it")
     if reason := why_not_writable(path / "config.yaml"):
         raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 

@@ -1,11 +1,13 @@
-"""Takes the contents of a checkpoint out of a run's parts for a save, and puts them back on a resume."""
+"""Takes the contents of a checkpoint out of a run's parts for a save, decides when, and puts them back on a resume."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,23 +20,20 @@ from dino_ds.errors import CheckpointError, StorageError
 from dino_ds.method.step import TrainingStep
 from dino_ds.run.run import AtStep, RunState
 
-
-class Files(Protocol):
-    """The files of a run folder with the newest and the best teacher: `dino_ds.run.teacher_files`."""
-
-    def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None: ...
-
-    def settle(
-        self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-    ) -> list[str]: ...
+HOURS_BETWEEN_FAILURES = 24.0  # of the whole job: an assumption
+FIRST_SAVE_AFTER = 5
+"""Steps of this process before its first save, by which the cost is known and a broken disk is noticed early."""
+_SHORTEST, _LONGEST = 30.0, 3600.0  # seconds
+Times = tuple[float, float]
+"""Two times of one rank in seconds: how long training stood still for a save, and an optimizer step."""
 
 
 @dataclass
 class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
-    description: fields of Manifest that are the same in all checkpoints of this start. files: puts the tensors of the
-    teacher's backbone into the run folder. `saving` commits saves.
+    description: fields of Manifest that are the same in all checkpoints of this start. files: the run's
+    `TeacherFiles`, which puts the teacher's backbone into the run folder. `saving` commits saves.
     Methods that return lines return them for the log.
     """
 
@@ -43,7 +42,7 @@ class Saver:
     state: RunState
     evaluations: AtStep | None
     description: Mapping[str, Any]
-    files: Files
+    files: Any
     background: bool
 
     def __post_init__(self) -> None:
@@ -178,3 +177,53 @@ def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str
     missing = own.keys() - saved.whole().keys()
     names = sorted({".".join(name.split(".")[:2]) for name in missing})
     return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
+
+
+class SaveClock:
+    """Knows after which optimizer steps a checkpoint is written; every rank has one, and they agree.
+
+    every: steps, 0 for never, or None for as often as pays, known once the first save after step `start` was measured.
+    """
+
+    def __init__(self, every: int | None, start: int, epoch_steps: int, hours_between_failures: float) -> None:
+        self._every, self._start, self._epoch_steps = every, start, epoch_steps
+        self._mtbf_seconds = hours_between_failures * 3600
+        self._began = self._step_seconds = 0.0
+
+    def due(self, done: int) -> bool:
+        """Whether to save after step `done`; asked once after every step."""
+        if self._every is not None:
+            return self._every > 0 and done % self._every == 0
+        steps = done - self._start
+        if steps == 1:  # the first step warms up
+            self._began = time.monotonic()
+        if steps == FIRST_SAVE_AFTER:
+            self._step_seconds = (time.monotonic() - self._began) / (FIRST_SAVE_AFTER - 1)
+        # Again after 50, 500, ... steps where a save has failed and nothing is known yet.
+        return steps in [FIRST_SAVE_AFTER * 10**power for power in range(10)]
+
+    def settle(self, stall_seconds: float, gather: Callable[[Times], list[Times]]) -> str | None:
+        """Fix the interval, if it is not known, after a save that stopped training for `stall_seconds` on this rank.
+
+        The slowest rank's times decide. gather: turns a value of this rank into the values of all ranks, which must all
+        call this after the same step. Returns a line for the log, or None if the interval was known.
+        """
+        if self._every is not None or not self._step_seconds:
+            return None
+        stalls, steps = zip(*gather((stall_seconds, self._step_seconds)), strict=True)
+        stall, step_seconds = max(stalls), max(max(steps), 1e-6)
+        best = young_interval(stall, self._mtbf_seconds)
+        seconds = max(_SHORTEST, min(best, self._epoch_steps * step_seconds, _LONGEST))
+        self._every = max(1, round(seconds / step_seconds))
+        return (
+            f"every {self._every} steps = {self._every * step_seconds:.0f} s: a save stops training for {stall:.2f} s, "
+            f"and a failure is expected every {self._mtbf_seconds / 3600:g} h"
+        )
+
+
+def young_interval(stall_seconds: float, mtbf_seconds: float) -> float:
+    """Seconds of training between two saves at which least is lost, to first order (J. W. Young, 1974).
+
+    stall_seconds: how long training stands still for a save. mtbf_seconds: mean time between failures of the whole job.
+    """
+    return math.sqrt(2 * stall_seconds * mtbf_seconds)

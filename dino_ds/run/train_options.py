@@ -44,4 +44,5 @@ class TrainOptions:
         None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"
     )
     allow_oversize: bool = option(False, "start though more memory is predicted than there is")
+    verbose: bool = option(False, "show on the screen all that goes to RUN_DIR/log.txt")
     print: str | None = option(None, "new YAML file for the recipe with what is given here, to edit; trains nothing")

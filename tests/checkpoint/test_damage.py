@@ -61,7 +61,7 @@ def test_every_flipped_bit_is_caught(run):
         path.write_bytes(whole)
         assert choice.saved is not None and choice.saved.manifest.step == 4, (path.name, place)
         why = choice.notes[0]  # a flipped bit in a file's header may make it look like that of another step
-        assert ("damaged" in why or "mixed" in why) and why.endswith("using step 4"), why
+        assert "damaged" in why and why.endswith("using step 4"), why
     choice = small.choose()
     assert choice.saved is not None and is_that_of(choice.saved, 8) and not choice.notes
 
@@ -102,7 +102,7 @@ def _swap_ranks(newest: Path) -> None:
         (_swap_ranks, "is damaged (crc"),
         (
             lambda newest: shutil.copy(newest.with_name("step_00000004") / "rank_00001.safetensors", newest),
-            "files of step 8 and step 4 are mixed in",
+            "rank_00001.safetensors is damaged (",
         ),
         (lambda newest: newest.rename(newest.with_name("step_00000012")), "is that of step 8 under another name"),
     ],
@@ -139,14 +139,12 @@ def test_a_named_step_is_that_step_or_an_error(run):
 @pytest.mark.parametrize(
     "text", [None, "", "step_00000077", "step_00000004", "\0\xff" * 500, "step_00000004/../../..", "x" * 10**7]
 )
-def test_latest_missing_or_garbled_is_said_and_the_newest_taken(run, text):
+def test_whatever_latest_says_the_newest_is_taken(run, text):
     latest = run / "checkpoints/latest"
     latest.unlink()
     if text is not None:
         latest.write_text(text)
-    choice = SmallRun(run).choose()
-    assert is_that_of(choice.saved, 8)
-    assert "latest" in choice.notes[0] and "using step 8, the newest whole one" in choice.notes[0]
+    assert is_that_of(SmallRun(run).choose().saved, 8)
 
 
 def test_nothing_outside_the_folder_is_followed(run, tmp_path_factory):
@@ -186,14 +184,6 @@ def test_a_manifest_with_a_good_checksum_and_bad_content(run, change):
 def test_a_manifest_that_is_none(run, text):
     (_newest(run) / "manifest.json").write_text(text)
     assert is_that_of(SmallRun(run).choose().saved, 4)
-
-
-def test_a_checkpoint_of_the_older_format_is_named(tmp_path):
-    folder = tmp_path / "checkpoints/step_00000003"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"checkpoint step 3 is of an older format \(DeepSpeed's own files\)"):
-        SmallRun(tmp_path).choose()
 
 
 def test_no_checkpoint_at_all(tmp_path):

@@ -151,8 +151,6 @@ def test_keys_that_are_off_are_fine(load):
             if sections and "offload" in sections[-1]:
                 section["device"] = "cpu"
             section[leaf] = value
-            if name == "comet.api_key":
-                section["enabled"] = False
             loaded = load(content)
             for one in sections:
                 loaded = loaded[one]

@@ -30,7 +30,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
-from dino_ds.run.image_reports import allowed_bad_images
+from dino_ds.run.bad_images import allowed_bad_images
 
 IMAGES, GLOBAL = 21, 8
 START = Position()

@@ -169,11 +169,11 @@ def test_values_of_earlier_versions_are_compared_by_counts(sources):
         runner.best = Best("knn", counts=(runner._settings.ks[0], 24, 100, 9, 0))
         runner.load_state_dict(state)
     assert same.knn == first.knn and (same.best.value, same.best.stalled) == (70, 1) and not same._notes
-    assert same.summary()[0] == f"k-NN     at step 0: {first.knn.line()}"
+    assert same.knn.summary()[-1] == f"k-NN     at step 0: {first.knn.line()}"
     assert other.knn.latest is None and other.best.value is None and len(other._notes) == 2
     del state["step"], state["of"], state["best"]
     other.load_state_dict(state)
-    assert other.summary()[0] == f"k-NN     {first.knn.line()}"
+    assert other.knn.summary()[-1] == f"k-NN     {first.knn.line()}"
 
 
 def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypatch):
@@ -202,9 +202,9 @@ def test_images_beyond_the_memory_are_not_copied():
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     """With what to try; none where nothing was evaluated."""
     knn = Knn()
-    assert knn.warning() is None and knn.short() == ""
+    assert knn.warning() is None
     knn.see(3, 24.0, 24.0)
-    assert knn.warning() is None and knn.short() == "k-NN 24.0 % at step 3"
+    assert knn.warning() is None
     knn.see(4, 20.4, 24.0)
     assert knn.warning() == (
         "the teacher's k-NN is below that of raw pixels (20.4 % and 24.0 %); train longer (--length), or on more images"
@@ -213,7 +213,7 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     assert "the untrained network's was 15.7 %, so training has helped, but not enough yet; train" in knn.warning()
     knn.untrained = 20.4
     assert "so training has not helped yet; train longer (--length), or" in knn.warning()
-    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in knn.summary(cut=True)[-1]
+    assert "has not helped yet; train to the end (--max_steps cut this run short), or on" in knn.summary(cut=True)[0]
 
 
 @pytest.mark.parametrize(

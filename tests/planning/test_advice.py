@@ -24,7 +24,7 @@ from dino_ds.planning.rules import (
     small_momentum,
     useful_gpus,
 )
-from dino_ds.run.from_recipe import check_lengths
+from dino_ds.run.announcement import few_images
 
 COUNTS = [100, 101, 300, 1000, 2999, 10_000, 49_999, 50_000, 99_999, 100_000, 999_999, 10**6, 1_280_000, 10**7, 10**9]
 SOURCES = ("arXiv", "dino", "LightlyTrain", "docs/", "rule of thumb", "released weights")
@@ -50,17 +50,16 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
             assert batch == 256 or f": {recipe.peak_lr:.2g} for {batch}," in rate
         assert not gpus.count or batch % gpus.count == 0
         assert recipe.model.in_chans == (3 if data.color else channels)
-        assert not any("advises" in line for line in check_lengths(recipe, max(1, images // batch), images))
+        steps = max(1, images // batch)
+        assert not few_images(images, recipe.length.in_steps(batch, steps) * batch)
 
 
 def test_a_length_beyond_the_limit_is_said_by_train():
-    recipe = load_recipe("small", {"data.source": "folder", "data.root": "x"})
-    (line,) = check_lengths(recipe, 1, 120)
-    assert line.startswith(
-        "length 600000 images shows each of 120 images 5,000 times; LightlyTrain advises 2,000 at most"
-    )
+    (line,) = few_images(120, 600_000)
+    assert line.startswith("each of 120 images is shown 5,000 times; LightlyTrain advises 2,000 at most")
     assert line.endswith('--length "240000 images"')
-    assert check_lengths(recipe, 1, 600_000 // MOST_PASSES) == []
+    assert few_images(600_000 // MOST_PASSES, 600_000) == []
+    assert few_images(99, 99)[0].startswith("99 images are too few to learn from")
 
 
 def _falls(values):

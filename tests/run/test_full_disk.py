@@ -84,7 +84,7 @@ def test_a_line_is_written_whole_or_not_at_all(disk):
 
 
 def test_metrics_and_log_have_whole_lines_only(disk, capsys):
-    log = RunLog(disk, 0, 100)
+    log = RunLog(disk, 0)
     fill(disk, 12)
     for step in range(200):
         log.write({"step": step, "loss": 1.5})

@@ -12,7 +12,7 @@ from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_d
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.errors import DataError, OutOfMemory, is_out_of_memory
 from dino_ds.health.beat import Beat
-from dino_ds.run.memory_guard import MemoryGuard
+from dino_ds.run.guards import MemoryGuard
 
 
 def _of_torch(kind: str) -> Exception:

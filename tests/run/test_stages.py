@@ -123,7 +123,7 @@ def test_what_a_stage_sets_counts_from_its_beginning(base, tmp_path):
     assert ("began with", f"{base}, step 5 (continue), run {environment['from']['run_id']}") in environment_rows(shown)
     assert f"--from {base}/checkpoints/step_00000005" in reproduction(shown)
     log = log_of(path)
-    assert f"begins with {base}, step 5 of 12 (it has not finished): all of its training state" in log
+    assert f"begins with {base}, step 5: all of its training state" in log
     assert "optimizer.lr 0.02 -> 0.01" in log and "length 12 steps -> 3 steps from step 5" in log
 
 

@@ -196,7 +196,7 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(tmp_path, monkeypatch
     """Later lines are in log.txt only; the process' own output goes nowhere once a stop was requested."""
     there, here = pty.openpty()
     kept = os.dup(2)
-    log = RunLog(tmp_path, 0, 1)
+    log = RunLog(tmp_path, 0)
     try:
         os.dup2(here, 2)
         with monkeypatch.context() as patch, open(2, "w", closefd=False) as terminal:

@@ -1,10 +1,12 @@
-"""Compares a run's settings with those of its checkpoint, and refuses to resume where it would learn something else."""
+"""Compares images and settings of a start with its checkpoint's; refuses a resume that would learn something else."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.names import did_you_mean
@@ -13,11 +15,18 @@ from dino_ds.config.begun_with import changed_settings, check_settings, is_free,
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.recipe import Recipe
+from dino_ds.data.base import Source
+from dino_ds.data.image_set import ImageSet
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.engine import distributed
-from dino_ds.errors import CheckpointError, ConfigError
+from dino_ds.engine.schedules import Schedules
+from dino_ds.errors import CheckpointError, ConfigError, DataError
+from dino_ds.method.build import build_schedules
 from dino_ds.run.environment import own_code, versions
-from dino_ds.run.other_images import IMAGES
 
+IMAGES = "images"
+"""The name of the images in --allow_change."""
+_PROBES = 500
 _OPTIMIZER = "optimizer.kind"
 
 
@@ -90,3 +99,71 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
     parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
     batch = f", micro-batch {parts[0][0]} x accumulation {parts[0][1]}" if parts[0] != parts[1] else ""
     return f"ZeRO {this['stage']} {this['precision']} on {ranks}{offload}{batch}"
+
+
+class OtherImages:
+    """Compares the images of this start with a checkpoint's; with `allowed`, schedules may change with them."""
+
+    def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:
+        self._recipe, self._now, self._allowed = recipe, now, allowed
+
+    def check(self, saved: Manifest) -> None:
+        """Raises CheckpointError where lengths in epochs are now another number of steps, or the same images are
+        balanced otherwise."""
+        before, balance = ImageSet.from_json(saved.images), self._recipe.data.balance
+        if before is None or self._allowed:
+            return
+        if before.groups and self._now.groups not in ("", before.groups) and before.names == self._now.names:
+            raise CheckpointError(
+                f"the {balance.partition(':')[0]} of data.balance {balance} are others than those since step "
+                f"{saved.step}: bring them back, or accept with --allow_change {IMAGES}"
+            )
+        batch = self._recipe.data.global_batch
+        old, new = (build_schedules(self._recipe, max(1, one.count // batch)) for one in (before, self._now))
+        if moved := _moved(old, new, saved.step):
+            raise CheckpointError(
+                f"images changed since step {saved.step} ({before.changes(self._now)}), and lengths in epochs with "
+                f"them: {moved}; accept with --allow_change {IMAGES}, or bring the images back"
+            )
+
+    def notes(self, saved: Manifest) -> list[str]:
+        """Human-readable lines on the images that have changed."""
+        before = ImageSet.from_json(saved.images)
+        if before is None:
+            return [f"whether the images are those of step {saved.step} is not known: its checkpoint does not say"]
+        changes = before.changes(self._now)
+        return [f"images changed since step {saved.step}: {changes}"] if changes else []
+
+
+def _moved(old: Schedules, new: Schedules, step: int) -> str:
+    """The differences of training from `step` on, in words; "" without any."""
+    last = max(old.steps, new.steps, step + 1)
+    lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
+    edges = {edge for one in (old, new) for name in lengths for edge in (getattr(one, name) - 1, getattr(one, name))}
+    places = sorted({*range(step, last, max(1, (last - step) // _PROBES)), *(e for e in edges if step <= e < last)})
+    first = next((place for place in places if old.at(place) != new.at(place)), None)
+    parts = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
+    return "; ".join(parts + ([] if first is None else [f"schedules differ from step {first} on"]))
+
+
+def _check_same_images(source: Source) -> None:
+    """Raises DataError, on all ranks, where ranks differ in the number of images or in some of their names.
+
+    Such ranks would train on different data and wait for each other for ever.
+    """
+    names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
+    found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
+    for other, images in enumerate(found):
+        if images != found[0]:
+            raise DataError(
+                f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
+                "data.root must hold the same files on all machines"
+            )
+
+
+def describe_images(source: Source, root: str | None) -> ImageSet:
+    """A description of all images, by rank 0, for all ranks. Raises DataError where a rank has other images."""
+    _check_same_images(source)
+    mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
+    found: ImageSet = distributed.gather_objects(mine)[0]
+    return found

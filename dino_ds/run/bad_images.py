@@ -1,0 +1,155 @@
+"""Reports images that can't be read and steps that were skipped for a number that is not finite; ends a run with too
+many of either."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from dino_ds.engine import distributed
+from dino_ds.errors import DataError, NumericError
+from dino_ds.health.files import Event, append_line
+from dino_ds.method.step import MicroStep
+from dino_ds.run.run import Run
+from dino_ds.run.saver import Saver
+
+_FILE = "bad_batches.jsonl"
+_MOST = 3  # steps in a row whose loss or gradient is not finite stop the run
+_SHOWN = 5
+"""Unreadable images that the screen names; log.txt names all."""
+_DEVIATIONS = 4.0
+_NO_CONTRAST = 1e-3
+"""The largest range of a channel that counts as a single color, in deviations; a level of 8 bits is 17 times that."""
+_GRID = 32
+
+
+class ImageReports:
+    """Collects this rank's unreadable images, and the notes of its loader. Every rank calls every method after the same
+    steps."""
+
+    def __init__(self, run: Run, saver: Saver) -> None:
+        self._run, self._saver, self._log = run, saver, run.log
+        self._unreadable: set[str] = set()
+        self._notes: list[str] = []
+
+    def loaded(self, unreadable: list[str], notes: list[str]) -> None:
+        """Collect what came with a micro-batch of this rank."""
+        self._unreadable.update(unreadable)
+        self._notes += notes
+
+    def report_unreadable(self) -> None:
+        """Gather notes and unreadable images of all ranks; name and count each once. Raises DataError for too many."""
+        run, seen = self._run, self._run.state.bad_images
+        found = distributed.gather_objects((sorted(self._unreadable - seen), self._notes))
+        self._unreadable, self._notes = set(), []
+        for rank, (_, notes) in enumerate(found):
+            self._log.info(*(f"note     rank {rank}: {note}" for note in notes))
+        for name in sorted({name for names, _ in found for name in names}):
+            seen.add(name)
+            detail = len(seen) > _SHOWN
+            self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
+        drawn, fraction = run.images_drawn, run.options.max_bad_fraction
+        limit = allowed_bad_images(fraction, drawn, run.options.images)
+        if len(seen) > limit:
+            self._log.info(*self._saver.saving.finish())
+            raise DataError(
+                f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
+                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or raise the fraction"
+            )
+
+
+class BadSteps:
+    """Counts bad steps in a row. A mere fp16 overflow does not count: it is how the loss scale is found."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._log = run, run.log
+        self._in_a_row = 0
+
+    def reset(self) -> None:
+        """Begin the count anew, after a step that was applied."""
+        self._in_a_row = 0
+
+    def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
+        """Report a skipped step; `window` is what this rank has trained on. Every rank calls it.
+
+        Raises NumericError, on all ranks, at the last bad step that is allowed, or if the scale can't fall.
+        """
+        run, step = self._run, self._run.step
+        run.state.skipped_steps += 1
+        mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
+        all_mine = [name for _, names in window for name in names]
+        found = distributed.gather_objects((mine, all_mine))
+        ranks = [rank for rank, (names, _) in enumerate(found) if names]
+        if not ranks and step.engine.config.dynamic_loss_scale:
+            if step.engine.scale_is_exhausted:
+                raise NumericError(
+                    f"fp16 gradients still overflow at the smallest loss scale ({step.engine.loss_scale:g}): "
+                    "lower optimizer.lr, or use a bf16 ds config"
+                )
+            line = f"fp16 overflow after step {step.applied_steps}: the loss scale is {step.engine.loss_scale:g}"
+            self._log.info(Event(line, "overflow", detail=True))
+            return
+        self._in_a_row += 1
+        names = {rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}
+        self._record(names, "loss" if ranks else "gradient")
+        culprits = [name for names, _ in found for name in names]
+        what = f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
+        if culprits and len(found) > 1:
+            what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+        what = f"{what}, after step {step.applied_steps}"
+        self._log.info(Event(f"{what}: nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite"))
+        if self._in_a_row >= _MOST:
+            raise NumericError(
+                f"{what}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
+                f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
+            )
+
+    def _record(self, names: dict[int, list[str]], what: str) -> None:
+        """A line for each rank in `names`: those whose loss was not finite, or all where only the gradient was not."""
+        if distributed.rank() == 0:
+            common = {"step": self._run.step.applied_steps, "in_a_row": self._in_a_row}
+            for rank, images in names.items():
+                record = {**common, "rank": rank, "what": what, "images": images}
+                append_line(self._run.path / _FILE, json.dumps(record))
+
+
+def _shorten(names: list[str], most: int = 4) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def constant_images(crops: list[Tensor]) -> Tensor:
+    """Mark the images that have a single color in each of their crops (b, c, h, w): (b,) bool, on the device.
+
+    Only a grid of about 32 x 32 pixels is looked at.
+    """
+    flat = []
+    for crop in crops:
+        step = max(1, crop.shape[-1] // _GRID)
+        seen = crop[:, :, ::step, ::step]
+        flat.append((seen.amax((2, 3)) - seen.amin((2, 3))).amax(1) < _NO_CONTRAST)
+    return torch.stack(flat).all(0)
+
+
+def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
+    """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
+    below = [indices.new_zeros(()), *((indices % max(ends.values()) < end).sum() for end in ends.values())]
+    return [(now - before) / len(indices) for before, now in pairwise(below)]
+
+
+def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
+    """The most unreadable images among the first `sampled` different ones of `images` before the data is given up.
+
+    Images come in random order, so this is what data with exactly `fraction` of unreadable images shows, plus 4
+    standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is ceil(fraction *
+    images) once all were met. Data twice as bad as allowed is found out after about 16 / fraction images, a folder
+    without readable images at once, and one bad file among the first stops no run unless `fraction` is 0.
+    """
+    sampled = min(sampled, images)
+    expected = fraction * sampled
+    return math.ceil(expected + _DEVIATIONS * math.sqrt(expected * (1 - sampled / images)))

@@ -1,0 +1,97 @@
+"""What a run shows on the screen, and k-NN on images that eval.val_share holds out of training."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from tqdm import tqdm
+
+from dino_ds.cli.main import prepare
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.sources import labelled_test, training_images
+from dino_ds.errors import ConfigError
+from dino_ds.evals.runner import EvalRunner
+from tests.ranks import run_on_ranks
+from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_tiny
+
+SHARE = {"eval.val_share": "0.3", "eval.every": "2 steps", "eval.k": "5", "eval.pictures_every": "4 steps"}
+DETAILS = ("ZeRO", "kernels", "prototypes", "saves ", "save ", "entropy", "bottleneck", "micro-batch")
+
+
+def _seen(images, run, **how):
+    """The outcome of a run, the lines on its screen, and the names of the images that it trained on."""
+    from dino_ds.run.loop import Loop
+
+    lines, names, train = [], [], Loop._train
+
+    def spy(loop, inputs_of, *rest):
+        names.extend(inputs_of.names)
+        return train(loop, inputs_of, *rest)
+
+    with mock.patch.object(tqdm, "write", lambda line, **_: lines.append(line)), mock.patch.object(Loop, "_train", spy):
+        return train_tiny(images, run, changes={**TINY, **SHARE, "save_every": "1 steps"}, **how), lines, names
+
+
+def _several(images, place):
+    return [
+        _seen(images, place / "run", max_steps=4),
+        _seen(images, place / "run", resume=True, verbose=True),
+    ]
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory):
+    """A folder of 40 images in two classes, and the starts of a run: with the default screen, then resumed, verbose."""
+    place = tmp_path_factory.mktemp("screen")
+    return (place, *run_on_ranks(_several, image_folder(place / "images", 40, classes=2), place, world=1)[0])
+
+
+def test_the_screen_says_what_is_trained_and_what_moves(starts):
+    """A dozen lines before the first step, each in words; then steps and evaluations; then what to look at."""
+    place, (said, lines, _), _ = starts
+    first = next(number for number, line in enumerate(lines) if line.startswith("step 1/"))
+    assert said is None and first <= 12 and not [line for line in lines if any(word in line for word in DETAILS)]
+    start = "\n".join(lines[:first])
+    assert "2 global crops of 32 px, 2 local of 16" in start and "length   4 steps of the schedules' 12" in start
+    assert f"\nfolder   {place / 'run'}" in start and "recipe " not in start  # nobody has named one
+    moving = [line for line in lines[first:] if line.startswith("k-NN ") and " raw pixels " not in line]
+    assert len(moving) == 2 and all("since the untrained network)" in line for line in moving)
+    assert "raw pixels" in lines[-3] and "untrained network" in lines[-3]
+    picture = place / "run/pictures/step_00000004/map.png"
+    assert lines[-2] == f"picture  {picture}" and picture.is_file() and lines[-1].startswith("report   dino-ds report ")
+
+
+def test_the_log_has_the_rest_and_verbose_shows_it(starts):
+    place, (_, short, _), (said, long, _) = starts
+    logged = [line.partition(" ")[2] for line in log_of(place / "run").splitlines()]
+    assert said is None and logged[-len(long) :] == long and set(short) < set(logged)
+    for word in ("heads    head 48 prototypes", "engine   ZeRO 0", "save     step 6: ", "memory   predicted"):
+        assert any(line.startswith(word) for line in long)
+
+
+def test_held_out_images_are_test_images_and_never_trained_on(starts):
+    """Also after a resume, which holds out the same ones; with another folder of test images these are taken."""
+    place, *both = starts
+    recipe = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images")})
+    train = training_images(recipe.data, recipe.eval.val_share)
+    test = labelled_test(train)
+    held_out = {test.name(index) for index in range(len(test))}
+    assert set(test.labels) == {0, 1} and len(held_out) + len(train) == 40
+    trained_on = {name for _, _, names in both for name in names}
+    assert trained_on and not trained_on & held_out
+    assert [line["step"] for line in read_metrics(place / "run") if "knn_top1" in line] == [0, 2, 4, 6, 8, 10, 12]
+    named = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.root": str(place / "images")})
+    assert len(EvalRunner.build(named, train, 3)._sources[1]) == 40
+    none = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images"), "eval.k": "30"})
+    runner = EvalRunner.build(none, train, 3)
+    assert runner._names == () and "no k-NN on the held-out images: " in runner._notes[0] and runner.held_out
+
+
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("Training", "Val"), ("TRAIN", "validation")])
+def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, test):
+    """They would be trained on together."""
+    for name in (train, test):
+        image_folder(tmp_path / name, 4)
+    with pytest.raises(ConfigError, match=f"holds {train}/ and {test}/: name the images to train on"):
+        prepare(["train", "--data.root", str(tmp_path), "--data.global_batch", "4"])
