@@ -26,7 +26,7 @@ from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pix
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
 from dino_ds.evals.results import RESULTS, write_results
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
-from dino_ds.evals.tracking import Best, Knn
+from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.health.files import Event
 from dino_ds.run.run import AtStep, Moment
 from dino_ds.run.teacher_files import best_step
@@ -34,7 +34,6 @@ from dino_ds.weights.load import Backbone
 
 MEASURED_ANEW = "measured_anew"
 """The metric that says that evaluations before it were on other images or settings."""
-_LEAST_EVALUATIONS = 10
 Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
@@ -81,7 +80,7 @@ class EvalRunner(AtStep):
         Every rank must call it. Raises as the constructor does.
         """
         settings, data = recipe.eval, recipe.data
-        every = _evaluated_every(recipe, epoch_steps)
+        every = evaluated_every(recipe, epoch_steps)
         if every == 0:
             return None
         with distributed.raise_on_all_ranks():
@@ -109,11 +108,9 @@ class EvalRunner(AtStep):
         if best is not None:
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
         runner.knn.advice += changes_that_help(recipe)
+        unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
+        runner._notes += [unread] * (settings.root is not None and not data.own_files)
         runner._notes += [*problem, *note_on_shared(names, train, test, "eval.root")]
-        if settings.root is not None and not data.own_files:
-            runner._notes.append(
-                f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
-            )
         return runner
 
     def _check(self, name: str) -> None:
@@ -287,23 +284,11 @@ def _evaluations(
     """The names of the evaluations of a run, and a note where k-NN on held-out images, which nobody has asked for by
     name, is not possible."""
     section = recipe.eval
-    if section.evals != "auto":
-        return section.evals, []
-    if test is None:
-        return (), []
+    if section.evals != "auto" or test is None:
+        return () if section.evals == "auto" else section.evals, []
     if recipe.data.own_files and section.root is None:
         try:
             preflight_eval("knn", how, lambda: (train, test))
         except DataError as error:
             return (), [f"no k-NN on the held-out images: {with_recipe_keys('knn', error)}"]
     return ("knn",), []
-
-
-def _evaluated_every(recipe: Recipe, epoch_steps: int) -> int:
-    """Steps between evaluations: a run that is short for a length in epochs or images is evaluated ten times."""
-    batch, every = recipe.data.global_batch, recipe.eval.every
-    steps = every.in_steps(batch, epoch_steps)
-    if every.unit == "steps":
-        return steps
-    length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
-    return min(steps, max(1, length // _LEAST_EVALUATIONS))

@@ -8,7 +8,10 @@ from typing import Any
 
 from dino_ds.basics.digits import short
 from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection
+from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
+
+_LEAST_EVALUATIONS = 10
 
 
 @dataclass
@@ -222,3 +225,13 @@ class Knn:
                 "training began with are of other images or settings: they are forgotten, and measured anew"
             ]
         return []
+
+
+def evaluated_every(recipe: Recipe, epoch_steps: int) -> int:
+    """Steps between evaluations: a run that is short for a length in epochs or images is evaluated ten times."""
+    batch, every = recipe.data.global_batch, recipe.eval.every
+    steps = every.in_steps(batch, epoch_steps)
+    if every.unit == "steps":
+        return steps
+    length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
+    return min(steps, max(1, length // _LEAST_EVALUATIONS))
