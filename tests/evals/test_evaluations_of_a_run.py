@@ -23,9 +23,9 @@ from dino_ds.evals import features as features_module
 from dino_ds.evals import runner as runner_module
 from dino_ds.evals.context import Settings
 from dino_ds.evals.features import ImageMemory
-from dino_ds.evals.runner import EvalRunner, _evaluated_every
+from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.suite import EVALUATIONS
-from dino_ds.evals.tracking import Best, Knn
+from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
 from dino_ds.report.pictures import PeriodicPictures
@@ -230,7 +230,7 @@ def test_a_teacher_below_raw_pixels_is_warned_of(sources):
 )
 def test_a_short_run_is_evaluated_ten_times(length, every, wanted):
     """Unless steps are named."""
-    assert _evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
+    assert evaluated_every(load_recipe(None, {"length": length, "eval.every": every}), 10) == wanted
 
 
 @pytest.mark.parametrize("root", [None, "nowhere"])
