@@ -53,6 +53,7 @@ def advise(data: Data, gpus: Gpus) -> list[Row]:
         _start(data, gpus, weights),
         _backbone(data, gpus, recipe, weights),
         _objective(recipe, weights),
+        *([_MUON] if recipe == "small" else []),
         _crops(data, gpus, recipe, weights),
         *_schedule(data, gpus, recipe, weights),
     ]
@@ -93,6 +94,9 @@ def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
         flags = {"model.patch_size": small, "model.width": "192", "model.depth": "12", "model.heads": "3"}
         network = f"ViT-Ti/{small}"
     return Row("backbone", network, why, flags)
+
+
+_MUON = Row("optimizer", "Muon", "k-NN 3 to 5 points above AdamW's, on a CPU (docs/notes/small-data.md)")
 
 
 def _objective(recipe: str, weights: str | None) -> Row:
