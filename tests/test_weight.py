@@ -10,12 +10,12 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 46_400,
-    "package files": 319,
-    "test lines": 42_300,
-    "recipe keys": 144,
+    "package lines": 44_400,
+    "package files": 305,
+    "test lines": 39_300,
+    "recipe keys": 140,
     "words of pages": 14_000,
-    "words of notes": 8_110,
+    "words of notes": 8_800,  # Muon's measurements
 }
 
 
