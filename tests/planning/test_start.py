@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shlex
 from pathlib import Path
 from unittest import mock
 
@@ -38,7 +37,7 @@ from dino_ds.planning.start import (
 )
 from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
-from tests.run.harness import REPOSITORY, image_folder, log_of, train_tiny
+from tests.run.harness import image_folder, log_of, train_tiny
 
 RTX3090 = Machine(1, 1, 64.0, 23.6)
 T4 = Machine(4, 4, 256.0, 14.5, bf16=False)
@@ -49,16 +48,10 @@ def _given(name, machine=RTX3090, recipe="vits16", **changes):
     return recipe, named_start(recipe, load_ds_config(path, {}), path, machine)
 
 
-def _readme_command() -> list[str]:
-    """What the README gives for one process."""
-    found = re.search(r"(dino-ds train --data\.root /images)\b", (REPOSITORY / "README.md").read_text())
-    return shlex.split(found[1])[1:]
-
-
-def test_the_command_of_the_readme_fits_a_card_of_24_gb(monkeypatch, tmp_path):
+def test_the_default_recipe_fits_a_card_of_24_gb(monkeypatch, tmp_path):
     """As `train` decides it, and by the same prediction that `plan` gives."""
     monkeypatch.setattr(start_module, "find_machine", lambda: RTX3090)
-    words = [*_readme_command()[1:], "--run_dir", str(tmp_path / "run")]
+    words = ["--data.root", "/images", "--run_dir", str(tmp_path / "run")]
     options, files = read(TRAIN, parse_flags(TRAIN, words))
     recipe = files.pop("recipe")
     chosen = choose_ds_config(recipe, options, files["ds"], files["ds_path"], files["ds_overrides"])
