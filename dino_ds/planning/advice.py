@@ -96,7 +96,7 @@ def _backbone(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
     return Row("backbone", network, why, flags)
 
 
-_MUON = Row("optimizer", "Muon", "k-NN 3 to 5 points above AdamW's, on a CPU (docs/notes/small-data.md)")
+_MUON = Row("optimizer", "Muon", "k-NN 3 to 6 points above AdamW's, on a CPU (docs/notes/small-data.md)")
 
 
 def _objective(recipe: str, weights: str | None) -> Row:
