@@ -129,6 +129,7 @@ class Loop:
             run.step.flags.set("stop")
         self._log.info(*self._saver.saving.poll())
         self._settle_save_interval()
+        self._log.progress(done, run.options.last_step)
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
             self._reports.write(out)

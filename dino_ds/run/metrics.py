@@ -109,6 +109,7 @@ class RunLog:
     ) -> None:
         self._loggers, self._tell, self._verbose = dict(loggers), tell, verbose
         self._file, self._text, self._events, self._board = None, None, None, None
+        self._bar: tqdm[Any] | None = None
         self._lost: set[str] = set()
         self._excepthook = threading.excepthook
         if distributed.rank() != 0:
@@ -181,11 +182,21 @@ class RunLog:
         line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training continues"
         tqdm.write(line, file=sys.stderr)
 
+    def progress(self, step: int, last: int) -> None:
+        """Move the progress bar, which a terminal shows below the lines, to `step` of `last`."""
+        if self._file is None:
+            return
+        if self._bar is None:
+            shown = "{percentage:3.0f} %|{bar:20}| {n_fmt}/{total_fmt} {elapsed}<{remaining}"
+            hidden = not sys.stderr.isatty()
+            self._bar = tqdm(total=last, initial=step - 1, leave=False, bar_format=shown, disable=hidden)
+        self._bar.update(step - self._bar.n)
+
     def close(self) -> None:
         for logger in self._loggers.values():
             with suppress(Exception):
                 logger.close()
-        for thing in (self._file, self._text, self._events, self._board):
+        for thing in (self._bar, self._file, self._text, self._events, self._board):
             if thing is not None:
                 with suppress(OSError):
                     thing.close()

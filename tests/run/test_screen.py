@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import time
 from unittest import mock
 
 import pytest
@@ -12,6 +15,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import labelled_test, training_images
 from dino_ds.errors import ConfigError
 from dino_ds.evals.runner import EvalRunner
+from dino_ds.run.metrics import RunLog
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, image_folder, log_of, read_metrics, train_tiny
 
@@ -95,3 +99,16 @@ def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, t
         image_folder(tmp_path / name, 4)
     with pytest.raises(ConfigError, match=f"holds {train}/ and {test}/: name the images to train on"):
         prepare(["train", "--data.root", str(tmp_path), "--data.global_batch", "4"])
+
+
+def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):
+    """Which moves with each step, and goes at the end."""
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    log = RunLog(tmp_path, 0)
+    for step in (3, 4):  # from a checkpoint of step 2
+        log.progress(step, 8)
+        time.sleep(0.15)  # tqdm draws ten times a second
+    log.close()
+    assert "25 %|" in screen.getvalue() and "| 4/8 " in screen.getvalue() and screen.getvalue().endswith("\r")
