@@ -98,8 +98,9 @@ def fuses_in_block(of: Tensor) -> bool:
     """Whether functions inside a backbone's block are to be fused: with gradients, and in what `fuse_as_in_training`
     names, as teachers. Elsewhere a network may see a few images, for which compiling takes too long. Small tensors are
     not worth the host's time."""
-    wanted = (torch.is_grad_enabled() or bool(_training)) and of.nbytes >= _LEAST_BYTES
-    return wanted and not torch.compiler.is_compiling() and fuses(of)
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _training):
+        return False
+    return fuses(of) and of.nbytes >= _LEAST_BYTES  # in this order: while it is exported, a size is a symbol
 
 
 def fuse_as_in_training(network: nn.Module) -> None:

@@ -583,7 +583,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs.zip", 2, "unpack archives"),
         ("train --data.root imgs/cats/1.jpg", 2, "--data.root imgs/cats"),
         ("train --data.root labels.csv", 2, "a .txt list of paths"),
-        ("train --data.root empty", 2, "Give the folder that holds the images"),
+        ("train --data.root empty", 2, "give the folder that holds the images"),
         ("train --data.root cifar10", 2, "--data.source cifar10 --data.root DIR --data.download true"),
         ("train --data.root https://huggingface.co/datasets/o/n/tree/main", 2, "hf download o/n --repo-type dataset"),
         ("train --data.root s3://b/i", 2, "aws s3 sync s3://b/i DIR"),
