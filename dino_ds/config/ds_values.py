@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
 
 from dino_ds.config.fields import option
+from dino_ds.errors import ConfigError
 
 COPIED_WEIGHTS = 500_000_000
 """Weights of the largest teacher that is copied by default, as of a ViT-L with its heads: the casts would be a quarter
@@ -104,3 +105,20 @@ def offloads_optimizer(zero: dict[str, Any]) -> bool:
 
 def offloads_weights(zero: dict[str, Any]) -> bool:
     return bool(zero.get("offload_param", {}).get("device", "none") != "none")
+
+
+MEETING = {
+    "lars": ("the norm of a layer is summed over ranks", "sgd"),
+    "muon": ("ranks exchange slices of matrices", "adamw"),
+}
+"""Kinds of optimizer whose ranks meet in the middle of a step, what they do there, and the kind to take instead."""
+
+
+def check_offload(config: DsConfig, kind: str) -> None:
+    """Raises ConfigError where an optimizer whose ranks meet in a step would step on the host."""
+    if kind in MEETING and offloads_optimizer(config.raw["zero_optimization"]):
+        does, instead = MEETING[kind]
+        raise ConfigError(
+            f"optimizer.kind {kind} does not go with zero_optimization.offload_optimizer: {does} in the middle of a "
+            f"step that runs on the host; remove the one, or set optimizer.kind {instead}"
+        )

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.config.crops import Masks
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_values import DsConfig, check_offload
 from dino_ds.engine.clipping import check_clip_by_part, norm_in_one_pass, norm_of_parts, parts_of
 from dino_ds.engine.deepspeed_engine import initialize
-from dino_ds.engine.lars import Lars, check_lars
+from dino_ds.engine.lars import Lars
 from dino_ds.engine.masters import FrozenWeights, Masters, masters_of
-from dino_ds.engine.muon import Muon, check_muon, matrices_of
+from dino_ds.engine.muon import Muon
 from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settings, build_optimizer
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
@@ -74,7 +74,7 @@ class Engine:
         if isinstance(optimizer, Lars) and config.stage:
             lay_out_layers(optimizer, self._optimizer, self._name_of, self._shapes)
         if isinstance(optimizer, Muon) and config.stage:
-            lay_out_matrices(optimizer, self._optimizer, matrices_of(network), self._name_of, self._shapes)
+            lay_out_matrices(optimizer, self._optimizer, self._name_of, self._shapes)
         norm_in_one_pass(self._optimizer, config.clipping if by_part else 0.0)
         self._unsynced = unsynced_statistics(network)
         self._stage0_parts = parts_of(self._optimizer, network) if config.stage == 0 else []
@@ -246,10 +246,7 @@ def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
         raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
     if options.clip_by != WHOLE:
         check_clip_by_part(config)
-    if options.kind == "lars":
-        check_lars(config)
-    if options.kind == "muon":
-        check_muon(config)
+    check_offload(config, options.kind)
 
 
 class _Buffers:

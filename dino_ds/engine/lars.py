@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dino_ds.config.ds_values import DsConfig, offloads_optimizer
-from dino_ds.errors import ConfigError
-
 
 class Layer(NamedTuple):
     """Elements [offset, offset + numel) of a shard belong to layer `place` of those that have a trust ratio."""
@@ -31,15 +28,6 @@ class Shard(NamedTuple):
     layers: list[Layer]
     total: int
     process_group: Any
-
-
-def check_lars(config: DsConfig) -> None:
-    """Raises ConfigError where LARS can't act under this ds config."""
-    if offloads_optimizer(config.raw["zero_optimization"]):
-        raise ConfigError(
-            "optimizer.kind lars does not go with zero_optimization.offload_optimizer: the norm of a layer is summed "
-            "over ranks in the middle of a step that runs on the host; remove the one, or set optimizer.kind sgd"
-        )
 
 
 class Lars(torch.optim.Optimizer):

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dino_ds.config.ds_values import DsConfig, offloads_optimizer
-from dino_ds.errors import ConfigError
 from dino_ds.models.logits import tf32
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -55,15 +53,6 @@ class Slice(NamedTuple):
     offset: int
 
 
-def check_muon(config: DsConfig) -> None:
-    """Raises ConfigError where Muon can't act under this ds config."""
-    if offloads_optimizer(config.raw["zero_optimization"]):
-        raise ConfigError(
-            "optimizer.kind muon does not go with zero_optimization.offload_optimizer: ranks exchange slices of "
-            "matrices in the middle of a step that runs on the host; remove the one, or set optimizer.kind adamw"
-        )
-
-
 def matrices_of(network: nn.Module) -> dict[str, int]:
     """Names of the parameters that Muon orthogonalizes, with the number of matrices in each, by its rows.
 
@@ -78,13 +67,13 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
         if isinstance(module, nn.Linear) or whole:
             blocks = _blocks(name, module, modules)
             parameters = dict(module.named_parameters(recurse=False))
-            found.update({f"{name}.{leaf}": blocks for leaf in ("weight", "lora_b") if leaf in parameters})
-            found.update({f"{name}.{leaf}": 1 for leaf in ("lora_a",) if leaf in parameters})
+            counts = {"weight": blocks, "lora_a": 1, "lora_b": blocks}
+            found.update({f"{name}.{leaf}": count for leaf, count in counts.items() if leaf in parameters})
     return found
 
 
 def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int:
-    """The number of projections in the weight of a linear layer. Not by shapes: ZeRO 3 has parted its parameters."""
+    """The number of projections in the weight of a linear layer."""
     parent, _, leaf = name.rpartition(".")
     if leaf == "qkv":
         return 3
@@ -110,7 +99,7 @@ class Muon(torch.optim.AdamW):
         **adamw: Any,
     ) -> None:
         super().__init__(groups, lr=0.0, **adamw)
-        self._blocks, self._momentum, self._scale = blocks, momentum, scale
+        self.blocks, self._momentum, self._scale = blocks, momentum, scale
         self._exchanges: dict[Tensor, _Exchange] = {}
 
     def lay_out(
@@ -148,10 +137,10 @@ class Muon(torch.optim.AdamW):
         if exchange is not None:
             assert len(tensors) == 1
             targets, updates = exchange.orthogonalized(tensors[0], gradients[0])
-        elif any(p not in self._blocks for p in tensors):
+        elif any(p not in self.blocks for p in tensors):
             return  # a flat tensor with which DeepSpeed makes the state, before it is laid out; lr is 0
         else:
-            targets, updates = tensors, self._shared(gradients, [self._blocks[p] for p in tensors])
+            targets, updates = tensors, self._shared(gradients, [self.blocks[p] for p in tensors])
         torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
         if targets:
             torch._foreach_add_(targets, updates, alpha=-group["lr"] * self._scale)
@@ -195,7 +184,7 @@ class _Exchange:
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Parts of the flat `tensor`, and the updates of each; by two collectives."""
         sent, received = [one for to in self._sent for one in to], [one for source in self._received for one in source]
-        arrived = self._swap([_cut(gradient, one.offset, one) for one in sent], self._sent, self._received)
+        arrived = self._swap([_cut(gradient, one.offset, one) for one in sent], self._sent, self._received, tensor)
         # Slices come by rank, and a matrix is its slices in the order of ranks.
         pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
         for one, piece in zip(received, arrived, strict=True):
@@ -207,14 +196,17 @@ class _Exchange:
         updates = {i: torch.empty_like(whole) for i, whole in zip(self._mine, wholes, strict=True)}
         _orthogonalize(wholes, list(updates.values()), self._matrices)
         back = [_cut(updates[one.matrix].view(-1), one.start, one) for one in received]
-        return [_cut(tensor, one.offset, one) for one in sent], self._swap(back, self._received, self._sent)
+        return [_cut(tensor, one.offset, one) for one in sent], self._swap(back, self._received, self._sent, tensor)
 
-    def _swap(self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]]) -> list[Tensor]:
-        """What the other ranks have for this one: lists of slices for each rank and from each; a collective."""
+    def _swap(
+        self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]], like: Tensor
+    ) -> list[Tensor]:
+        """The values of the slices that this rank has `received` from each rank, for its `parts`, which are the slices
+        `sent` to each; on the device of `like`. A collective."""
         if len(sent) == 1:
             return parts
         counts = [[sum(one.stop - one.start for one in slices) for slices in way] for way in (sent, received)]
-        given = torch.cat(parts) if parts else torch.empty(0)
+        given = torch.cat([like.new_empty(0), *parts])  # a rank may have none
         taken = given.new_empty(sum(counts[1]))
         dist.all_to_all_single(taken, given, counts[1], counts[0], group=self._group)
         return list(taken.split([one.stop - one.start for slices in received for one in slices]))

@@ -7,7 +7,7 @@ Here every engine is a list of flat FP32 tensors with the names of what lies in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,18 +76,16 @@ def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shap
     masters = sharded_masters_of(optimizer, names)
     state = optimizer.optimizer.state
     return [
-        Flat(f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], _pieces(masters[i], shapes))
+        Flat(
+            f"{group['name']}.{i}", group["name"], group["kind"], shard, state[shard], list(_pieces(masters[i], shapes))
+        )
         for i, (group, shard) in enumerate(zip(shard_groups(optimizer), master_shards(optimizer), strict=True))
     ]
 
 
-def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int | None = None) -> list[Piece]:
+def _pieces(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int | None = None) -> Iterator[Piece]:
     """The pieces of parameters in the shard of this rank, or of another."""
     rank = dist.get_rank(masters.process_group) if rank is None else rank
-    return list(_cut_for(masters, shapes, rank))
-
-
-def _cut_for(masters: FlatMasters | PartitionedMasters, shapes: Shapes, rank: int) -> Iterator[Piece]:
     if isinstance(masters, PartitionedMasters):
         for name, offset, size in masters.layout:
             start, stop = rank * size, min((rank + 1) * size, math.prod(shapes[name]))
@@ -115,11 +113,9 @@ def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> 
         lars.lay_out(shard, Shard(own, len(adapted), masters.process_group))
 
 
-def lay_out_matrices(muon: Muon, optimizer: Any, blocks: Mapping[str, int], names: Names, shapes: Shapes) -> None:
-    """Tell `muon`, under stages 1 to 3, which elements of all ranks' shards belong to which matrix.
-
-    blocks: of each matrix by its name, as `matrices_of` gives them.
-    """
+def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
+    """Tell `muon`, under stages 1 to 3, which elements of all ranks' shards belong to which matrix."""
+    blocks = {names[id(parameter)]: count for parameter, count in muon.blocks.items()}
     groups = zip(sharded_masters_of(optimizer, names), master_shards(optimizer), shard_groups(optimizer), strict=True)
     for masters, shard, group in groups:
         if group["kind"] != "muon":
@@ -127,7 +123,7 @@ def lay_out_matrices(muon: Muon, optimizer: Any, blocks: Mapping[str, int], name
         place = {str(entry[0]): i for i, entry in enumerate(masters.layout)}
         matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in place]
         slices = [
-            [Slice(place[piece.parameter], *piece[1:]) for piece in _cut_for(masters, shapes, rank)]
+            [Slice(place[piece.parameter], *piece[1:]) for piece in _pieces(masters, shapes, rank)]
             for rank in range(dist.get_world_size(masters.process_group))
         ]
         muon.lay_out(shard, matrices, slices, masters.process_group)

@@ -22,9 +22,9 @@ from dino_ds.errors import one_line
 
 _TOLERANCE = 1e-5
 _LEAST_BYTES = 16 * 2**20
-"""Of a tensor inside a block, from which functions of it are fused. A fused call takes 25 microseconds of the host,
-three plain operators 6; it spares the GPU two passes over the tensor, as long at 3 TB/s. A small network waits for the
-host. Not measured on a GPU: the part of the time that it is busy, fused and not, decides."""
+"""The size of a tensor inside a block from which functions of it are fused. A fused call takes 25 microseconds of the
+host, three plain operators 6; it spares the GPU two passes over the tensor, as long at 3 TB/s. A small network waits
+for the host. Not measured on a GPU: the part of the time that it is busy, fused and not, decides."""
 _PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
 KernelListener = Callable[[int, float], AbstractContextManager[Any]]
 _listeners: list[KernelListener] = []

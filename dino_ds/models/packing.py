@@ -23,7 +23,7 @@ class MadeOnce:
         self._kept: dict[Hashable, Any] = {}
 
     def of(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` gave for this key, which must hold whatever it depends on, the device too."""
+        """The tensors that `make` gave for this key, which must hold whatever they depend on, the device too."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._kept:

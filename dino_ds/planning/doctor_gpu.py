@@ -23,7 +23,7 @@ _SECONDS = 30
 _HEADS, _TOKENS, _HEAD_WIDTH = 6, 197, 64
 """Attention of a ViT-S/16."""
 _TOLERANCE = 2e-2
-"""Of the largest value: bf16 rounds to 2^-8."""
+"""The largest difference that passes, as a part of the largest value: bf16 rounds to 2^-8."""
 _RECIPE = {
     "model": {"width": 32, "heads": 2, "depth": 2},
     "crops": {"global_size": 32, "local_size": 16, "num_local": 2},
@@ -39,7 +39,7 @@ _CURE = "update the driver, or take the torch of another CUDA version; `dino-ds 
 
 
 def look_at_parts(gpus: int) -> Iterator[Finding]:
-    """What `check_parts` finds on the first of so many GPUs, with a sum over two where these are; nothing without."""
+    """The findings of `check_parts` on the first of `gpus`, and of a sum over two where there are two."""
     if not gpus:
         return
     try:

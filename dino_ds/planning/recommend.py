@@ -12,6 +12,7 @@ from typing import Any
 
 from dino_ds.basics.durable import replacing
 from dino_ds.config.ds_config import change_ds_config, load_ds_config
+from dino_ds.config.ds_values import MEETING
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 from dino_ds.planning.fit import Fit, fit_with, micro_batches, rehearsed, with_batch
@@ -78,7 +79,7 @@ def recommend(
     """
     # An offloaded optimizer clips by one norm, and steps on the host, where ranks can't meet as LARS and Muon must.
     remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
-    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in ("lars", "muon") else []
+    remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in MEETING else []
     allowed = [shape for shape in shapes if not (shape.offload and remedies)]
     search, refused = _Search(recipe, cluster, limit_gib, make_ds or ds_of), dict[Shape, str]()
     for shape in allowed:

@@ -69,7 +69,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, n
 
 
 def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -> Iterator[str]:
-    """What is trained, on what, for how long, a line each."""
+    """Lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps
     yield Event(f"images   {options.images:,} in {data.place}", images=options.images, place=data.place)

@@ -211,6 +211,11 @@ def test_collectives_of_the_engine():
         muon = Muon([{"params": [shard], "kind": "muon", "weight_decay": 0.1}], {}, 0.95, 1.0)
         muon.lay_out(shard, [Matrix(8, 10)], [[Slice(0, 10 * r, 10 * (r + 1), 0)] for r in range(RANKS)], None)
         muon.step()
+        of_another = [[] for _ in range(RANKS - 1)] + [[Slice(0, 0, 80, 0)]]  # this rank has nothing to send
+        muon.lay_out(shard, [Matrix(8, 10)], of_another, None)
+        with mock.patch("torch.distributed.all_to_all_single") as exchange:  # the fake group knows no empty tensor
+            muon.step()
+    assert [[t.device for t in call.args[:2]] for call in exchange.call_args_list] == [[CUDA, CUDA]] * 2
     assert [(name, tensors[0][0]) for name, tensors in collectives.called] == [
         ("allgather_base", torch.float32),
         ("allgather_into_tensor_coalesced", torch.bfloat16),
