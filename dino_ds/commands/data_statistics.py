@@ -199,7 +199,7 @@ def _channel_flags(channels: dict[str, Any]) -> str:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(heading or nothing, text)"""
+    """Lines of the text, each with its heading, or ""."""
     yield "images", f"{found['images']:,} in {found['root'] or found['source']}"
     if found["looked_at"] < found["images"]:
         yield "looked at", f"{found['looked_at']:,} of them, drawn at random (--sample 0: all)"

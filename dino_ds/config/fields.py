@@ -41,7 +41,7 @@ UNITS = ("steps", "epochs", "images")
 MOST_PASSES = 2000
 """The most often that LightlyTrain advises to see an image; `train` and `advise` say it of longer runs."""
 LEAST_IMAGES = 100
-"""Fewer are too few to learn from: `advise` refuses them, `train` warns."""
+"""The smallest number of images to learn from: `advise` refuses fewer, `train` warns."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ def _load_pictures(run: RunFiles) -> dict[str, Any]:
 
 
 def _ends_of(paths: list[Path]) -> list[Path]:
-    """The first and the last one, or the only one."""
+    """The first and the last picture of a kind, or the only one."""
     return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from dino_ds.config.ds_values import DsConfig
+from dino_ds.config.ds_values import MEETING, DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.engine.device import free_memory
@@ -155,7 +155,10 @@ def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
     if part == "loading" and not on_gpu:
         return "fewer --data.workers, or a smaller micro-batch"
     if part in ("the optimizer", "building the model", "saving", "the end"):
-        return "shard or offload more, such as --ds_config ds_configs/zero2_bf16_offload.json, or take a smaller model"
+        more, ds = (
+            ("shard", "zero3_bf16") if recipe.optimizer.kind in MEETING else ("shard or offload", "zero2_bf16_offload")
+        )
+        return f"{more} more, such as --ds_config ds_configs/{ds}.json, or take a smaller model"
     images = config.micro_batch * config.accumulation
     size = next((size for size in range(config.micro_batch // 2, 0, -1) if images % size == 0), 0)
     if size:

@@ -43,8 +43,8 @@ def test_what_is_out_of_memory(error, memory):
     assert is_out_of_memory(error) == memory
 
 
-def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16") -> str:
-    recipe, path = load_recipe("vits16", {}), f"ds_configs/{ds}.json"
+def _said(where: tuple[str, str], error: Exception, ds: str = "zero2_bf16", kind: str = "adamw") -> str:
+    recipe, path = load_recipe("vits16", {"optimizer.kind": kind}), f"ds_configs/{ds}.json"
     beat = Beat()
     guard = MemoryGuard(beat)
     guard.expect(recipe, resolve_ds_config(load_ds_config(path, {}), path, 512, 4), 12.345)
@@ -72,6 +72,11 @@ def test_the_line_names_the_part_the_memory_and_the_setting(where, error, part, 
     said = _said(where, _of_torch(error))
     assert said.startswith(f"out of memory in {part} after step 7 (") and "12.35 GiB were predicted" in said
     assert " GiB are free on the host" in said and flags in said and "\n" not in said
+
+
+def test_no_offload_is_named_that_the_optimizer_refuses():
+    assert "offload" not in (said := _said(("step", "optimizer"), _of_torch("CUDA"), kind="muon"))
+    assert "--ds_config ds_configs/zero3_bf16.json" in said
 
 
 @pytest.mark.parametrize("ds", ["zero1_bf16", "zero2_bf16"])
