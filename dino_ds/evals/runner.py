@@ -250,7 +250,10 @@ class EvalRunner(AtStep):
         self._noted.update(self._notes)
         self._notes.clear()
         for name, result in results.items():
-            values = ", ".join(f"{metric} {short(value, 4)}" for metric, value in result["results"].items())
+            values = ", ".join(
+                short(value, 4) if metric == name else f"{metric} {short(value, 4)}"
+                for metric, value in result["results"].items()
+            )
             label, text = ("k-NN", self.knn.news()) if name == "knn" else (name, values)
             line, detail = f"{label:<8} at step {result['step']}: {text}", name == "statistics" and "knn" in results
             lines.append(Event(line, label, detail))

@@ -75,7 +75,8 @@ def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -
     yield Event(f"images   {options.images:,} in {data.place}", images=options.images, place=data.place)
     teacher = run.step.teachers.exported.backbone
     spec, weights = recipe.model.spec(), sum(tensor.numel() for tensor in teacher.parameters())
-    network = f"{recipe.model.backbone} ({spec.sizes}; {weights / 1e6:,.1f} million weights)"
+    size = f"{weights / 1e6:,.1f} million" if weights >= 1e6 else f"{weights:,}"
+    network = f"{recipe.model.backbone} ({spec.sizes}; {size} weights)"
     loss = " + ".join(term.title.removeprefix("Loss of ") for term in terms_of(recipe))
     yield f"trains   {network} on {_crops_in_words(recipe)}; loss: {loss}"
     if chosen.trained:
