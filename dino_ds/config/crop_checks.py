@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from dino_ds.config.crops import Resolution, parse_resolutions
+from dino_ds.config.fields import IdleKey
 from dino_ds.config.model import ModelSection
 from dino_ds.config.sections import CropsSection
 from dino_ds.models.specs.backbones import FROM_SOURCE
@@ -21,7 +22,8 @@ def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
         sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
         sizes += [] if several else [("crops.local_size", crops.local_size)]
     elif model.local_cls_norm:
-        problems += ["model.local_cls_norm is for CLS tokens of local crops, and crops.num_local is 0: leave it out"]
+        why = "is for CLS tokens of local crops, and crops.num_local is 0"
+        problems += [IdleKey.of("model.local_cls_norm", "true", why)]
     sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
     return problems + side_problems(sizes, model.backbone, patch)
 
@@ -53,7 +55,7 @@ def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []
     why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
-    problems = [f"crops.grayscale {crops.grayscale:g} has {why}: leave it out"] if crops.grayscale else []
+    problems: list[str] = [IdleKey.of("crops.grayscale", crops.grayscale, f"has {why}")] if crops.grayscale else []
     if crops.jitter and any(crops.jitter[2:]):
         strengths = [f"{strength:g}" for strength in crops.jitter]
         instead = ",".join([*strengths[:2], "0", "0"])

@@ -13,6 +13,7 @@ from dino_ds.config.fields import (
     AutoLength,
     Count,
     Evaluations,
+    IdleKey,
     Length,
     LengthField,
     PathText,
@@ -101,9 +102,7 @@ def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
         "eval.keep_best": metric if metric not in ("auto", "none") else None,
     }
     found += [
-        f"{name} {value} has no effect with eval.every 0: leave it out"
-        for name, value in given.items()
-        if value and never
+        IdleKey.of(name, value, "has no effect with eval.every 0") for name, value in given.items() if value and never
     ]
     if section.stop_after and metric == "none":
         found.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")

@@ -26,6 +26,21 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     return Field(default, description=description, json_schema_extra=facts or None)
 
 
+class IdleKey(str):
+    """The line of a problem: `key` is set and has no effect beside other keys. `why`: the line without the cure."""
+
+    key: str
+    why: str
+
+    @classmethod
+    def of(cls, key: str, value: object, reason: str, cure: str = "leave it out") -> IdleKey:
+        """The problem that `key` has this value for the `reason` in vain."""
+        why = f"{key} {f'{value:g}' if isinstance(value, float) else value} {reason}"
+        problem = cls(f"{why}: {cure}")
+        problem.key, problem.why = key, why
+        return problem
+
+
 class Section(BaseModel):
     """Settings that belong together: a section of a recipe or of a ds JSON."""
 

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
+from dino_ds.config.fields import IdleKey
 from dino_ds.config.flat import flatten, idle_keys
 from dino_ds.config.model import keys_not_of
 from dino_ds.config.recipe import UNSURE, Recipe
@@ -21,6 +22,8 @@ from dino_ds.config.recipe_files import RECIPES, read_recipe_files
 from dino_ds.config.schema import COMMAND_LINE, NONE_WORDS, Option, options_of, problem_lines
 from dino_ds.errors import ConfigError
 
+_RUN_BEFORE = "recipe"
+"""The origin of values that stood in a recipe which is changed."""
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
 _FAR, _SURE = 0.75, 0.85
 """Least similarity of a suggestion, and of a name that only other projects use."""
@@ -51,6 +54,20 @@ class _Given:
                 self.notes.append(f"left out for model.backbone {backbone}, as it is {before}'s: {', '.join(said)}")
         self.values.update({name: (value, origin) for name, value in values.items()})
 
+    def leave_out_idle(self, error: ValidationError) -> bool:
+        """Whether keys that the user did not set have no effect beside his: they return to their defaults."""
+        problems = [line for one in error.errors() for line in getattr(one.get("ctx", {}).get("error"), "args", ())]
+        idle = [problem for problem in problems if isinstance(problem, IdleKey) and not self.is_users(problem.key)]
+        for problem in idle:
+            del self.values[problem.key]
+            self.notes.append(f"left out of the recipe: {problem.why}")
+        return bool(idle)
+
+    def is_users(self, key: str) -> bool:
+        """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
+        origin = self.values[key][1]
+        return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
+
     def refuse(self, name: str, where: str) -> None:
         """Note that `name` is no key; `where` is what the line begins with."""
         if len(self.problems) < MOST_PROBLEMS:
@@ -68,8 +85,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
     given = _collect(config, overrides)
     recipe = _validate(given)
     if notes is not None:
-        own = [key for key, (_, origin) in given.values.items() if Path(origin).parent != RECIPES]
-        notes += [*given.notes, *idle_keys(recipe, own)]
+        notes += [*given.notes, *idle_keys(recipe, filter(given.is_users, given.values))]
     return recipe
 
 
@@ -79,7 +95,7 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | No
     Raises ConfigError with one line per problem.
     """
     changes = _collect(config, overrides)
-    own = {name: (value, "recipe") for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
+    own = {name: (value, _RUN_BEFORE) for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
     return _validate(replace(changes, values=own | changes.values))
 
 
@@ -228,6 +244,8 @@ def _validate(given: _Given) -> Recipe:
         try:
             recipe = Recipe.model_validate(nested, context={UNSURE: unsure})
         except ValidationError as error:
+            if given.leave_out_idle(error):
+                return _validate(given)
             lines += problem_lines(error, given.values)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
             unsure |= wrong

@@ -15,6 +15,7 @@ from dino_ds.config.fields import (
     BelowOne,
     Depth,
     Few,
+    IdleKey,
     Length,
     LengthField,
     Listed,
@@ -128,8 +129,9 @@ class ModelSection(Section):
         if self.backbone == FROM_SOURCE and self.init_from is None:
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
         for key in ("lora_rank", "lora_alpha", "lora_layers"):
-            if self.train != LORA and getattr(self, key) != ModelSection.model_fields[key].default:
-                raise ValueError(f"model.{key} has no effect with model.train {self.train}: leave it out")
+            if self.train != LORA and (value := getattr(self, key)) != ModelSection.model_fields[key].default:
+                why = f"has no effect with model.train {self.train}"
+                raise ValueError(IdleKey.of(f"model.{key}", ",".join(value) if key == "lora_layers" else value, why))
         if self.backbone == FROM_SOURCE:
             return self
         spec = backbone_spec(self.backbone)

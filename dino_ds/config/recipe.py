@@ -20,6 +20,7 @@ from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import (
     AutoLength,
     Count,
+    IdleKey,
     Length,
     LengthField,
     Seconds,
@@ -112,7 +113,7 @@ class Recipe(Section):
         problems = [problem for check, of in checks.items() if not unsure & set(of.split()) for problem in check()]
         problems += term_problems(self, unsure)
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ValueError(*problems)
         return self
 
     @property
@@ -224,8 +225,11 @@ class Recipe(Section):
             "lars": adam | {"scale": "of muon"},
         }
         return [
-            f"optimizer.{name} {getattr(self.optimizer, name):g} is {owners} and has no effect with optimizer.kind "
-            f"{self.optimizer.kind}: leave it out"
+            IdleKey.of(
+                f"optimizer.{name}",
+                getattr(self.optimizer, name),
+                f"is {owners} and has no effect with optimizer.kind {self.optimizer.kind}",
+            )
             for name, owners in unused[self.optimizer.kind].items()
             if getattr(self.optimizer, name) != getattr(defaults, name)
         ]

@@ -172,7 +172,7 @@ def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:
     """pydantic's error in our words: what was given, what is allowed."""
     value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
     if kind == "value_error":
-        return str(context["error"])
+        return "\n".join(map(str, context["error"].args))
     if kind == "literal_error":
         allowed = [word.strip("' ") for word in context["expected"].replace(" or ", ", ").split(",")]
         return f"{show(value)} is not one of {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"

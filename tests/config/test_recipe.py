@@ -16,6 +16,7 @@ from dino_ds.basics.names import words_elsewhere
 from dino_ds.config.begun_with import is_free
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.fields import Length, parse_ramp
+from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import change_recipe, dump_recipe, keys_set_by, load_recipe, recipe_options, write_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.recipe_files import recipe_names
@@ -297,7 +298,7 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
             {"objective.centering": "sinkhorn", "objective.center_momentum": "0.99"},
             "0.99 has no effect with objective.c",
         ),
-        ({"ibot_head.hidden": "64"}, "ibot_head.* has no effect without objective.ibot_weight"),
+        ({"ibot_head.hidden": "64"}, "ibot_head.hidden 64 has no effect without objective.ibot_weight"),
         ({**IBOT, "ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: the masked patches"),
         ({**IBOT, "objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: the masked"),
         (
@@ -509,6 +510,31 @@ def test_a_given_key_without_effect_is_said(recipe, changes, said):
     load_recipe(recipe, changes, notes)
     (note,) = notes
     assert said in note
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "keys"),
+    [
+        ("small", {"optimizer.kind": "adamw"}, ["optimizer.momentum 0.95 is of muon", "optimizer.scale 4 is of muon"]),
+        ("quickstart_gram", {"gram.weight": "0"}, ["gram.crop_size 64 has no effect without gram.weight"]),
+        ("dinov2_vitg14", {"objective.ibot_weight": "0", "crops.mask": "none"}, ["ibot_head.prototypes 131072 has no"]),
+    ],
+)
+def test_keys_of_a_shipped_recipe_that_an_override_makes_idle_return_to_their_defaults(recipe, changes, keys, write):
+    """Those of a user's own file are refused: he can leave them out."""
+    notes: list[str] = []
+    values, usual = flat_values(load_recipe(recipe, changes, notes)), flat_values(Recipe())
+    said = [note for note in notes if note.startswith("left out of the recipe: ")]
+    assert all(any(key in note for note in said) for key in keys), notes
+    assert all(values[key.split()[0]] == usual[key.split()[0]] for key in keys)
+    assert change_recipe(load_recipe(recipe, {}), changes) == load_recipe(recipe, changes)
+    name, *_ = keys[0].split()
+    own = {"optimizer.momentum": "0.5", "gram.crop_size": "48", "ibot_head.prototypes": "64"}[name]
+    with pytest.raises(ConfigError, match=f"{name} .* has no effect"):
+        load_recipe(recipe, changes | {name: own})
+    section, _, leaf = name.partition(".")
+    with pytest.raises(ConfigError, match=f"{name} {own} .*has no effect"):
+        load_recipe(write(f"extends: {recipe}\n{section}:\n  {leaf}: {own}\n"), changes)
 
 
 def test_a_weight_is_written_as_it_is_read():

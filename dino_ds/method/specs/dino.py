@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.config.fields import Ramp
+from dino_ds.config.fields import IdleKey, Ramp
 from dino_ds.config.sections import HeadSection, ObjectiveSection
 from dino_ds.method.specs.base import Batch, Recipe, TermSpec
 from dino_ds.method.specs.distill import regresses_features, taught_by
@@ -94,11 +94,11 @@ class DinoSpec(PrototypeSpec):
         """Options of the DINO term that can't act."""
         how, problems = recipe.objective, list[str]()
         if how.dino_local_weight != ONE and not (how.dino_weight and recipe.crops.num_local):
-            why = "has no effect without local crops and objective.dino_weight: leave it out"
-            problems.append(f"objective.dino_local_weight {how.dino_local_weight} {why}")
+            why = "has no effect without local crops and objective.dino_weight"
+            problems.append(IdleKey.of("objective.dino_local_weight", how.dino_local_weight, why))
         if how.centering == "sinkhorn" and how.center_momentum != ObjectiveSection().center_momentum:
-            why = "has no effect with objective.centering sinkhorn: leave it out"
-            problems.append(f"objective.center_momentum {how.center_momentum:g} {why}")
+            why = "has no effect with objective.centering sinkhorn"
+            problems.append(IdleKey.of("objective.center_momentum", how.center_momentum, why))
         return problems
 
 
@@ -133,7 +133,7 @@ class IbotSpec(PrototypeSpec):
         if masked and not predicted:
             problems.append(f"crops.mask {crops.mask} hides patches that no loss predicts: set objective.ibot_weight")
         if not crops.mask_hides and not masked:
-            problems.append("crops.mask_hides false has no effect with crops.mask none: leave it out")
+            problems.append(IdleKey.of("crops.mask_hides", "false", "has no effect with crops.mask none"))
         if (
             ((how.ibot_weight and not regressed) or masked)
             and recipe.model.backbone != FROM_SOURCE
@@ -141,11 +141,13 @@ class IbotSpec(PrototypeSpec):
         ):
             cure = f"and {recipe.model.backbone} can't: take a ViT, or leave both out"
             problems.append(f"objective.ibot_weight and crops.mask need a backbone that hides patches, {cure}")
-        if recipe.ibot_head != HeadSection() and not (how.ibot_weight and how.ibot_head == "own"):
-            problems.append("ibot_head.* has no effect without objective.ibot_weight and objective.ibot_head own")
-        head = "ibot_head" if how.ibot_head == "own" else "head"
-        if how.ibot_weight and getattr(recipe, head).batch_norm:
-            problems.append(f"{head}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
+        if not (how.ibot_weight and how.ibot_head == "own"):
+            why, usual = "has no effect without objective.ibot_weight and objective.ibot_head own", dict(HeadSection())
+            head = {key: value for key, value in recipe.ibot_head if value != usual[key]}
+            problems += [IdleKey.of(f"ibot_head.{key}", value, why) for key, value in head.items()]
+        name = "ibot_head" if how.ibot_head == "own" else "head"
+        if how.ibot_weight and getattr(recipe, name).batch_norm:
+            problems.append(f"{name}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
         return problems
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from dino_ds.config.crop_checks import side_problems
 from dino_ds.config.crops import EMA, GLOBAL, CropGroup, Resolution
-from dino_ds.config.fields import Length
+from dino_ds.config.fields import IdleKey, Length
 from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection
 from dino_ds.engine.schedules import Replacements
 from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
@@ -85,7 +85,12 @@ class GramSpec(TermSpec):
         problems += side_problems(sides, model.backbone, patch)
         if not gram.weight:
             return problems + [
-                f"gram.{name} {getattr(gram, name)} has no effect without gram.weight: leave it out, or give that"
+                IdleKey.of(
+                    f"gram.{name}",
+                    getattr(gram, name),
+                    "has no effect without gram.weight",
+                    "leave it out, or give that",
+                )
                 for name in GramSection.model_fields
                 if name != "weight" and getattr(gram, name) != getattr(defaults, name)
             ]
@@ -94,8 +99,8 @@ class GramSpec(TermSpec):
         else:
             problems += _crop_problems(gram, crops, patch)
         if gram.refreshes != defaults.refreshes and not gram.refresh_every.value:
-            without = "has no effect without gram.refresh_every: give both or none"
-            problems.append(f"gram.refreshes {gram.refreshes} {without}")
+            without = "has no effect without gram.refresh_every"
+            problems.append(IdleKey.of("gram.refreshes", gram.refreshes, without, "give both or none"))
         return problems
 
 
