@@ -25,7 +25,7 @@ from scripts.counting import Counts, count_step
 
 _DS = "ds_configs/zero1_bf16.json"
 _LAUNCHES_OF_GROUP, _LAUNCHES_OF_NORM = 6, 18
-"""Operators of DeepSpeed's step for each parameter group, and once; counted on a CPU in tests/cuda/test_engine.py."""
+"""Operators of DeepSpeed's step for each parameter group, and once; counted on a CPU."""
 _LAUNCHES_OF_EMA = 2
 _OPTIMIZER_BYTES, _EMA_BYTES = 30, 12
 """Bytes of a weight that AdamW and the teacher's average read and write."""

@@ -14,8 +14,6 @@ operator, a copy between host and device, a value read by the host, an operator 
 estimate: operators, weighed by the kernels that they start (`KERNELS`), and fused functions. GB are what operators read
 and write, each argument and each result once; matrix products and attention are left out. Lower a ceiling when you get
 below it.
-
-`Counter(device)` alone counts the operators of real tensors on `device`; see `tests/cuda/test_engine.py`.
 """
 
 from __future__ import annotations
@@ -96,13 +94,13 @@ class Counts:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operators that run on `device`, by part, and notes what a GPU would have to wait for."""
+    """Counts the operators that run on the fake GPU, by part, and notes what a GPU would have to wait for."""
 
-    def __init__(self, device: str = "cuda") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.parts: dict[str, Counts] = collections.defaultdict(Counts)
         self.problems: collections.Counter[str] = collections.Counter()
-        self._device, self._part, self._as_kernels = device, "other", False
+        self._part, self._as_kernels = "other", False
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -140,7 +138,7 @@ class Counter(TorchDispatchMode):
         self._look(func, name, inputs)
         result = func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        ours = [t for t in inputs + outputs if t.device.type == self._device]
+        ours = [t for t in inputs + outputs if t.device.type == "cuda"]
         if not ours:
             return result
         if name in _COPIES and len({t.device.type for t in inputs + outputs}) > 1:
@@ -156,17 +154,15 @@ class Counter(TorchDispatchMode):
         return result
 
     def _look(self, func: Any, name: str, inputs: list[Tensor]) -> None:
-        if self._device == "cpu" and name == "lift_fresh":
-            self._note("torch.tensor(...), a copy to the device")
-        if not any(t.device.type == self._device for t in inputs):
+        if not any(t.device.type == "cuda" for t in inputs):
             return
         if name in _HOST_READS:
             self._note(f"{name} waits for the device")
-        if name not in _COPIES and any(t.device.type != self._device and t.dim() for t in inputs):
+        if name not in _COPIES and any(t.device.type != "cuda" and t.dim() for t in inputs):
             self._note(f"{name} mixes devices")
         if name in ("index", "index_put", "index_put_") and any(t.dtype == torch.bool for t in inputs[1:]):
             self._note(f"{name} by a mask waits for the device")
-        if self._device == "cuda" and torch.version.cuda and not _has_cuda_kernel(func):
+        if torch.version.cuda and not _has_cuda_kernel(func):
             self._note(f"{name} has no CUDA kernel")
 
     def _note(self, problem: str) -> None:
@@ -278,7 +274,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "is_current_stream_capturing": lambda: False,
         "_lazy_init": lambda: None,
     }
-    counter = FakeCuda("cuda")
+    counter = FakeCuda()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple("torch.cuda", **believed))
         stack.enter_context(mock.patch("torch.backends.cudnn.version", return_value=91000))

@@ -9,7 +9,7 @@ import safetensors
 import torch
 from safetensors.torch import load_file
 
-from dino_ds.basics.durable import replace_file, replacing, replacing_folder
+from dino_ds.basics.durable import replace_file, replacing_folder
 from dino_ds.checkpoint import files as checkpoint_files
 from dino_ds.checkpoint.files import FileRecord, checksum, is_plain_file, write_tensors
 
@@ -36,13 +36,6 @@ def test_the_library_reads_what_we_write(tmp_path, monkeypatch):
     with safetensors.safe_open(path, framework="pt") as file:
         assert file.metadata() == {"step": "7"}
     assert record == checksum(path) == FileRecord(path.stat().st_size, record.crc32)
-
-
-def test_a_slice_is_read_alone(tmp_path):
-    path = tmp_path / "x.safetensors"
-    write_tensors(path, {"flat": torch.arange(1000.0)}, {})
-    with safetensors.safe_open(path, framework="pt") as file:
-        assert file.get_slice("flat")[990:993].tolist() == [990, 991, 992]
 
 
 def test_a_disk_that_gives_other_bytes_back_is_noticed(tmp_path, monkeypatch):
@@ -95,10 +88,3 @@ def test_a_new_folder_is_whole_or_absent(tmp_path):
     (tmp_path / "out.tmp").mkdir()  # the user's
     write(fail=False)
     assert sorted(os.listdir(tmp_path)) == ["out", "out.tmp"] and os.listdir(tmp_path / "out") == ["a"]
-
-
-def test_without_the_disk_it_does_not_wait_for_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda *_: (_ for _ in ()).throw(OSError("asked")))
-    with replacing(tmp_path / "a", on_disk=False) as temporary:
-        temporary.write_text("new")
-    assert (tmp_path / "a").read_text() == "new" and os.listdir(tmp_path) == ["a"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 import time
 from pathlib import Path
@@ -61,24 +60,6 @@ def test_without_background_it_is_complete_on_return_and_nothing_is_copied(tmp_p
     assert folders(tmp_path) == ["latest", "step_00000003"] and not run.saving.copies.bytes
     assert is_that_of(run.choose().saved, 3)
     assert SmallRun(tmp_path / "two").train(3).save().saving.copies.bytes > 2 * 5000 * 4
-
-
-def test_taking_host_memory_is_no_part_of_what_later_saves_cost(tmp_path, monkeypatch):
-    """Page-locking takes seconds, once; the first save's cost sets how often to save."""
-    reserve = checkpoint_writing.HostCopies.reserve
-    taken = []
-
-    def slow(copies, files):
-        taken.append(reserve(copies, files) + (30.0 if not taken else 0.0))
-        return taken[-1]
-
-    monkeypatch.setattr(checkpoint_writing.HostCopies, "reserve", slow)
-    run = SmallRun(tmp_path).train(1).save()
-    _train_until_said(run, "step 1:")
-    assert run.saving.cost.later_stall_seconds == pytest.approx(run.saving.cost.stall_seconds - taken[0])
-    seen = {id(tensor) for tensor in run.saving.copies._host.values()}
-    run.save()
-    assert seen == {id(tensor) for tensor in run.saving.copies._host.values()}  # nothing is taken again
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, gate, monkeypatch):
@@ -176,18 +157,6 @@ def _full(path, tensors, about):
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_a_folder_in_the_place_of_latest_stays(tmp_path):
-    """Saves go on: nothing follows `latest`."""
-    run = SmallRun(tmp_path, background=False).train().save()
-    (tmp_path / "checkpoints/latest").unlink()
-    (tmp_path / "checkpoints/latest").mkdir()
-    (tmp_path / "checkpoints/latest/mine").touch()
-    for _ in range(3):
-        run.train().save()
-    assert not any("warning" in line for line in run.said)
-    assert (tmp_path / "checkpoints/latest/mine").exists() and is_that_of(run.choose().saved, 4)
-
-
 def _no_memory(*_):
     raise MemoryError
 
@@ -214,16 +183,6 @@ class TestFullDisk:
             run.save()
         assert "training continues (1 failed in a row, 3 stop the run)" in run.said[1]
         assert folders(tmp_path) == ["latest", "step_00000001"] and is_that_of(run.choose().saved, 1)
-
-    def test_a_good_save_in_between_begins_the_count_anew(self, tmp_path, monkeypatch):
-        run = SmallRun(tmp_path, background=False)
-        for i in range(8):
-            run.train()
-            with monkeypatch.context() as patch:
-                if i % 3:
-                    patch.setattr(checkpoint_writing, "write_tensors", _full)
-                run.save()
-        assert sum("warning" in line for line in run.said) == 5
 
     def test_a_save_that_must_be_is_an_error_at_once(self, tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint_writing, "write_tensors", _full)
@@ -282,36 +241,6 @@ def test_the_failure_of_one_rank_is_that_of_all(tmp_path, rank):
     assert len(folders(tmp_path)) == 3
     choice = SmallRun(tmp_path).choose()
     assert is_that_of(choice.saved, choice.saved.manifest.step) and choice.saved.manifest.step > 2
-
-
-def _slow_rank_1(run_dir: Path) -> list[int]:
-    """Rank 1 writes for longer than training's next steps take; sums of older saves come in between."""
-    write = checkpoint_writing.write_tensors
-
-    def slow(*args):
-        time.sleep(0.3 * distributed.rank())
-        return write(*args)
-
-    checkpoint_writing.write_tensors = slow
-    run, commits = SmallRun(run_dir), []
-    try:
-        for _ in range(3):
-            run.train().save()
-            while not run.said:
-                run.train()
-                time.sleep(0.01)
-            commits.append(run.step)
-            run.said.clear()
-    finally:
-        checkpoint_writing.write_tensors = write
-    return commits
-
-
-def test_all_ranks_commit_after_the_same_step(tmp_path):
-    one, two = run_on_ranks(_slow_rank_1, tmp_path)
-    assert one == two
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", *folders(tmp_path)[1:]]
-    assert len(folders(tmp_path)) == 4
 
 
 def _bytes_of_whole(run_dir: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -172,50 +171,6 @@ def few(tmp_path_factory):
         Image.effect_noise((40, 40), 50).save(path / "a.png")
         os.rename(os.fsencode(path / "a.png"), os.path.join(folder, b"%d.png" % len(os.listdir(folder))))
     return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["csv", "npy"])
-def test_a_kill_at_any_rename_is_gone_on_from(few, tmp_path, monkeypatch, form):
-    """Before it and behind it: the same command ends with the same files as one that nobody killed, and with no others.
-    Names that are not UTF-8 are printed as in every list of the images."""
-    plain, renames = os.replace, list[int]()
-
-    class Killed(BaseException):
-        pass
-
-    def killed(at):
-        def replace(source, target):
-            renames.append(0)
-            if len(renames) == (at + 1) // 2 and at % 2:
-                raise Killed
-            plain(source, target)
-            if len(renames) == at // 2:
-                raise Killed
-
-        return replace
-
-    embed.run(_options(few, tmp_path / f"whole.{form}"))
-    wanted = {path.suffix: path.read_bytes() for path in tmp_path.glob("whole.*")}
-    for at in itertools.count(1, step=1 if form == "npy" else 2):  # odd: killed before it
-        (tmp_path / f"{at}").mkdir()
-        options = _options(few, tmp_path / f"{at}" / f"x.{form}")
-        with monkeypatch.context() as patch:
-            renames.clear()
-            patch.setattr(os, "replace", killed(at))
-            patch.setattr(Path, "unlink", lambda *_, **__: None)  # a kill tidies nothing up
-            try:
-                embed.run(options)
-                break
-            except Killed:
-                pass
-        if (tmp_path / f"{at}/x.{form}.parts").exists() or not (tmp_path / f"{at}/x.{form}").exists():
-            embed.run(options)
-        files = [path for path in (tmp_path / f"{at}").iterdir() if path.name[0] != "."]
-        assert {path.suffix: path.read_bytes() for path in files} == wanted, at
-    assert at > 10
-    names = wanted.get(".csv", wanted[f".{form}"])
-    assert b"caf\\xe9" in names and names.count(b"plain") >= 2
 
 
 def _other_images(place, parts):

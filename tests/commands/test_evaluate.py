@@ -204,16 +204,6 @@ def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["results"].keys() == {"knn"}
 
 
-def test_what_is_no_number_is_null(place, capsys):
-    """One image of each class finds no other."""
-    _tinted(place / "single", 3, seed=2)
-    _run(place, "retrieval", test_root=str(place / "single"))
-    said = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert said["results"]["retrieval"]["results"] == _results(place)["retrieval"] == {"retrieval_map": None}
-    _run(place, "retrieval", test_root=str(place / "single"), json=False)
-    assert "nan" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from dino_ds.commands import look_data
-from dino_ds.commands.data_statistics import Facts, look_at, report, summarise
+from dino_ds.commands.data_statistics import look_at, report
 from dino_ds.config.crops import all_crops
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
@@ -97,22 +97,6 @@ def test_workers_find_the_same(folder, looked, tmp_path):
     assert found | {"sheet": 0} == looked[0] | {"sheet": 0}
 
 
-@pytest.mark.slow
-def test_a_sample_and_a_sheet_of_fewer_images_and_no_local_crops(folder, tmp_path, capsys):
-    text = look(folder, tmp_path, images=50, sample=5, as_json=False, **{"crops.num_local": "0"})
-    assert "5 of them, drawn at random" in text and "look.png" in text
-    assert "global crops" in text and "local crops" not in text
-    assert "5 images on the sheet, 50 were asked for" in capsys.readouterr().err
-
-
-def test_enlarged_crops_are_those_with_fewer_pixels():
-    """Images of 40 x 40 and crops of 0.4 to 1 of them: none has 41 x 41 pixels, all have 25 x 25, and half 33 x 33."""
-    facts = [Facts(number, 40, 40) for number in range(300)]
-    for size, low, high in ((41, 1, 1), (25, 0, 0), (33, 0.3, 0.7)):
-        recipe = recipe_for("x", **{"model.patch_size": "1", "crops.num_local": "0", "crops.global_size": str(size)})
-        assert low <= look_data._enlarged(facts, recipe)["global"]["fraction"] <= high
-
-
 @pytest.mark.parametrize("augment", ["device", "worker"])
 def test_the_sheet_shows_what_a_run_trains_on(folder, augment):
     """Images, order and pixels of the first batch of a loader; unreadable images are left out."""
@@ -145,14 +129,6 @@ def test_the_sheet_has_boxes_crops_and_room_for_each_image(folder, looked, tmp_p
     assert sheet.width == one.width and one.height < sheet.height < 3 * one.height
     colors = {color[:3] for _, color in sheet.getcolors(1 << 24)}
     assert {(232, 89, 12), (28, 126, 214)} <= colors
-
-
-def test_embedded_photos_have_no_formats():
-    recipe = load_recipe("quickstart", {})
-    source = build_source("photos", None, "train", False)
-    found = summarise(look_at(source, 40, 0, 0, recipe.data.max_pixels), source)
-    assert found["formats"] == {"none": 40} and found["looked_at"] == 40
-    assert found["classes"]["count"] == 18
 
 
 class Volume:

@@ -157,33 +157,6 @@ def test_keys_that_are_off_are_fine(load):
             assert leaf not in loaded, (name, value)
 
 
-def test_a_json_of_hugging_face_s_pages_with_what_is_off(load):
-    content = {
-        "fp16": {"enabled": False, "loss_scale": 0, "auto_cast": False, "hysteresis": 2},
-        "amp": {"enabled": False, "opt_level": "O1"},
-        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
-        "optimizer": None,
-        "scheduler": None,
-        "communication_data_type": None,
-        "sequence_parallel_size": 1,
-        "tensorboard": {"enabled": False, "output_path": "x"},
-        "comms_logger": {"enabled": False, "verbose": False},
-        "activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": False},
-        "zero_optimization": {
-            "stage": 1,
-            "cpu_offload": False,
-            "offload_param": {"device": "none", "nvme_path": None, "buffer_count": 4},
-            "offload_optimizer": None,
-            "stage3_gather_16bit_weights_on_model_save": False,
-            "zero_quantized_weights": False,
-            "ignore_unused_parameters": False,
-        },
-    }
-    zero = load(content)["zero_optimization"]
-    assert not {"offload_param", "offload_optimizer", "cpu_offload"} & zero.keys()
-    assert _resolve(load(content)).stage == 1
-
-
 _OFFLOAD = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
 
@@ -297,19 +270,6 @@ def test_compile_was_true_or_false_before(load, given: object, taken: str):
     assert load({}, dino_ds__compile=str(given).lower())["dino_ds"]["compile"] == taken
 
 
-@pytest.mark.parametrize(
-    ("asked", "on_cpu", "on_gpu"), [(None, False, True), (True, True, True), (False, False, False)]
-)
-def test_the_teacher_s_copy_is_for_low_precision_and_small_networks_on_a_gpu(
-    asked: bool | None, on_cpu: bool, on_gpu: bool
-):
-    section = {} if asked is None else {"dino_ds": {"teacher_copy": asked}}
-    config = _resolve(section | {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
-    assert [config.keeps_teacher_copy(gpu, 1000) for gpu in (False, True)] == [on_cpu, on_gpu]
-    assert config.keeps_teacher_copy(True, 10**9) is bool(asked)
-    assert not _resolve({}).keeps_teacher_copy(True, 1000)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_sharding_over_one_process_in_fp32_is_left_out(stage: int):
     """It would only copy; with more ranks, in bf16 (masters) or with offload (their place) it acts."""
@@ -383,36 +343,6 @@ def test_batch_sizes_that_disagree(content: dict[str, Any], says: str):
     with pytest.raises(ConfigError) as caught:
         _resolve(content)
     assert str(caught.value) == says
-
-
-@pytest.mark.parametrize(
-    ("parameters", "reduced", "gathered"),
-    [(43_952_256, 5_494_032, 43_952_256), (326_898_944, 40_862_368, 50_000_000), (10**9, 50_000_000, 50_000_000)],
-)
-def test_buckets_follow_the_network(parameters: int, reduced: int, gathered: int):
-    """A small network's gradients come in eight: while one is reduced the backward pass goes on."""
-    zero = {"stage": 2, "reduce_bucket_size": "auto"}
-    filled = _resolve({"zero_optimization": zero}, parameters=parameters).raw["zero_optimization"]
-    assert (filled["reduce_bucket_size"], filled["allgather_bucket_size"]) == (reduced, gathered)
-    alone = _resolve({"zero_optimization": zero, "bf16": {"enabled": True}}, ranks=1, parameters=parameters)
-    assert alone.raw["zero_optimization"]["reduce_bucket_size"] == gathered  # nothing to overlap
-    given = {"zero_optimization": zero | {"reduce_bucket_size": 7}}
-    assert _resolve(given, parameters=parameters).raw["zero_optimization"]["reduce_bucket_size"] == 7
-
-
-@pytest.mark.parametrize(
-    ("ranks", "zero", "overlaps"),
-    [
-        (1, {"stage": 2, "overlap_comm": True}, False),
-        (1, {"stage": 3}, False),
-        (1, {"stage": 2, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}}, True),
-        (4, {"stage": 2, "overlap_comm": True}, True),
-        (4, {"stage": 1}, None),
-    ],
-)
-def test_one_process_overlaps_nothing_but_copies_to_the_host(ranks: int, zero: dict[str, Any], overlaps: bool | None):
-    config = _resolve({"zero_optimization": zero, "bf16": {"enabled": True}}, ranks=ranks)
-    assert config.raw["zero_optimization"].get("overlap_comm") == overlaps
 
 
 @pytest.mark.parametrize(

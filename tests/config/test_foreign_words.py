@@ -89,12 +89,6 @@ def test_answers_name_options_and_commands_that_there_are():
     assert {option for answer in MEANT.values() for option in answer.split()} <= known
 
 
-def test_a_word_of_this_program_has_no_answer_for_another():
-    """An answer would never be shown: the option comes first."""
-    train = {option.name for option in (*COMMANDS["train"].all_options, *recipe_options())}
-    assert not train & OPTIONS.keys() and not OPTIONS.keys() & words_elsewhere("ds_keys").keys()
-
-
 @pytest.mark.parametrize(
     ("name", "recipe", "backbone"),
     [
@@ -117,13 +111,6 @@ def test_a_network_s_name_in_a_paper_leads_to_a_recipe_and_to_timm_s_name(name, 
         assert backbone in BACKBONES
         with pytest.raises(ConfigError, match=f"--model.backbone: .* is {backbone} here$"):
             check_networks(["vits16"], name)
-
-
-def test_names_that_are_right_are_left_alone():
-    for recipe in recipe_names():
-        check_networks([recipe], None)
-    for backbone in (*BACKBONES, "deit_small_patch16_224", "resnet50", "my.module:ViT", "from_source"):
-        check_networks([""], backbone)
 
 
 def test_a_network_is_answered_wherever_a_recipe_or_a_backbone_is_read():

@@ -112,9 +112,3 @@ def test_commands_run_from_a_checkout_and_print_nothing_but_json(not_installed):
     assert done.returncode == 0, done.stderr
     software = [found["text"] for found in json.loads(done.stdout)["findings"] if found["topic"] == "software"]
     assert software[0].startswith("dino_ds is not installed") and "no CUDA toolkit" in done.stderr
-
-
-@pytest.mark.slow
-def test_tests_of_the_gpu_are_found_without_the_other_tests_packages(not_installed):
-    done = not_installed("pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:hypothesispytest")
-    assert done.returncode == 0 and "test_fast_paths.py" in done.stdout, done.stdout

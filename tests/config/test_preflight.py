@@ -84,36 +84,6 @@ def test_variables_that_are_set_to_nothing_are_not_set():
     assert variables == {"HOME": ""}
 
 
-INTERRUPTED = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from dino_ds.cli.preflight import check_torchvision
-for _ in range(2):
-    try:
-        check_torchvision()
-    except BaseException as error:
-        print(type(error).__name__, error)
-"""
-
-
-def test_an_interrupted_import_is_no_wrong_installation(tmp_path: Path):
-    """Python keeps the parts of a package whose import was interrupted, which then fails in other ways."""
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    (package / "ops.py").write_text("import sys\nnumber = sys.__dict__.setdefault('times', [])\nnumber.append(1)\n")
-    (package / "__init__.py").write_text(
-        "import sys\nif hasattr(sys, 'times'):\n    raise RuntimeError('registered already')\n"
-        "import torchvision.ops\nraise KeyboardInterrupt\n"
-    )
-    words = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
-    first, second = subprocess.run(words, capture_output=True, text=True, timeout=120).stdout.splitlines()
-    assert first.startswith("KeyboardInterrupt")
-    assert second == (
-        "ConfigError the import of torchvision was interrupted in this process, and can't be taken up (registered "
-        "already): start Python anew, or in a notebook restart the kernel"
-    )
-
-
 @pytest.mark.parametrize(
     ("body", "says"),
     [

@@ -10,9 +10,7 @@ import pytest
 from pydantic import Field
 
 import dino_ds.cli.main as cli
-from dino_ds.config.begun_with import is_free
-from dino_ds.config.fields import Count, Listed, Positive, Section, option
-from dino_ds.config.schema import options_of
+from dino_ds.config.fields import Count, Listed, Positive, option
 from dino_ds.errors import ConfigError
 from dino_ds.options.definition import COMMANDS, Json, Model, command
 from dino_ds.options.flags import parse_flags
@@ -82,23 +80,3 @@ def test_values_are_checked_by_what_is_declared(toy: type, typed: str, says: str
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="less than or equal to 9"):
         toy(model="a", rounds=10)
-
-
-def test_a_key_of_a_recipe_is_declared_in_one_place():
-    """Its type, range, default and meaning in help; whether a resumed run may change it."""
-
-    class Toys(Section):
-        share: Annotated[float, Field(ge=0, lt=1)] = option(0.5, "part of the toys")
-        names: tuple[str, ...] | None = option(None, "names of toys", learned=False)
-
-    share, names = options_of(Toys).values()
-    assert (share.name, share.type, share.default, share.description) == (
-        "share", "number >= 0, < 1", "0.5", "part of the toys",
-    )  # fmt: skip
-    assert (names.type, names.default, names.fact("learned", True)) == ("names or none", "none", False)
-    assert share.read("1e-1") == 0.1 and names.read("none") is None
-    with pytest.raises(ValueError, match="1 must be < 1"):
-        share.read("1")
-    assert [is_free(key) for key in ("data.workers", "eval.k", "log_every", "seed", "data", "data.gone", "gone")] == [
-        True, True, True, False, False, False, False,
-    ]  # fmt: skip

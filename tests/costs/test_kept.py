@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from dino_ds.costs import kept
-from dino_ds.costs import step_costs as costs_of_a_step
-from dino_ds.planning.measure.trial import resolve
-from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 
 
 @pytest.fixture
@@ -53,13 +50,3 @@ def test_a_file_that_is_no_json_is_made_anew(content, ask, tmp_path):
     (file,) = (tmp_path / "dino_ds/steps").iterdir()
     file.write_text(content, errors="surrogateescape")
     assert (ask(), ask()) == (2, 2)
-
-
-def test_a_slow_rehearsal_says_what_is_being_done(monkeypatch, capfd):
-    monkeypatch.setattr(costs_of_a_step, "_SILENT_SECONDS", 0.0)
-    costs_of_a_step._rehearsed.cache_clear()
-    monkeypatch.setattr(kept, "_found", {})
-    monkeypatch.setattr(kept, "_versions", lambda: ["new code"])
-    recipe = tiny_recipe()
-    costs_of_a_step.step_costs(recipe, resolve(recipe, tiny_ds(0), "test.json", 5)[1], on_gpu=False)
-    assert "dino_ds: rehearsing a step of 5 images" in capfd.readouterr().err

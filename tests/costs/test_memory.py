@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ import torch
 from dino_ds.basics.ranges import tell
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
-from dino_ds.costs import step_costs as costs_of_a_step
 from dino_ds.costs.memory import (
-    GIB,
-    Memory,
     bucket_bytes,
     estimate_memory,
     gradient_bytes,
@@ -76,17 +72,6 @@ def test_a_recipes_parameters_and_groups_are_those_of_its_network(recipe):
 def _asked(recipe):
     objective = build_objective(recipe, torch.device("cpu"))
     return objective.queries, objective.student_features()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
-def test_the_low_precision_copy_is_of_the_same_tensors(network):
-    recipe = cnn_recipe(network)
-    _, config = resolve(recipe, tiny_ds(1, bf16={"enabled": True}, dino_ds={"teacher_copy": True}), "x", 4)
-    init_distributed()
-    teacher = build_trial(recipe, config).step.teachers["ema"]
-    copied = {name for name, p in teacher._running.named_parameters() if p.dtype == torch.bfloat16}
-    assert copied == student_facts(recipe).cast
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -257,17 +242,6 @@ def test_so_is_that_of_a_network_that_is_not_ours(network, sections, prototypes)
     assert predicted.gib * 2**30 == pytest.approx(peak_bytes(recipe, config), rel=0.06, abs=3.2e6), predicted
 
 
-def test_a_users_own_term_and_teacher_move_the_prediction():
-    """A teacher's weights and pass, and the patches that the term reads to the last block."""
-    recipes = tiny_recipe(**SMALL), tiny_recipe(**SMALL | OWN)
-    config = resolve(recipes[0], tiny_ds(0), "test.json", 8)[1]
-    without, both = (estimate_memory(recipe, config, 1, on_gpu=False) for recipe in recipes)
-    assert both.gib > without.gib
-    costs = [step_costs(recipe, config, on_gpu=False) for recipe in recipes]
-    flops = [sum(part.flops for part in one.parts.values()) for one in costs]
-    assert flops[1] > 1.1 * flops[0] and "teacher slow" in costs[1].parts
-
-
 def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
     recipe = tiny_recipe(**IBOT | {"objective.centering": "sinkhorn"})
     ds = tiny_ds(0, gradient_accumulation_steps=4)
@@ -276,29 +250,6 @@ def test_sinkhorn_keeps_the_crops_and_the_teachers_rows_of_a_whole_step():
     assert four["crops"] == 4 * one["crops"] and four["targets"] > 1.4 * one["targets"]
     other = estimate_memory(tiny_recipe(**IBOT), resolve(recipe, ds, "x", 16)[1], 1, False).parts
     assert other["crops"] == one["crops"]
-
-
-@pytest.mark.slow
-def test_the_line_between_two_micro_batches_is_near_a_rehearsal_of_a_third():
-    """At most 15 % below it, and 30 % above: scratch for tiles grows no more where they are full. What a search
-    has found by the line is rehearsed exactly before it is recommended."""
-    recipe = tiny_recipe(**SMALL | IBOT)
-    for images in (6, 80):
-        config = resolve(recipe, tiny_ds(0), "test.json", images)[1]
-        line = estimate_memory(recipe, config, 1, True, exact=False).gib
-        with mock.patch.dict(costs_of_a_step._LINES, {True: (2, images)}):
-            exact = estimate_memory(recipe, config, 1, True).gib
-        assert 0.85 * exact <= line <= 1.3 * exact
-
-
-def test_what_a_checkpoint_keeps_on_the_host_is_not_on_the_gpu():
-    recipe = tiny_recipe()
-    here, host = (
-        step_costs(recipe, resolve(recipe, tiny_ds(0, activation_checkpointing=section), "x", 8)[1], on_gpu=True)
-        for section in ({}, {"cpu_checkpointing": True})
-    )
-    assert here.on_host == 0 < host.on_host
-    assert here.saved - host.saved == pytest.approx(host.on_host, rel=0.1)
 
 
 def test_what_cannot_be_rehearsed_is_said(tmp_path, monkeypatch):
@@ -326,8 +277,3 @@ def test_what_is_offloaded_is_not_on_the_gpu():
     here, host = (estimate_memory(recipe, config, 1, on_gpu=on_gpu) for on_gpu in (True, False))
     assert "masters and moments" not in here.parts
     assert host.parts["masters and moments"] == 12 * count_parameters(recipe)
-
-
-def test_the_prediction_reads_as_one_line():
-    memory = Memory("the loss", {"student": 3 * GIB, "teacher": GIB, "crops": GIB // 100})
-    assert str(memory) == "4.01 GiB at the loss: student 3.00, teacher 1.00"

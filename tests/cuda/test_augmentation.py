@@ -13,9 +13,8 @@ from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.batches import LoaderBatch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalisation import IMAGENET
-from dino_ds.data.photometric import augment
 from dino_ds.data.prefetcher import to_device
-from tests.fake_cuda import CUDA, Counter, fake_cuda
+from tests.fake_cuda import CUDA, fake_cuda
 
 IMAGES = 64
 
@@ -50,14 +49,3 @@ def test_the_fused_augmentation(monkeypatch):
     assert [tuple(view.shape) for view in views] == [(IMAGES, 3, 224, 224)] * 2 + [(IMAGES, 3, 96, 96)] * 8
     copies = [problem for problem in gpu.problems if "_to_copy between host and device at prefetcher.py" in problem]
     gpu.check({"augmentation": (14, 0.78)}, known=tuple(copies))
-
-
-def test_the_augmentation_by_single_operators():
-    """What runs where the kernels can't. On the meta device, since the host reads here what is done to each crop."""
-    here = batch()
-    with Counter("meta") as gpu, gpu.part("augmentation"):
-        for group, plans in zip(here.crops.values(), here.params.values(), strict=True):
-            there = torch.empty(group.flatten(0, 1).shape, dtype=torch.uint8, device="meta")
-            augment(there, [plan.moved(lambda table: table.to("meta")) for plan in plans], here.normalise.to("meta"))
-    copies = [problem for problem in gpu.problems if "_to_copy between host and device" in problem]
-    gpu.check({"augmentation": (506, 13.4)}, known=tuple(copies))

@@ -66,21 +66,9 @@ def test_no_more_kernels_and_bytes_than_are_counted():
         assert sum(size for _, size in kernels) <= 1.01 * counted, kernels
 
 
-@needs_fake_cuda
-@pytest.mark.slow
-def test_blocks_take_no_more_kernels_in_bf16_and_for_other_sizes():
-    """The second program of a function is for any number of sequences and tokens."""
-    for (function, *_), kernels in zip(IN_BLOCKS, on_an_h200(_kernels_otherwise), strict=True):
-        assert 1 <= len(kernels) <= function.kernels, kernels
-
-
 def _kernels() -> list[list[tuple[str, int]]]:
     """Name and bytes of the kernels of each case."""
     return [_kernels_of(function.function, arguments, torch.float32, False) for function, *arguments in CASES]
-
-
-def _kernels_otherwise() -> list[list[tuple[str, int]]]:
-    return [_kernels_of(function.function, arguments, torch.bfloat16, True) for function, *arguments in IN_BLOCKS]
 
 
 def _made(argument: Any, make: Callable[..., torch.Tensor]) -> Any:

@@ -28,7 +28,7 @@ IMAGES = 64
 def step(
     gpu: FakeCuda, model: dict[str, object], performance: PerformanceOptions, dtype: torch.dtype, checkpoint: int = 0
 ) -> None:
-    """What `TrainingStep.micro_batch` does, by parts; DeepSpeed's own is counted in test_engine.py.
+    """What `TrainingStep.micro_batch` does, by parts, without DeepSpeed's own.
 
     "loss": with the prototypes' own part of the student's forward pass, and the larger part of their gradient.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,16 +13,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-import dino_ds
-from dino_ds.basics.own_code import by_name
 from dino_ds.data import decode, formats
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
 from dino_ds.data.decode import EncodedImage, open_image
-from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.images import PILLOW
 from dino_ds.data.raster import Format, Raster
-from dino_ds.data.root import ARCHIVES
 from tests.data.files import ORANGE, Arrays, decode_rgb, encoded, photo, png_of
 
 LIMIT = 10**7
@@ -173,18 +168,6 @@ def test_a_shrunk_photo_gives_the_same_crops():
         assert difference.abs().mean() <= 1
 
 
-def test_no_crop_is_enlarged_by_shrinking():
-    assert largest_shrink([(0, 0, 224, 500)], [224]) == 1
-    assert largest_shrink([(0, 0, 448, 500)], [224]) == 2
-    assert largest_shrink([(0, 0, 4480, 5000), (0, 0, 400, 380)], [224, 96]) == 2
-    assert largest_shrink([(0, 0, 9000, 9000)], [224]) == 8
-
-
-def test_a_box_never_vanishes():
-    assert shrunk_box((10, 20, 30, 60), 0.5, 0.25) == (5, 5, 15, 15)
-    assert shrunk_box((8, 8, 9, 9), 0.125, 0.125) == (1, 1, 2, 2)
-
-
 def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_any_is_not(monkeypatch):
     """A damaged file may claim any size; where even 64 MiB are not there, it is not the file's doing."""
 
@@ -198,13 +181,6 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
-
-
-PACKAGE = Path(dino_ds.__file__).parent
-
-
-def test_archives_are_sources_of_encoded_images():
-    assert all(issubclass(by_name(source), EncodedImages) for source in ARCHIVES.values())
 
 
 def test_a_format_of_one_s_own_is_read_after_one_line(monkeypatch):

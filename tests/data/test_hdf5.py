@@ -139,25 +139,6 @@ def test_claims_are_bounded_by_the_bytes_that_are_there(tmp_path, kind):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
-def test_chunks_that_cost_or_were_never_written_are_said(tmp_path):
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        data = np.zeros((200, 300, 300, 1), np.uint8)
-        file.create_dataset("large", data=data, chunks=(200, 300, 300, 1), compression="gzip")
-        file.create_dataset("part", (9, 8, 8), np.uint8, chunks=(3, 8, 8))[:3] = 7
-    assert opened(f"{tmp_path}/a.h5:/large").notes == [
-        f"each image of {tmp_path}/a.h5:/large costs a chunk of 17 MiB, 200 images: write it with one "
-        "image in each chunk"
-    ]
-    said = f"2 of 3 chunks of {tmp_path}/a.h5:/part were never written: their images are of one color"
-    assert opened(f"{tmp_path}/a.h5:/part").notes == [said]
-
-
-@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 1, 1, 1)])
-def test_labels_of_any_shape_are_labels_and_no_images(tmp_path, shape):
-    source = opened(written(tmp_path / "a.h5", x=NOISE, y=np.array([3, 3, 5, -1, 5, 5, 3]).reshape(shape)))
-    assert len(source) == 7 and list(source.labels) == [0, 0, 1, -1, 1, 1, 0]
-
-
 def test_nothing_outside_the_file_is_read(tmp_path):
     """External links and storage, virtual datasets, soft links on the way to them."""
     secret = written(tmp_path / "secret.h5", images=NOISE)

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from dino_ds.config.crops import dino_groups
-from dino_ds.data import image_cache
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
 from dino_ds.data.feed import Position
 from dino_ds.data.folder import ImageFolder
@@ -168,11 +167,6 @@ def _share():
 
 def test_the_ranks_of_a_machine_have_one_together():
     assert run_on_ranks(_share) == [True, True]
-
-
-def test_another_process_s_file_is_not_taken_for_a_cache(tmp_path):
-    with (tmp_path / "other").open("w+") as other, pytest.raises(OSError, match="another process"):
-        ImageCache.attach(image_cache._Address(os.getpid(), other.fileno(), 0), 1)
 
 
 class Pixels:

@@ -11,10 +11,9 @@ import pytest
 from PIL import Image
 
 from dino_ds.data import folder as folder_module
-from dino_ds.data import listing as listing_module
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.listing import Contents, Packer, find_listing, printable
+from dino_ds.data.listing import printable
 from dino_ds.errors import DataError
 from tests.data.files import members
 
@@ -106,13 +105,6 @@ def test_a_source_travels_as_a_path_and_outlives_a_new_listing(cache, tmp_path):
     assert copy.labels == source.labels and copy.classes == ["c0", "c1"]
 
 
-def test_old_listings_are_removed_in_the_end(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(listing_module, "_KEPT_SECONDS", 0)
-    for number in range(6):
-        find_listing("kind", "key", lambda known: False, lambda n=number: contents([b"x" * n]))
-    assert len(list(cache.glob("*.safetensors"))) == 3
-
-
 @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
 def test_a_damaged_cache_is_rebuilt(cache, tmp_path, scans, damage):
     root = tree(tmp_path / "images", "a.png", "b.png")
@@ -181,10 +173,3 @@ def test_what_is_no_regular_file_is_unreadable_and_never_waited_for(cache, tmp_p
         "loop.png": "Too many levels of symbolic links",
         "pipe.png": "it is not a regular file",
     }
-
-
-def contents(paths: list[bytes]) -> Contents:
-    packed = Packer()
-    for path in paths:
-        packed.add(path)
-    return Contents(packed.arrays("names"))

@@ -27,7 +27,6 @@ from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, a
 from dino_ds.data.feed import DataTimeout, Position
 from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.workers import automatic_workers
 from dino_ds.errors import DataError, is_out_of_memory
 from dino_ds.run.bad_images import allowed_bad_images
@@ -224,25 +223,6 @@ def test_data_without_a_readable_image_is_given_up(workers):
     assert "\n" not in str(caught.value)
 
 
-class Channels(Noise):
-    """Images of five channels."""
-
-    def load(self, index: int) -> np.ndarray:
-        return np.random.default_rng(index).integers(0, 255, (12, 12, 5), dtype=np.uint8)
-
-
-def test_sources_of_other_channels_are_augmented_alike_in_both_modes():
-    crops = MultiCrop(CROPS.groups, "low_res", normalisation=Normalisation.usual(5))
-    worker, device = (
-        batches(1, source=Channels(), crops=crops, channels=5, augment=augment)[0] for augment in ("worker", "device")
-    )
-    assert worker.params is None and worker.crops["global"].shape == (2, 8, 5, 8, 8)
-    for a, b in zip(all_crops(worker.crops), all_crops(augmented_crops(device)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    with pytest.raises(DataError, match="5 channels, 3 are wanted"):
-        batches(1, source=Channels())
-
-
 class Faulty(Noise):
     def load(self, index: int) -> Image.Image:
         raise KeyError("label")
@@ -343,13 +323,6 @@ def test_automatic_workers_leave_a_core_to_each_rank(monkeypatch):
         assert automatic_workers() == expected
 
 
-def test_torchs_generator_is_not_moved():
-    """Otherwise what is drawn from it after a resume would depend on when the loader was built."""
-    before = torch.get_rng_state()
-    batches(2)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def open_loader(workers: int = 2, images: int = 200, **options) -> Loader:
     return Loader(Noise(images), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=workers, **options), START)
 
@@ -444,19 +417,6 @@ def test_memory_that_runs_out_in_a_loader_is_no_unreadable_image(workers):
     assert is_out_of_memory(raised.value)
 
 
-def stopped_at(bad: np.ndarray, fraction: float, batch: int) -> int | None:
-    """Images drawn when the run stops, looking after every batch; bad is (n,) in the order drawn."""
-    found = np.cumsum(bad)
-    for drawn in range(batch, len(bad) + 1, batch):
-        if found[drawn - 1] > allowed_bad_images(fraction, drawn, len(bad)):
-            return drawn
-    return None
-
-
-def draw(images: int, rate: float, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).permutation(np.arange(images) < round(rate * images))
-
-
 def test_the_whole_data_set_is_held_to_the_fraction_exactly():
     assert allowed_bad_images(0.01, 1000, 1000) == allowed_bad_images(0.01, 5000, 1000) == 10
     assert allowed_bad_images(0.01, 20, 20) == 1
@@ -466,16 +426,3 @@ def test_the_whole_data_set_is_held_to_the_fraction_exactly():
 
 def test_one_bad_file_stops_nothing_that_allows_any():
     assert min(allowed_bad_images(1e-4, drawn, 10**9) for drawn in (1, 8, 64, 512)) >= 1
-
-
-@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.1])
-def test_data_within_the_limit_is_not_stopped_by_chance(fraction):
-    """At the limit itself, where chance is worst: fewer than 1 in 100 runs."""
-    stops = sum(stopped_at(draw(20_000, fraction, seed), fraction, 64) is not None for seed in range(200))
-    assert stops <= 2
-
-
-@pytest.mark.parametrize(("rate", "latest"), [(1.0, 64), (0.5, 64), (0.1, 512), (0.02, 6000)])
-def test_rubbish_is_noticed_early(rate, latest):
-    found = [stopped_at(draw(20_000, rate, seed), 0.01, 64) for seed in range(20)]
-    assert all(drawn is not None and drawn <= latest for drawn in found), found

@@ -8,8 +8,6 @@ import random
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
-from io import BytesIO
-from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -176,18 +174,6 @@ def test_crops_are_those_of_a_run_without_masks():
         assert plain.masks == {}
         for name, crops in plain.crops.items():
             assert all(torch.equal(a, b) for a, b in zip(crops, masked.crops[name], strict=True))
-
-
-def test_a_micro_batch_with_masks_takes_less_than_a_page_of_the_pipe():
-    """Its masks have more bytes than that: they go by shared memory."""
-    masks = {"global": MaskOptions("dinov2", 1.0, (0.1, 0.5), (37, 37))}
-    crops = MultiCrop(CROPS.groups, "low_res", masks)
-    with closing(Loader(Noise(), crops, LoaderOptions(global_batch=8, micro_batch=8), START)) as loader:
-        batch = next(loader)
-    assert batch.masks["global"]["mask"].nbytes > 4096
-    sent = BytesIO()
-    ForkingPickler(sent).dump(batch)
-    assert sent.tell() < 4096
 
 
 def test_a_recipe_s_masks():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import shutil
 import tarfile
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
@@ -210,13 +208,6 @@ def test_a_source_may_have_values_of_its_own(tmp_path):
     assert "3 of 6 images looked at" in note and "beyond data.value_range 0,4095" in note
 
 
-def test_a_mixture_travels_to_processes(root):
-    source = source_with(root, "mine=0.5,theirs=0.5")
-    copy = pickle.loads(pickle.dumps(source))
-    assert [copy.name(i) for i in range(16)] == [source.name(i) for i in range(16)]
-    assert len(pickle.dumps(source)) < 5000  # the order of an epoch stays behind
-
-
 def _drawn(source, images):
     return [name for batch in loaded(source, images // 6) for name in batch.names]
 
@@ -273,23 +264,3 @@ def test_clusters_come_from_a_file(tmp_path):
     assert _drawn(source_with(folder, "", balance=f"clusters:{file}"), 12) == names
     with pytest.raises(ConfigError, match="is not none, classes, or clusters:FILE"):
         source_with(folder, "", balance="cluster")
-
-
-def test_any_source_with_labels_can_be_balanced():
-    class Labeled:
-        labels, classes = [0] * 9 + [1] * 3, ["a", "b"]
-
-        def __len__(self):
-            return 12
-
-        def load(self, index):
-            return Image.new("RGB", (12, 12), (index, 0, 0))
-
-        def name(self, index):
-            return f"{index}"
-
-    from dino_ds.data.mixture import draws_of
-
-    draws, _ = draws_of(Labeled(), "classes")
-    assert sum(int(i) % 12 >= 9 for i in draws.epoch(0, 0, 12)) == 6
-    assert draws_of(Labeled(), "none") == (None, [])

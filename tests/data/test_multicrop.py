@@ -27,11 +27,6 @@ def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:
     return MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), num_local), augment)
 
 
-def assert_rate(hits: int, trials: int, expected: float) -> None:
-    """Within 4 standard deviations of the binomial: wrong once in 16,000 draws, and the seeds are fixed."""
-    assert abs(hits - trials * expected) <= 4 * math.sqrt(trials * expected * (1 - expected)), (hits / trials, expected)
-
-
 # sizes, scales, rates
 
 

@@ -107,15 +107,6 @@ def test_bigtiffs_are_read_without_a_warning(byteorder, recwarn):
     assert not recwarn.list
 
 
-def test_kinds_that_tifffile_lets_nobody_set_are_left_alone(monkeypatch):
-    """Which ones these are changes with its releases: is_sis in 2025, is_motic in 2026."""
-    monkeypatch.setattr(tifffile.TiffFile, "is_scn", property(lambda _: False), raising=False)
-    bands = np.arange(5 * 4 * 6, dtype=np.uint16).reshape(4, 6, 5)
-    file = io.BytesIO()
-    tifffile.imwrite(file, bands, photometric="minisblack", planarconfig="contig")
-    assert np.array_equal(stored(file.getvalue(), 5), bands)
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

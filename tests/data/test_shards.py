@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import multiprocessing
 import os
-import pickle
 import tarfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,9 +36,6 @@ def pack(path: Path, members: dict[str, bytes] | list[tuple[str, bytes]], form: 
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return path
-
-
-LONG = "a-long-folder-name-" * 9 + "/ü.png"
 
 
 def test_a_folder_a_star_and_braces_are_the_same_shards(tmp_path):
@@ -116,16 +110,6 @@ def test_the_index_is_built_once_and_seen_to_be_old(tmp_path, monkeypatch):
     assert members(read(tmp_path / "s")) == ["b.png", "c.png"] and len(walked) == 4
 
 
-def test_pickled_source_is_a_path_and_reads_alone(tmp_path):
-    pack(tmp_path / "0.tar", {f"{i:04d}.png": png(i % 256) for i in range(400)})
-    source = read(tmp_path / "0.tar")
-    source.load(0)
-    sent = pickle.dumps(source)
-    assert len(sent) < 1500
-    copy = pickle.loads(sent)
-    assert copy.read(399) == source.read(399) and copy.labels is None and len(copy) == 400
-
-
 def test_handles_are_safe_in_other_processes(tmp_path):
     """The parent's handle is open and in use when the children read through it."""
     pack(tmp_path / "0.tar", {f"{i:03d}.png": png(i) for i in range(100)})
@@ -136,20 +120,6 @@ def test_handles_are_safe_in_other_processes(tmp_path):
         mine = reds(source)
         assert results.get(timeout=300) == [mine] * 4
     assert mine == list(range(100))
-
-
-def test_threads_and_more_shards_than_handles(tmp_path, monkeypatch):
-    few = functools.lru_cache(maxsize=4)(shards_module._open_shard.__wrapped__)
-    monkeypatch.setattr(shards_module, "_open_shard", few)
-    for number in range(30):
-        pack(tmp_path / f"s/{number:03d}.tar", {"a.png": png(number)})
-    source = read(tmp_path / "s")
-    with ThreadPoolExecutor(8) as pool:
-        order = [*range(len(source)), *reversed(range(len(source)))] * 2
-        got = list(pool.map(lambda i: source.load(i).getpixel((0, 0))[0], order))
-    assert got == order
-    held = [os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")]
-    assert sum(str(tmp_path) in path and path.endswith(".tar") for path in held) <= 4
 
 
 # bad input

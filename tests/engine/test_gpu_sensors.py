@@ -65,30 +65,6 @@ def test_a_reading_has_all_that_the_gpu_says(sensors_of):
     assert asked == ["GPU-12345678-90ab"]
 
 
-@pytest.mark.parametrize(("reasons", "why"), [(0x4, "power"), (0x80, "power"), (0x24, "heat"), (0x40, "heat"), (0, "")])
-def test_why_the_clock_is_lowered(sensors_of, reasons, why):
-    sensors = sensors_of(
-        nvmlDeviceGetCurrentClocksThrottleReasons=lambda h: reasons,
-        nvmlDeviceGetComputeRunningProcesses=lambda h: [object()] * 3,
-    )
-    sensors.start()
-    reading = sensors.finish()
-    assert (reading.slowed_by, reading.others) == (why, 2)
-
-
-def test_what_a_gpu_does_not_tell_is_left_out(sensors_of):
-    sensors = sensors_of(nvmlDeviceGetTotalEnergyConsumption=_raise, nvmlDeviceGetUtilizationRates=_raise)
-    sensors.start()
-    reading = sensors.finish()
-    assert reading.metrics(reading, 100) == {"gpu_memory_gib": 3.0, "gpu_watts": 312.0, "gpu_celsius": 61.0}
-
-
-def test_energy_is_counted_between_two_readings():
-    first, second = GpuReading(joules=5000.0), GpuReading(joules=5600.0)
-    assert first.metrics(None, 0) == {}
-    assert second.metrics(first, 2000) == {"gpu_joules_per_1000_images": 300.0}
-
-
 def test_a_driver_that_does_not_answer_holds_nobody_up(sensors_of, monkeypatch):
     monkeypatch.setattr(gpu_sensors, "_LIMIT_SECONDS", 0.05)
     answer, waited = threading.Event(), []

@@ -9,7 +9,6 @@ import itertools
 import pytest
 import torch
 
-from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Progress
 from dino_ds.engine.optim import OptimizerOptions
 from dino_ds.method.step import Inputs
@@ -32,7 +31,7 @@ from tests.sample import sampled
 WINDOWS, BATCH = 6, 8
 MATRIX = [(stage, "fp32", "adamw") for stage in (0, 1, 2, 3)] + [(stage, "bf16", "adamw") for stage in (1, 2, 3)]
 MATRIX += [(2, "fp32", "sgd"), (1, "fp32", "lars"), (3, "fp32", "lars")]  # LARS sums norms of layers cut among ranks
-MATRIX += [(stage, "fp32", "muon") for stage in (0, 1, 2, 3)] + [(2, "bf16", "muon"), (3, "bf16", "muon")]
+MATRIX += [(1, "fp32", "muon"), (3, "fp32", "muon"), (2, "bf16", "muon")]
 # So large an epsilon that Adam doesn't magnify roundings.
 OPTIONS = OPTIMIZERS | {"adamw": OptimizerOptions(eps=1e-2)}
 
@@ -155,33 +154,6 @@ def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
     assert (none, on_host) == (0, 2), "cpu_checkpointing keeps the inputs of both blocks on the host"
     for losses in (every, one, host):
         assert losses == pytest.approx(plain, rel=1e-6)
-
-
-def _precisions():
-    """Whether student and teacher are stored as they should be in each precision, and the dtype of a forward pass."""
-    found = {}
-    for precision in ("fp32", "bf16", "fp16"):
-        step = build_step(ds_config(1, precision, BATCH))
-        module = step.engine._engine.module
-        dtypes = {p.dtype for p in module.parameters()}
-        teacher = {p.dtype for p in step.teachers["ema"].network.parameters()}
-        forwards = []
-
-        def note(_module, _inputs, out, seen=forwards):
-            seen.append(out.dtype)
-
-        step.teachers["ema"].network.backbone.blocks[0].mlp.fc1.register_forward_hook(note)
-        indices = torch.arange(BATCH)
-        loss = step.micro_batch(Inputs(crops(indices))).loss
-        assert loss.dtype == torch.float32 and step.objective.statistics["center"].value.dtype == torch.float32
-        found[precision] = (dtypes == {DTYPES[precision]}, teacher == {torch.float32}, forwards[0])
-    return found
-
-
-def test_precision_of_student_teacher_and_loss():
-    for precision, (student, teacher, forward) in run_on_ranks(_precisions, world=1)[0].items():
-        assert student and teacher
-        assert forward == DTYPES[precision]
 
 
 def _difference_without_key_bias(a, b):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,7 +24,6 @@ from dino_ds.models.vit import VisionTransformer
 from tests.engine.harness import crops, run_windows
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
-from tests.run.harness import REPOSITORY
 from tests.sample import sampled
 
 BATCH = 8
@@ -181,22 +177,3 @@ def test_no_rank_holds_the_whole_student_in_a_step():
     """Blocks are recomputed in the backward pass, so that this looks into it too."""
     for most, weights in run_on_ranks(_most_gathered):
         assert LIVE / 4 < most < 2 * LIVE < weights / 4
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_the_real_7b_is_built_in_partitions():
-    """At full size, without memory: fake tensors through the same code and DeepSpeed, as one of 8 x 8 ranks.
-
-    Of P weights 2 P / 64 bytes are this rank's, 2 P / 8 its part of the node's second copy; one module's FP32 weights
-    come and go; the engine adds masters and gradients. A whole student would be 4 P as it is drawn, 2 P in bf16.
-    """
-    command = [sys.executable, "-m", "tests.engine.fake_7b"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    weights, drawn = found["weights"], 3 * found["largest_module_bytes"]
-    partition = 2 * weights / 64 + 2 * weights / 8
-    assert weights == count_parameters(load_recipe("vit7b16", {})) > 6.7e9
-    assert partition < found["network_bytes"] < partition + drawn < weights
-    assert found["engine_bytes"] < 16 * weights / 64 + 2 * weights / 8 + drawn

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import resource
 from datetime import timedelta
 
 import pytest
 import torch
 
 from dino_ds.engine import distributed, process
-from dino_ds.engine.process import _join, _keep_freed_memory, _quiet_deepspeed, init_distributed
+from dino_ds.engine.process import _join, _quiet_deepspeed, init_distributed
 from dino_ds.errors import ConfigError
 
 
@@ -70,28 +68,3 @@ def test_inductor_gets_few_processes_a_rank_unless_the_user_says_how_many(monkey
         monkeypatch.delenv(name)
     init_distributed()
     assert os.environ[name] == (given or "4")
-
-
-@pytest.mark.slow
-def test_a_step_reuses_the_memory_of_the_one_before(monkeypatch):
-    """8 blocks of 16 MiB have 32,768 pages; what the C library has kept needs none of them anew, noise some dozens. A
-    new process: a forked one copies the pages of its parent as it touches them."""
-    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
-        monkeypatch.delenv(name, raising=False)
-    child = multiprocessing.get_context("spawn").Process(target=_two_steps)
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-
-
-def _two_steps():
-    _keep_freed_memory()
-    _new_pages()
-    assert _new_pages() < 1_000
-
-
-def _new_pages():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [b"x" * 2**24 for _ in range(8)]
-    del blocks
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before

@@ -18,9 +18,7 @@ from dino_ds.engine.engine import Progress
 from dino_ds.errors import ConfigError
 from dino_ds.method.networks import build_meta
 from dino_ds.method.step import Inputs
-from dino_ds.planning.measure.trial import build_trial, resolve
-from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
-from tests.planning.measure.tiny import tiny_ds, tiny_recipe
+from tests.engine.harness import build_step, crops, ds_config, run_windows, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import copied, dino_network
 from tests.sample import sampled
@@ -89,21 +87,6 @@ def test_a_teacher_with_its_matrices_in_bf16_is_the_same_to_the_bit(stage: int, 
         assert all(torch.equal(plain[0][name], cast[0][name]) for name in plain[0])
 
 
-def _copy_follows() -> None:
-    step = build_step(ds_config(1, "bf16", 8, dino_ds={"teacher_copy": True}))
-    running = step.teachers["ema"]._running
-    assert running is not step.teachers["ema"].network
-    assert running.backbone.blocks[0].mlp.fc1.weight.dtype == torch.bfloat16
-    assert running.head.prototypes.weight.data_ptr() == step.teachers["ema"].network.head.prototypes.weight.data_ptr()
-    before = running.backbone.blocks[0].mlp.fc1.weight.clone()
-    run_windows(step, 0, 4)
-    assert not torch.equal(before, running.backbone.blocks[0].mlp.fc1.weight)
-
-
-def test_the_copy_is_what_runs_and_follows():
-    run_on_ranks(_copy_follows, world=1)
-
-
 def _losses(stage: int, **performance: Any) -> list[float]:
     import torch._dynamo
 
@@ -146,44 +129,6 @@ def test_batched_depth_is_compiled_where_all_blocks_keep_as_many_crops():
     with pytest.raises(ConfigError, match=r"take model\.drop_path_growth uniform"):
         build_meta(load_recipe("vits16", settings), performance, {}, ["cls"])
     build_meta(load_recipe("vits16", settings | {"model.drop_path_growth": "uniform"}), performance, {}, ["cls"])
-
-
-def _cudnn_attention() -> bool:
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    build_trial(*resolve(tiny_recipe(), tiny_ds(1), "test.json", 4))
-    return torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_a_step_leaves_out_cudnn_attention_unless_it_is_named():
-    assert run_on_ranks(_cudnn_attention, world=1) == [False]
-
-
-def _trained(precision: str, buckets: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses of three windows of two micro-batches at ZeRO 1, the masters after them, and elements of buckets."""
-    from dino_ds.engine import deepspeed_engine
-
-    settings = {"fp16_settings": {"initial_scale_power": 30}} if precision == "fp16" else {}  # the first overflows
-    config = ds_config(1, precision, 8, accumulation=2, gradient_clipping=1.0, **settings)
-    sums = (lambda *_: None) if buckets else deepspeed_engine._sum_with_nothing
-    with mock.patch.object(deepspeed_engine, "_sum_with_nothing", sums):
-        step = build_step(config)
-    optimizer, sizes = step.engine._optimizer, []
-    setup = optimizer.setup_buckets
-
-    def measured() -> None:
-        setup()
-        sizes.append(sum(part.numel() for bucket in optimizer.ipg_buckets.values() for part in bucket.buffer))
-
-    optimizer.setup_buckets = measured
-    return run_windows(step, 0, 3), fp32_student(step.engine, tiny_network()), max(sizes)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_process_alone_sums_nothing_and_learns_the_same_to_the_bit(precision: str):
-    ((losses, masters, bucket),) = run_on_ranks(_trained, precision, False, world=1)
-    ((same_losses, same_masters, copied_there),) = run_on_ranks(_trained, precision, True, world=1)
-    assert bucket == 0 < copied_there and losses == same_losses
-    assert all(torch.equal(masters[name], same_masters[name]) for name in same_masters)
 
 
 def _norms(stage: int, precision: str, suspect_images: bool) -> list[tuple[float, float]]:

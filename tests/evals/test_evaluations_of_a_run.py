@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import json
 import shutil
@@ -14,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.config import fields
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.data.sources import build_source
@@ -78,10 +76,6 @@ def _evaluate(runner, step, give_up=lambda: False):
 
 def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
     return Moment(None, CPU, step, 8 * step, run_dir, log, give_up)
-
-
-def test_names_of_the_recipe_are_those_of_the_table():
-    assert tuple(EVALUATIONS) == fields.EVALUATIONS
 
 
 def test_whoever_gives_up_keeps_nothing(sources):
@@ -191,14 +185,6 @@ def test_raw_pixels_are_measured_once_and_images_are_read_once(sources, monkeypa
     assert (runner.knn.latest, len(reads)) == (kept, 6)
 
 
-def test_images_beyond_the_memory_are_not_copied():
-    memory, copies = ImageMemory(25), list[int]()
-    for _ in range(2):
-        batches = memory.batches("k", lambda: (n for n in range(9)), lambda n: (copies.append(n), 10))
-        assert list(batches) == [*range(9)]
-    assert copies == [0, 1, 2] * 2
-
-
 def test_a_teacher_below_raw_pixels_is_warned_of(sources):
     """With what to try; none where nothing was evaluated."""
     knn = Knn()
@@ -259,13 +245,6 @@ def test_nothing_is_advised_that_the_recipe_has_or_that_is_not_for_it(changes, a
     assert len(given) == len(advised) and all(map(str.startswith, given, advised))
 
 
-def test_chance_is_that_of_all_classes_that_are_answers(sources):
-    """As `dino-ds eval` has it: who guesses does not know that the test images lack one."""
-    test = copy.copy(sources[1])
-    test.labels = [-1 if label == 2 else int(label) for label in test.labels]
-    assert (_runner(sources).knn.chance, _runner((sources[0], test)).knn.chance) == (pytest.approx(100 / 3),) * 2
-
-
 def test_the_recipe_says_how(sources, tmp_path):
     image_folder(tmp_path / "test", 6, 3)
     values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "bank_images": "20"}
@@ -320,13 +299,3 @@ def test_pictures_are_of_the_same_images_and_unreadable_ones_are_left_out(tmp_pa
     assert torch.equal(shown[0][2], shown[3][2]) and shown[0][2].dtype == torch.uint8
     with Image.open(tmp_path / "pictures/step_00000002/pca.png") as picture:
         assert picture.size == (shown[3][2].shape[2], shown[3][2].shape[1])
-
-
-def test_a_picture_that_can_not_be_drawn_costs_a_line(sources, tmp_path):
-    """Here: a file where the folder should be."""
-    (tmp_path / "pictures").write_text("")
-    lines = []
-    log = SimpleNamespace(picture=lambda *_: None, info=lines.append)
-    assert PeriodicPictures(sources[0], 2, 32, IMAGENET).run(_moment(2, run_dir=tmp_path, log=log))
-    (line,) = lines
-    assert line.startswith("warning  no pictures of step 2: ") and line.endswith("training continues")

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,12 +53,6 @@ def test_scores_equal_a_slow_reference():
         assert landmark_map(ranking, answers, setup) == pytest.approx(100 * np.mean(rows), abs=1e-10)
 
 
-def test_an_image_that_is_wanted_is_no_junk():
-    """A list that names an image twice: it is found."""
-    answer = _answer(easy=[1], junk=[0, 1])
-    assert landmark_map([[0, 1, 2]], [answer], "easy") == 100
-
-
 def test_paris_is_seen_at_three_scales_and_oxford_at_one(monkeypatch):
     monkeypatch.setattr(module, "_evaluate", lambda *_, size, scales: (size, scales))
     assert oxford(None) == (224, (1.0,)) and paris(None) == (512, (1.0, 2**-0.5, 0.5))
@@ -94,22 +83,6 @@ def test_scales_are_summed_and_odd_sides_lose_their_rest():
     assert describe_at_scales(context, (1.0, 0.5))(images[..., :1]).isfinite().all()  # a query one pixel wide
     ours = describe_at_scales(context, (1.0, 2**-0.5, 0.5))(images)
     torch.testing.assert_close(ours, total / total.norm(), rtol=0, atol=1e-5)
-
-
-def test_the_page_s_script_converts_a_pickled_ground_truth(tmp_path):
-    """With the arrays that revisitop's files hold."""
-    folder = landmarks(tmp_path)
-    (path,) = folder.glob("*.json")
-    wanted, content = read_ground_truth(path), json.loads(path.read_text())
-    for entry in content["gnd"]:
-        entry |= {kind: np.array(entry[kind]) for kind in ("easy", "hard", "junk")}
-    path.unlink()
-    (folder / "gnd_roxford5k.pkl").write_bytes(pickle.dumps(content))
-    page = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text()
-    (script,) = re.findall(r"```python\n(import json.*?)```", page, re.DOTALL)
-    subprocess.run([sys.executable, "-c", script, folder / "gnd_roxford5k.pkl"], check=True)
-    assert read_ground_truth(path) == wanted
-    assert [answer.hard for answer in wanted.gnd] == [[1], [7]] and wanted.gnd[0].bbx == (0.0, 0.0, 39.6, 39.6)
 
 
 def test_what_is_missing_is_said_in_one_line(tmp_path):

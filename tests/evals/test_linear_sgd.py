@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -178,21 +176,3 @@ def test_random_crops_follow_from_the_seed():
             float(np.ptp(across.numpy()) * STD[0] * np.ptp(down.numpy()) * STD[1] * (255 / 2 / 99 * 16 / 15) ** 2)
         )
     assert 0.06 < min(areas) < 0.12 and 0.9 < max(areas) < 1.1
-
-
-def test_an_image_has_another_crop_in_each_epoch():
-    crops = [images for _, images, _ in augmented_batches(_context(_Blobs(images=1)))]
-    assert len(crops) == 3 and len({float(crop.sum()) for crop in crops}) == 3
-
-
-def test_classifiers_of_all_rates_and_kinds_start_apart():
-    weights = Probes([(1, False), (1, True)], 3, 2, RATES, 0, torch.device("cpu")).weights
-    assert len({float(weight[0, 0]) for rows in weights for weight in rows}) == 6
-
-
-def test_images_of_a_batch_are_shared_out():
-    """Every image once an epoch, in another order each."""
-    sampler = module._Batches(13, 2, 5, seed=0)
-    places = [place for batch in sampler for _, place in batch]
-    assert sorted(places[:13]) == sorted(places[13:]) == list(range(13)) and places[:13] != places[13:]
-    assert math.ceil(13 / 5) == sampler.epoch_steps and len(sampler) == 6

@@ -39,14 +39,6 @@ def test_a_lock_is_taken_once_and_given_back_with_the_folders_made_for_it(tmp_pa
     RunLock(run).check_free(0)
 
 
-def test_a_folder_that_holds_something_stays(tmp_path):
-    lock = RunLock(tmp_path / "run")
-    lock.acquire()
-    (tmp_path / "run" / "config.yaml").touch()
-    lock.release()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
-
-
 @pytest.mark.parametrize(
     ("holder", "age", "free"),
     [
@@ -109,14 +101,6 @@ def test_a_disk_that_fails_is_no_lost_run_folder(tmp_path, monkeypatch):
     assert lock.guards_a_run
 
 
-def test_a_rank_leaves_the_judgement_of_other_machines_to_rank_0(tmp_path):
-    RunLock(tmp_path).acquire()
-    change(tmp_path, machine="another")
-    RunLock(tmp_path).check_free(1)
-    with pytest.raises(ConfigError, match="in use"):
-        RunLock(tmp_path).check_free(0)
-
-
 def test_a_holder_that_was_replaced_is_told(tmp_path):
     """After a night, say, in which the machine was frozen."""
     lock = RunLock(tmp_path)
@@ -126,29 +110,6 @@ def test_a_holder_that_was_replaced_is_told(tmp_path):
     assert not lock.refresh()
     lock.release()
     assert (tmp_path / "lock").exists()
-
-
-def test_a_lock_that_another_machine_has_made_meanwhile_stays(tmp_path, monkeypatch):
-    RunLock(tmp_path).acquire()
-    change(tmp_path, machine="gone")
-    os.utime(tmp_path / "lock", (1, 1))
-    judge = RunLock._in_use
-
-    def slowly(lock, text):
-        found = judge(lock, text)
-        change(tmp_path, machine="faster")
-        return found
-
-    monkeypatch.setattr(RunLock, "_in_use", slowly)
-    assert RunLock(tmp_path)._remove_stale() == "" and RunLock(tmp_path).holder().machine == "faster"
-
-
-def test_half_a_lock_is_stale_only_when_it_is_old(tmp_path):
-    (tmp_path / "lock").write_text('{"host"')
-    with pytest.raises(ConfigError, match="can't be read: remove"):
-        RunLock(tmp_path).acquire()
-    os.utime(tmp_path / "lock", (1, 1))
-    assert "could not be read, was taken over" in RunLock(tmp_path).acquire()
 
 
 def _take(run: Path, start: multiprocessing.synchronize.Barrier, results: multiprocessing.SimpleQueue) -> None:

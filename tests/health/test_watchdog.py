@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -12,13 +11,12 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from dino_ds.errors import ConfigError
 from dino_ds.health.beat import Beat
 from dino_ds.health.files import Disk
-from dino_ds.health.processes import SUPERVISOR, Process, Standstill, death_of, find_process, launchers_above
+from dino_ds.health.processes import Standstill
 from dino_ds.health.records import (
     Failure,
     Heartbeat,
@@ -28,9 +26,7 @@ from dino_ds.health.records import (
     last_checkpoint,
     last_checkpoint_step,
 )
-from dino_ds.health.watchdog import Failures, is_connection_error, longest_wait
-from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, train_tiny
+from dino_ds.health.watchdog import Failures, is_connection_error
 
 HERE = Heartbeat(0, "here", 10, 0.0, 0.0, 5, "step", "backward", 40, 12.0)
 
@@ -158,16 +154,6 @@ def test_what_all_ranks_raise_is_said_once_though_the_heartbeats_go(heartbeats, 
     assert [error.said_by_me for error in errors] == [True, False]
 
 
-def test_the_first_says_it_though_the_heartbeats_go_before_it_has_looked(heartbeats, tmp_path, monkeypatch):
-    """Rank 0 has found that rank 1 was first, is silent and removes them at once."""
-    claim = Heartbeats.claim
-    monkeypatch.setattr(Heartbeats, "claim", lambda self, failure: (claim(self, failure), self.remove())[0])
-    beat, error = Beat(), ConfigError("more than there is")
-    beat.listed = True
-    Failures(tmp_path, 1, 2, beat).settle(error)
-    assert error.said_by_me
-
-
 def test_errors_that_are_no_connections_stay_what_they_are(heartbeats, tmp_path):
     beat = Beat()
     beat.listed = True
@@ -210,114 +196,6 @@ def test_an_exit_or_an_interrupt_in_the_middle_of_a_run_is_no_good_end(world, he
 def test_a_death_is_described_as_far_as_it_was_seen(how, line):
     text = describe_death("rank 1", how, 7, "data")
     assert text.startswith(line) and ("memory" in text) == (how in ("", "by SIGKILL"))
-
-
-def test_limits_follow_from_where_the_rank_is():
-    beat = Beat()
-    progress = Standstill(beat)
-    assert progress.limit(10) == 30
-    beat.enter("step", 0)
-    assert progress.limit(10) == 30  # kernels are compiled
-    beat.warm = True
-    assert progress.limit(10) == 10
-    for phase, limit in (("save", 30), ("evaluate", 30), ("data", 10), ("end", 10)):
-        beat.enter(phase, 7)
-        assert progress.limit(10) == limit
-    assert longest_wait(10) > 30
-    assert longest_wait(0) == 1800
-
-
-def test_a_beat_is_read_through_its_descriptor():
-    mine = Beat.shared()
-    theirs = Beat.shared(os.dup(mine.descriptor))
-    mine.enter("step", 2**40)
-    mine.enter_part("backward")
-    assert (theirs.phase, theirs.where, theirs.step, theirs.moves) == ("step", "backward", 2**40, 2)
-    theirs.request_stop("the stop file")
-    assert mine.stop_reason == "the stop file"
-    mine.end("error", 4, "ü" * 5000)
-    mine.end("done", 0, "too late")
-    assert theirs.ended == "error" and theirs.last_words[0] == 4 and theirs.last_words[1].startswith("üü")
-    os.close(theirs.descriptor)
-    os.close(mine.descriptor)
-
-
-def test_how_a_process_has_ended_and_whether_a_pid_is_still_its_own():
-    ends = {"sleep 60": "by SIGKILL", "exit 0": "with exit code 0", "exit 3": "with exit code 3"}
-    for command, how in ends.items():
-        with subprocess.Popen(["sh", "-c", command]) as process:
-            found = find_process(process.pid)
-            if how == "by SIGKILL":
-                assert found.alive and not Process(found.pid, found.ticks + 1).alive
-                process.kill()
-            while found.alive:
-                time.sleep(0.01)
-            assert death_of(process.pid) == how
-    assert not find_process(process.pid).alive and death_of(process.pid) == ""
-
-
-def test_a_launcher_is_known_by_its_name_or_its_rank_and_a_shell_is_none(tmp_path):
-    """A rank's parent is its launcher, whatever it is called; a shell may end and leave its jobs; the supervisor is
-    named by the environment."""
-    launcher = tmp_path / "torchrun"
-    launcher.write_text("import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
-    other = tmp_path / "other.py"
-    other.write_text(launcher.read_text())
-    command = tmp_path / "deepspeed"  # the command that a user types starts another launcher
-    command.write_text(f"import subprocess, sys; subprocess.run([sys.executable, {str(launcher)!r}])")
-    for script, of_name, of_rank in ((launcher, 1, 1), (other, 0, 1), (command, 2, 2)):
-        with subprocess.Popen([sys.executable, str(script)], start_new_session=True) as parent:
-            below = [psutil.Process(parent.pid)]
-            while len(below) < 2 + (script == command):
-                below += below[-1].children()
-            *above, rank = [process.pid for process in below]
-            for environment, count in (({}, of_name), ({"RANK": "0"}, of_rank)):
-                found = [process.pid for process in launchers_above(rank, environment)]
-                assert found[:count] == above[::-1][:count] and (count or not found)
-            os.killpg(parent.pid, signal.SIGKILL)
-    with subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True) as shell:
-        while not (children := psutil.Process(shell.pid).children()):
-            time.sleep(0.01)
-        assert launchers_above(children[0].pid, {"RANK": "0", SUPERVISOR: "12.34"}) == [Process(12, 34)]
-        os.killpg(shell.pid, signal.SIGKILL)
-
-
-def test_a_launcher_below_a_hidden_process_is_found(monkeypatch):
-    """/proc may be mounted so that another user's processes, such as sshd's, can't be looked at."""
-    parent = psutil.Process.parent
-
-    def guarded(process):
-        if process.pid != os.getpid():
-            raise psutil.AccessDenied(process.pid)
-        return parent(process)
-
-    monkeypatch.setattr(psutil.Process, "parent", guarded)
-    monkeypatch.setattr(psutil.Process, "name", lambda _: "srun")
-    assert launchers_above(os.getpid(), {"RANK": "0"}) == [find_process(os.getppid())]
-
-
-def _limits_of_groups(root, run, ds):
-    """Time limits in seconds of all process groups when training has ended."""
-    import torch.distributed as dist
-
-    assert train_tiny(root, run, ds, max_steps=3, changes={"hang_seconds": "100"}) is None
-    groups = dist.distributed_c10d._world.pg_map
-    return [
-        group._get_backend(dist.distributed_c10d.torch.device("cpu")).options._timeout.total_seconds()
-        for group in groups
-    ]
-
-
-def test_no_group_waits_longer_than_the_monitors_which_leave_a_last_heartbeat(tmp_path):
-    """DeepSpeed makes groups of its own, for which it forgets the time-out of the first."""
-    root, run = image_folder(tmp_path / "images"), tmp_path / "run"
-    for limits in run_on_ranks(_limits_of_groups, root, run, "zero3_fp32.json"):
-        assert set(limits) == {longest_wait(100)}
-    beats = Heartbeats(run).read()
-    ends = [(beat.rank, beat.step, beat.phase, beat.ended, beat.code) for beat in beats]
-    assert ends == [(rank, 3, "end", "done", 0) for rank in (0, 1)]
-    assert beats[0].moves == beats[1].moves > 3 * 8
-    assert not (run / "lock").exists()
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ HAND_MADE = {
     "empty": b"",
     "UTF-16": "length: 5 steps".encode("utf-16"),
     "ELF": b"\x7fELF" + bytes(range(256)) * 8,
-    "200,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(200_000)),
+    "20,000 unknown keys": b"".join(b"k%d: 1\n" % i for i in range(20_000)),
     "a flow list 100,000 deep": b"[" * 100_000,
     "a flow mapping 20,000 deep": b"{a: " * 20_000,
     "a number of 5,000 digits": b"seed: " + b"9" * 5_000,
@@ -109,11 +109,12 @@ def test_hand_made_files(folder, read, name):
     read(folder, HAND_MADE[name])
 
 
-@pytest.mark.parametrize("word", [text for text in NASTY if "\0" not in text])
-def test_strange_paths(folder, word):
-    for flag in ("--config", "--ds_config", "--run_dir"):
-        command("train", "--data.root", word, flag, word)
-        command("train", "--data.root", "x", flag, f"{word}.yaml")
+@pytest.mark.parametrize(("flag", "first"), [("--config", 0), ("--ds_config", 1), ("--run_dir", 2)])
+def test_strange_paths(folder, flag, first):
+    for word in NASTY[first::3]:
+        if "\0" not in word:
+            command("train", "--data.root", word, flag, word)
+            command("train", "--data.root", "x", flag, f"{word}.yaml")
 
 
 @pytest.mark.parametrize(

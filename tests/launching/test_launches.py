@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -27,7 +26,6 @@ pytestmark = pytest.mark.slow
 DS = "ds_configs/zero2_fp32.json"
 STEPS = 3
 _SECONDS = 600
-SCRIPT = "dino_ds/train.py"
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +58,6 @@ def hostfile(tmp_path):
 def _train_words(images, run, steps=STEPS, ds=DS, **changes):
     options = [part for name, value in {**TINY, **changes}.items() for part in (f"--{name}", value)]
     return ["--data.root", images, "--run_dir", run, "--max_steps", steps, *options, "--ds_config", ds]
-
-
-def _deepspeed(*words):
-    return ["deepspeed", "--num_gpus", 2, "--master_port", find_free_port(), *words, SCRIPT]
-
-
-def _torchrun():
-    return ["torchrun", "--nproc_per_node", 2, "--master_port", find_free_port(), SCRIPT]
-
-
-def _one_process():
-    return ["dino-ds", "train"]
 
 
 def _start(command, env=None):
@@ -133,15 +119,6 @@ def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(cluster, hostfile,
 
 
 @pytest.mark.full
-def test_torchrun_started_by_hand_on_each_of_two_machines(images, expected, tmp_path):
-    words = ["launch", "--launcher", "torchrun", "--nodes", 2, "--ranks", 1, "--master_addr", "127.0.0.1"]
-    words += ["--master_port", find_free_port(), "--skip_checks", "--", *_train_words(images, tmp_path / "run")]
-    ended = _finish(*(_start(dino_ds(*words)) for _ in range(2)))
-    assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:]
-    _assert_same(tmp_path / "run", expected)
-
-
-@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
 def test_openmpi(images, expected, tmp_path):
     run = tmp_path / "run"
@@ -151,31 +128,3 @@ def test_openmpi(images, expected, tmp_path):
     ((code, output),) = _finish(_start(command))
     assert code == 0, output[-3000:]
     _assert_same(run, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("command", "number", "to_all"),
-    [
-        (_deepspeed, signal.SIGINT, True),  # Ctrl-C in a terminal
-        (_deepspeed, signal.SIGTERM, False),  # as timeout, scancel and docker stop
-        (_torchrun, signal.SIGINT, True),
-        (_one_process, signal.SIGINT, True),
-    ],
-    ids=["deepspeed", "deepspeed alone", "torchrun", "one process"],
-)
-def test_a_signal_saves_and_leaves_no_orphans(command, number, to_all, images, tmp_path):
-    """DeepSpeed lets its command die of a signal without its children: the ranks see that a launcher above is gone."""
-    run = tmp_path / "run"
-    process = _start([*command(), *_train_words(images, run, steps=100000, length="100000 steps")])
-    _wait_for(run, process, lambda text: text.count('"loss"') >= STEPS, "metrics.jsonl")
-    children = psutil.Process(process.pid).children(recursive=True)
-    os.killpg(process.pid, number) if to_all else process.send_signal(number)
-    _, alive = psutil.wait_procs(children, timeout=120)
-    for orphan in alive:
-        orphan.kill()
-    process.communicate()
-    log = (run / "log.txt").read_text()
-    assert not alive and process.returncode != 0
-    assert (run / "checkpoints/latest").read_text() == f"step_{losses_of(run)[-1][0]:08d}\n"
-    assert "--resume" in log and ("the end of the launcher" in log) != to_all

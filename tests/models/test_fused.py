@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from dino_ds.method.centering import SinkhornKnopp
 from dino_ds.models import fused as fused_module
 from dino_ds.models import logits as factored
 from dino_ds.models import prototypes
-from dino_ds.models.fused import Fused, compile_with_limit, fuses, uncompiled
+from dino_ds.models.fused import Fused, fuses, uncompiled
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 
@@ -107,49 +106,6 @@ def test_fused_sinkhorn_is_the_same(rows: tuple[int, ...], monkeypatch: pytest.M
     with rehearsal("cuda"):
         found = SinkhornKnopp().shift(window, 0.05)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_option", [False, True], ids=["torch 2.11", "torch 2.14"])
-def test_programs_have_a_limit_of_their_own_that_a_call_does_not_make_anew(is_option: bool, monkeypatch):
-    """10 programs in this thread and in another, as the backward pass has, where torch would stop at 8. What is costly
-    is to make the object that changes torch's setting."""
-    programs, patches, compile_ = [], [], torch.compile
-    if is_option and "recompile_limit" not in compile_.__kwdefaults__:
-        pytest.skip("this torch has no such option")
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        programs.append(graph)
-        return graph.forward
-
-    def old(function: Callable[..., object]) -> object:
-        return compile_(function, backend=backend, dynamic=False)
-
-    def new(function: Callable[..., object], recompile_limit: int) -> object:
-        return compile_(function, backend=backend, dynamic=False, recompile_limit=recompile_limit)
-
-    monkeypatch.setattr(torch, "compile", new if is_option else old)
-    settings = type(torch._dynamo.config)
-    patch = settings.patch
-    monkeypatch.setattr(settings, "patch", lambda self, *a, **what: patches.append(what) or patch(self, *a, **what))
-    torch._dynamo.reset()
-    compiled = compile_with_limit(lambda x: 2 * x, 24)
-
-    def call(sizes: range) -> None:
-        for size in sizes:
-            compiled(torch.ones(size))
-
-        patches.clear()
-        for size in sizes:
-            compiled(torch.ones(size))
-        assert not patches
-
-    call(range(2, 12))
-    thread = threading.Thread(target=call, args=(range(12, 22),))
-    thread.start()
-    thread.join()
-    assert len(programs) == 20
-    assert not patches
 
 
 def test_whether_a_gpu_can_compile_is_not_asked_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch):

@@ -70,13 +70,6 @@ def test_frozen_prototypes_pass_gradients_on_and_get_zeros(learned):
         assert torch.equal(parameter.grad, torch.zeros_like(parameter))
 
 
-def test_layers_and_widths():
-    for layers in (1, 2, 4):
-        head = DinoHead(12, 20, 8, 15, layers)
-        assert sum(isinstance(m, torch.nn.Linear) for m in head.mlp) == layers
-        assert product(head(torch.randn(2, 12))).shape == (2, 15)
-
-
 def test_fp32_under_autocast():
     """Logits, loss and the products in them; but the head knows that they come of a low precision."""
     head, how = _head(), _comparison()

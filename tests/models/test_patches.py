@@ -61,15 +61,6 @@ def test_features_by_name_are_those_of_each_group_alone(patches):
             torch.testing.assert_close(together[f"patches/{name}"], alone[f"patches/{name}"], rtol=0, atol=1e-10)
 
 
-def test_the_last_block_computes_what_is_asked_for():
-    """Rows of its MLP: CLS and patches of the global crops (no registers), the CLS token alone of the local ones."""
-    model, rows = _model(_OTHER), []
-    model.blocks[-1].mlp.register_forward_hook(lambda module, given, out: rows.append(len(out)))
-    model.norm.register_forward_hook(lambda module, given, out: rows.append(len(out)))
-    model(_crops(), None, ("global",))
-    assert rows == [10 * 17 + 15] * 2
-
-
 @pytest.mark.numerical
 @pytest.mark.parametrize("arch", [_PLAIN, _OTHER], ids=["plain", "registers"])
 def test_hidden_patches_equal_embeddings_replaced_by_hand(arch):
@@ -119,15 +110,6 @@ def test_uniform_drop_path_has_one_rate_in_all_blocks():
     torch.testing.assert_close(dropped, torch.full((3,), 0.3).double(), atol=0.009, rtol=0)
     kept = kept_sequences(draws, (0.25, 0.25), Packing.of([(8000, 1), (8000, 2)], draws.device))
     assert {branch.packing.groups for block in kept for branch in block} == {((6000, 1), (6000, 2))}
-
-
-@pytest.mark.parametrize("depth", ["per_image", "batched"])
-def test_growth_of_drop_path_is_a_choice(depth):
-    options = {"drop_path": 0.4, "stochastic_depth": depth}
-    linear, uniform = (
-        _outputs_and_gradients(_model(drop_path_growth=growth, **options))[CLS] for growth in ("linear", "uniform")
-    )
-    assert (linear - uniform).abs().max() > 1e-3
 
 
 def test_timm_s_own_networks_need_no_more_arguments():

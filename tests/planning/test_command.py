@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dino_ds.cli.main import main
-from dino_ds.config.ds_config import CHECKOUT, load_ds_config, resolve_ds_config
+from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 
 LARGE = "--config", "vitl16", "--model.depth", "2"
@@ -42,16 +42,6 @@ def test_one_json_object_with_all_that_was_asked(capsys):
     assert most == pytest.approx(5 / 3 * least) and "not measured" in found["time"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("card", ["a10-24g", "a100-80g"])
-@pytest.mark.parametrize("recipe", ["vits16", "vitb16", "vitl16"])
-def test_the_page_says_what_crops_of_512_pixels_take(recipe, card, capsys):
-    found = _plan(capsys, "--config", recipe, "--gpu", card, "--crops.global_size", "512")
-    page = (CHECKOUT / "docs/notes/scaling.md").read_text().split("## Crops of 512 pixels")[1]
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")][:1]
-    assert int(row.split("|")[2 if card == "a10-24g" else 3]) == found["max_micro_batch"]
-
-
 def test_the_written_config_is_the_planned_one(capsys, tmp_path):
     path = tmp_path / "mine.json"
     found = _plan(capsys, *LARGE, "--gpu", "rtx3060-12g", "--gpus", "8", "--write", str(path))
@@ -81,13 +71,6 @@ def test_a_batch_that_cannot_be_shared_out_is_planned_as_the_nearest(capsys):
     found = _plan(capsys, "--gpu", "v100-32g", "--gpus", "8", "--nodes", "3", "--model.depth", "1")
     assert found["global_batch"] == 504
     assert "512 is not a multiple of 24 GPUs" in found["warnings"][0]
-
-
-@pytest.mark.slow
-def test_a_stage_alone_is_said_to_be_planned_with_the_default_backbone(capsys):
-    words = "--config", "dinov3_gram", "--gpu", "h100-80g", "--model.depth", "1"
-    alone, named = _plan(capsys, *words), _plan(capsys, *words, "--backbone", "vit_tiny_patch16_224")
-    assert "a stage alone: planned with vit_small" in alone["warnings"][0] and not named["warnings"]
 
 
 def test_crops_follow_the_patches_of_a_named_backbone(capsys):

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import sys
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 
 from dino_ds.report.charts import Chart, Line
 from dino_ds.report.curves import Curve
 from dino_ds.report.draw import (
     Sheet,
     draw_attention,
-    draw_map,
     draw_neighbors,
     draw_pca,
     figure_pixels,
@@ -24,7 +21,6 @@ from dino_ds.report.draw import (
     patch_colors,
     picture_of,
     place,
-    png_of,
 )
 from dino_ds.report.plot import _plot, chart_svg
 from tests.report.runs import assert_inside
@@ -71,26 +67,6 @@ def test_heat_is_warmest_where_attention_is_strongest():
     assert warm.shape == (16, 32, 3) and warm[4, 24].sum() > warm[12, 24].sum() > warm[4, 8].sum()
 
 
-@pytest.mark.slow
-def test_channels_that_are_no_colors():
-    """Two channels: the first in grey; four: the first three as colors; 2 to 98 % of their values."""
-    images = torch.rand(2, 4, 8, 8) - 0.5
-    two, four = (picture_of(images[:, :c], [0.5] * c, [1.0] * c) for c in (2, 4))
-    assert two.shape == four.shape == (2, 8, 8, 3)
-    low, high = torch.quantile(images.flatten(2), torch.tensor([0.02, 0.98]), dim=2)[..., None, None]
-    stretched = ((images - low) / (high - low)).clamp(0, 1)
-    for channel in range(3):
-        torch.testing.assert_close(two[..., channel], stretched[:, 0])
-        torch.testing.assert_close(four[..., channel], stretched[:, channel])
-
-
-def test_a_figure_as_a_file(pictures):
-    pixels = figure_pixels(draw_pca(pictures, torch.randn(2, 4, 4, 8)))
-    image = Image.open(io.BytesIO(png_of(pixels)))
-    assert image.size == (pixels.shape[1], pixels.shape[0])
-    assert np.abs(np.asarray(image.convert("RGB")).astype(int) - pixels).mean() < 20  # noise, in 256 colors
-
-
 def test_pictures_keep_their_shape_and_place():
     """A wide picture is not stretched; what is put into a cell is there and nowhere else."""
     sheet = Sheet(1, 2)
@@ -99,20 +75,6 @@ def test_pictures_keep_their_shape_and_place():
     rows, columns = np.nonzero((pixels < 50).all(axis=-1))
     assert abs((np.ptp(columns) + 1) / (np.ptp(rows) + 1) - 2) < 0.05
     assert columns.min() > pixels.shape[1] / 2
-
-
-def test_names_of_classes_are_no_formulas(recwarn):
-    """Nor do they run into each other, nor does a script that the font lacks leave warnings."""
-    names, picture = ["$\\frac$", "犬", "a very long name of a class that nobody can read"], np.zeros((8, 8, 3))
-    shown = ["$\\frac$", "犬", "a very long name…"]
-    figure = draw_neighbors([picture] * 3, [[picture]] * 3, [[name, ""] for name in names], [[None]] * 3)
-    assert _shown(figure)[1][2:] == shown
-    figure_pixels(figure)
-    points, thumbnails = np.random.default_rng(0).normal(size=(3, 2)), [picture.astype(np.uint8)] * 3
-    figure = draw_map(points, thumbnails, names, "")
-    figure_pixels(figure)
-    assert [text.get_text() for text in figure.legends[0].texts] == [shown[0], shown[2], shown[1]]
-    assert not recwarn.list
 
 
 @pytest.mark.slow
@@ -131,20 +93,6 @@ def test_likes_lie_together_on_the_map(monkeypatch):
     np.testing.assert_allclose(found.mean(axis=0), 0, atol=1e-5)
     lengths = torch.rand(30, 1, generator=generator) + 0.5  # cosines decide
     np.testing.assert_allclose(np.abs(place(features * lengths)[0]), np.abs(found), atol=1e-4)
-
-
-def test_the_map_names_its_groups_where_there_are_few():
-    points, thumbnails = np.array([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]]), [np.full((8, 8, 3), 9, dtype=np.uint8)] * 3
-    few = draw_map(points, thumbnails, ["a", "b", "a"], "a title")
-    assert [text.get_text() for text in few.legends[0].texts] == ["a", "b"] and few.texts[0].get_text() == "a title"
-    square = few.axes[0].images[0].get_array()
-    side = len(square)
-    dark = (square == 9).all(axis=-1)
-    corners = [dark[: side // 2, : side // 2], dark[: side // 2, side // 2 :], dark[side // 2 :, : side // 2]]
-    assert all(corner.any() for corner in corners) and not dark[side // 2 :, side // 2 :].any()
-    many = np.random.default_rng(0).normal(size=(30, 2))
-    assert not draw_map(many, thumbnails * 10, [f"g{i}" for i in range(30)], "").legends
-    assert not draw_map(many, thumbnails * 10, None, "").legends
 
 
 @pytest.mark.parametrize(

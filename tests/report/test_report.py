@@ -14,8 +14,7 @@ from dino_ds.cli import main as cli
 from dino_ds.health.files import Event
 from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat, Heartbeats
-from dino_ds.options.commands import ReportOptions, find_command
-from dino_ds.options.flags import parse_flags
+from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.charts import summarise_knn
 from dino_ds.report.command import run
@@ -187,15 +186,6 @@ def test_every_part_but_the_metrics_may_be_missing_or_broken(tmp_path):
     assert "dino-ds pictures RUN draws the map" in _report(tmp_path / "0").text
 
 
-def test_only_an_evaluation_at_step_0_is_enough(tmp_path):
-    folder = make_run(tmp_path / "run", Event("error    rank 1 hangs: x", "hang"))
-    (folder / "hang-50.txt").touch()
-    _write_metrics(folder, knn(0, 62.0))
-    page = _report(folder)
-    for words in ("ended by an error", f"error rank 1 hangs: x ({STAMP})", "More of them in hang-50.txt"):
-        assert words in page.text, words
-
-
 @pytest.mark.usefixtures("no_charts")
 def test_a_run_of_an_older_version_has_no_events(tmp_path):
     """Length and end are then those of recipe and metrics; what went wrong is not known."""
@@ -296,12 +286,6 @@ def test_other_batches_are_compared_by_images_and_other_data_is_said(tmp_path):
     assert "different images or settings (eval.k)" in page.text and {"images", "12.5k"} <= set(page.words)
     (two / "config.yaml").unlink()
     assert "12.5k" not in _report(one, two).words
-
-
-@pytest.mark.parametrize("words", ["a --compare b c", "--compare b c --run a", "a --compare b --compare c"])
-def test_a_list_of_runs_is_what_one_types(words):
-    command, rest = find_command(["report", *words.split()])
-    assert parse_flags(command, rest).fixed == {"run": "a", "compare": ("b", "c")}
 
 
 def test_input_that_is_no_run(tmp_path, capsys):

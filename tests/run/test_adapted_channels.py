@@ -9,18 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
-import timm
 import torch
 from safetensors.torch import load_file
 
-import dino_ds
-from dino_ds.weights.export import FORMATS
 from dino_ds.weights.start import adapt_convolution
 from tests.ranks import run_on_ranks
-from tests.run import test_stages as stages
 from tests.run.harness import image_folder, log_of, train_alone, train_tiny
 from tests.run.test_resume import assert_same_checkpoint
-from tests.weights.originals import assert_same
 
 PATCHES = "patch_embed.proj.weight"
 MEANS = np.array([0.1, 0.2, 0.4, 0.6])
@@ -94,30 +89,6 @@ def test_the_start_is_the_adapted_teacher_and_a_resumed_run_does_not_adapt_again
     assert log_of(parts).count("adapted from") == 1
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(4, marks=pytest.mark.full)])
-def test_what_was_trained_is_exported_and_loaded_again(place, tmp_path, count):
-    """Every format gives the features of the run, for files of as many bands; and a gray image those of the start, with
-    a mean and a deviation that are the same for all channels."""
-    changes = _start(place, count)
-    assert train_alone(place / str(count), tmp_path / "run", max_steps=1, changes=changes) is None
-    model, first = dino_ds.load(tmp_path / "run"), dino_ds.load(place / "rgb")
-    gray = np.random.default_rng(0).integers(0, 256, (40, 48, 1), dtype=np.uint8)
-    one, three = (model.preprocess(gray.repeat(n, axis=2))[None] for model, n in ((model, count), (first, 3)))
-    assert_same(model.features(one), first.features(three))
-    paths = sorted((place / str(count)).glob("*.tif"))[:3]
-    files = torch.stack([model.preprocess(path) for path in paths])
-    assert files.shape == (3, count, 32, 32)
-    wanted = model.features(files)
-    for form in ("safetensors", "timm"):
-        out = tmp_path / f"x{FORMATS[form][1]}"
-        FORMATS[form][0](model, out)
-        again = dino_ds.load(out)
-        assert again.network.spec.in_chans == count
-        assert_same(again.features(files), wanted)
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'x-timm'}", pretrained=True).eval()
-    assert_same(theirs(files), wanted)
-
-
 def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
     """A frozen teacher never learns and is not adapted: the message says what makes one that fits."""
     start = _start(place, 4)
@@ -133,11 +104,3 @@ def test_a_run_of_its_weights_can_teach_where_the_first_can_t(place, tmp_path):
     assert train_alone(place / "4", tmp_path / "made", max_steps=1, changes=start) is None
     teach["teacher.source"] = str(tmp_path / "made")
     assert train_alone(place / "4", tmp_path / "run", max_steps=1, changes=base | teach) is None
-
-
-def test_a_stage_on_other_channels_is_told_how_to_start(place, tmp_path):
-    options = {"model.in_chans": "1", "data.mean": "none", "data.std": "none", "data.root": str(place / "1")}
-    options |= {"stage_start": "restart", "from": str(place / "rgb")}
-    said = stages.run(stages.words_of(tmp_path / "stage", *stages.flags(options)))
-    assert said is not None and "is of another backbone: in_chans 3 there, 1 here; model.init_from in the place" in said
-    assert "\n" not in said and not (tmp_path / "stage").exists()

@@ -22,9 +22,7 @@ from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.evals import suite
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.evals.tracking import Best
-from dino_ds.report.charts import summarise_knn
-from dino_ds.report.curves import read_metrics as read_curves
-from dino_ds.report.folder import read_run, with_titles
+from dino_ds.report.folder import read_run
 from dino_ds.report.single_run import draw_run
 from dino_ds.run.teacher_files import TeacherFiles
 from dino_ds.weights.sidecar import read_sidecar
@@ -100,13 +98,6 @@ def test_a_run_that_gets_worse_keeps_its_best_teacher(straight):
     assert "best     step 4: knn 70; newest 20; start 30, which is beaten by 40" in log_of(straight)
 
 
-def test_the_first_value_of_a_run_that_began_with_weights_is_its_start(straight):
-    """And that of another one is the untrained network's."""
-    for key, changes in (("untrained", {}), ("start", {"model.init_from": "weights.pth"})):
-        found = summarise_knn(with_titles(read_curves(straight / "metrics.jsonl"), load_recipe(None, changes)))
-        assert found is not None and found[key] == 30 and len({"untrained", "start"} & found.keys()) == 1
-
-
 def test_a_run_below_its_start_says_so_and_best_is_the_start(root, tmp_path):
     """No checkpoint of step 0 is made: the file alone has those weights."""
     run = tmp_path / "run"
@@ -150,24 +141,6 @@ def test_a_run_ends_at_the_same_step_after_a_resume(stopped, root, tmp_path):
     how = {"resume": True, "world": 2, "ds": "zero2_bf16.json"}
     assert train(root, run, values, changes=STOPS, **how) is None
     assert losses_of(run) == losses_of(stopped)
-
-
-def test_values_on_other_images_are_forgotten_and_measured_anew(straight, root, tmp_path):
-    """As many images of the same names: at once, before training goes on; the best teacher is one of the new ones."""
-    run, other = tmp_path / "run", image_folder(tmp_path / "other", 20, 2, seed=5)
-    shutil.copytree(straight, run)
-    values = VALUES | {12: 55.0}
-    assert (
-        train(root, run, values, changes=EVERY_TWO | {"length": "12 steps", "eval.root": str(other)}, resume=True)
-        is None
-    )
-    said = log_of(run)[len(log_of(straight)) :]
-    assert "k-NN 20.0 % at step 12, raw pixels 25.0 % and what training began with are of other images" in said
-    assert "the best teacher so far, 70 at step 4, was the best on other images or settings: it is sought anew" in said
-    assert "best     step 12: knn 55; newest 55 (--weights best)" in said and "start" not in said.split("best     ")[1]
-    assert best_of(run)["step"] == 12 and best_of(run)["best"] == {"metric": "knn", "value": 55.0, "start": None}
-    found = summarise_knn(read_curves(run / "metrics.jsonl"))
-    assert found == {"teacher": 55, "step": 12, "best": 55, "best_step": 12, "raw_pixels": 25, "chance": 50}
 
 
 WHOLE = MASKED | {

@@ -47,7 +47,10 @@ NAMES = {
 }
 """The key that has the place, its value, and the place."""
 CHANGES = ("another of that name", "absolute", "moved", "replaced")
+FEW = ("moved", "replaced")
 MORE_CHANGES = ("nothing", "another folder", "link", "gone")
+THOROUGH = ("data.root", "eval.val_share")
+"""Keys for which every change of CHANGES is made; the others see FEW of them, and all with `make test-all`."""
 SAID = r"images changed since|sought anew|measured anew|changed since step"
 REFUSED = {
     ("data.balance", "replaced"): "the clusters of data.balance .* are others than those since step 1",
@@ -197,8 +200,11 @@ def runs(tmp_path_factory):
     return place
 
 
-@pytest.mark.parametrize("changes", [CHANGES, pytest.param(MORE_CHANGES, marks=pytest.mark.full)], ids=["some", "more"])
-@pytest.mark.parametrize("key", FILES)
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [(key, CHANGES if key in THOROUGH else FEW) for key in FILES]
+    + [pytest.param(key, CHANGES + MORE_CHANGES, marks=pytest.mark.full) for key in FILES],
+)
 def test_a_run_goes_on_with_the_same_content_alone(key, changes, runs, tmp_path):
     (found,) = run_on_ranks(_cells, key, changes, tmp_path, runs, world=1)
     assert tuple(found) == changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -135,21 +134,3 @@ def test_a_resumed_run_keeps_its_range(tmp_path):
     [refused] = go(6, resume=True, value_range="0,65535")
     assert "settings changed since step 5: data.value_range [0.0, 16383.0] -> [0.0, 65535.0]" in refused
     assert "accept with --allow_change data.value_range" in refused
-
-
-@pytest.mark.parametrize(
-    ("values", "changes", "text"),
-    [
-        (np.arange(-1000, 1000).astype(np.int16), {}, "values -1000 to 999; .* give --data.value_range -1000,999"),
-        (np.linspace(0, 1.5, 2000, dtype=np.float32), {}, "float32, values 0 to 1.5; .*--data.value_range 0,1.5"),
-        (np.arange(2000, dtype=np.uint16), {"model.in_chans": "4"}, "model.in_chans is 4, .* set --model.in_chans 3"),
-    ],
-)
-def test_what_can_not_be_trained_on_is_said_before_anything_is_made(tmp_path, values, changes, text):
-    (tmp_path / "images").mkdir()
-    for i in range(8):
-        (tmp_path / f"images/{i}.tif").write_bytes(tiff(values.reshape(40, 50)))
-    [said] = run_on_ranks(train_tiny, tmp_path / "images", tmp_path / "run", changes=changes, world=1)
-    assert said is not None and len(said.splitlines()) == 1
-    assert re.search(text, said)
-    assert not (tmp_path / "run").exists()

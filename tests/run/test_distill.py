@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from dino_ds.checkpoint.manifest import SavedCheckpoint, read_manifest
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import ConfigError
-from dino_ds.method.build_frozen import find_teacher
 from dino_ds.method.frozen import FrozenTeacher
 from dino_ds.weights.frozen import digest, find_frozen
 from tests.run.harness import MASKED, image_folder, train_tiny
@@ -73,16 +72,6 @@ def test_distil_stop_and_resume(place, distill, monkeypatch):
     assert about == {"source": str(place / "teacher"), "digest": taught[0].about["digest"]}
 
 
-@pytest.mark.slow
-def test_a_resume_with_another_teacher_is_refused(place):
-    assert _distil(place, "one", max_steps=1) is None
-    assert train_tiny(place / "root", place / "other", max_steps=2, changes={**TEACHER, **MASKED, "seed": "1"}) is None
-    said = _distil(place, "one", teacher="other", max_steps=2, resume=True)
-    assert "step 1 was distilled from another teacher: this start has teacher.source" in said
-    said = _distil(place, "one", {"teacher.source": "none"}, max_steps=2, resume=True)
-    assert "this start has teacher.source none" in said
-
-
 def test_softmax_centers_begin_as_the_teacher_s(place):
     """With center_momentum 1 the center after a step is the teacher's own."""
     theirs = _whole(place / "teacher", 3)["center"]
@@ -136,12 +125,6 @@ def test_refused_in_one_line_and_no_folder_is_left(place, case):
     found = _distil(place, "refused", changes)
     assert found is not None and said in found.replace(str(place / "teacher"), "RUN") and "\n" not in found
     assert not (place / "refused").exists()
-
-
-def test_a_teacher_of_other_channels_is_refused(place):
-    changes = {"model.in_chans": "1", "teacher.source": str(place / "teacher"), "head.prototypes": "48"}
-    with pytest.raises(ConfigError, match=r"is for images of 3 channels, and this run's have 1 \(model\.in_chans\)"):
-        find_teacher(load_recipe(None, changes))
 
 
 def test_nothing_to_distil_is_refused():

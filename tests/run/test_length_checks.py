@@ -79,13 +79,3 @@ def test_an_end_that_lies_behind_is_refused(begun, resume):
     assert log_of(run) == before
     assert train_alone(root, run, max_steps=3, resume=resume) is None
     assert [step for step, _ in losses_of(run)] == [1, 2, 3]
-
-
-def test_images_are_looked_at_before_the_run_folder(begun, tmp_path: Path):
-    """Who has misspelt the images' folder is to hear of it before being told to name another run folder."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/a.md").touch()
-    message = train_alone(tmp_path / "docs", begun[1])
-    assert message.startswith(f"no images under {tmp_path}/docs")
-    message = train_alone(begun[0], begun[1])
-    assert "already holds a run; add --resume" in message

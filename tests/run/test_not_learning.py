@@ -40,7 +40,7 @@ def test_flat_targets_are_recognised_and_the_temperature_advised_makes_them_deci
     (said,) = [line for line in log_of(tmp_path / "hot").splitlines() if "collapse after step" in line]
     key, low = re.search(r"\(uniform;.*lower (\S+) \(DINO: ([\d.]+) to", said).groups()
     entropy, kl = _last_targets(tmp_path / "hot")
-    assert entropy > 0.99 and kl < 0.005
+    assert entropy > 0.99 and kl < 0.005 and read_metrics(tmp_path / "hot")[-1]["collapsed"] == 1
     cure = {key: low, "objective.warmup_teacher_temp": low}
     assert train_tiny(PHOTOS, tmp_path / "cured", changes=LENGTH | cure) is None
     assert "collapse" not in log_of(tmp_path / "cured")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, TINY, image_folder, log_of, losses_of
-from tests.run.test_stages import CONTINUE, flags, train_words
+from tests.run.test_stages import flags, train_words
 
 CHANGED = {"optimizer.lr": "0.01", "head.prototypes": "32", "length": "6 steps", "model.drop_path": "0"}
 
@@ -66,17 +66,6 @@ def test_flags_go_over_the_run_s_recipe_by_the_rules_of_a_resume(place: Path, cu
     assert [step for step, _ in losses_of(cut)] == [1, 2, 3, 4, 6]
 
 
-def test_held_out_images_are_those_of_the_run(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Others of the same relative name, where the run is continued, are not taken for them."""
-    held_out = {"eval.val_root": "held_out", "eval.every": "1 steps", "eval.evals": "statistics"}
-    image_folder(place / "held_out")
-    image_folder(place / "elsewhere/held_out", seed=5)
-    settings = flags(TINY | CHANGED | held_out | {"data.root": "images"})
-    assert train_in(place, ["--run_dir", str(tmp_path / "run"), "--max_steps", "1", *settings]) is None
-    assert train_in(place / "elsewhere", ["--run_dir", str(tmp_path / "run"), "--resume", "--max_steps", "2"]) is None
-    assert f"note     eval.val_root held_out is {place}/held_out: " in log_of(tmp_path / "run")
-
-
 def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Path, tmp_path: Path):
     """A run of an older version does not know the folder of its start, and names one; --data.root is the answer."""
     path = cut / "environment.json"
@@ -92,15 +81,6 @@ def test_images_that_are_nowhere_are_said_with_both_places(place: Path, cut: Pat
     path.write_text(json.dumps(about))
     assert train_in(tmp_path, words) == f"{start} {tmp_path}: name it with --data.root"
     assert train_in(place, words) is None  # as it always was: from the folder of the first start
-
-
-def test_a_stage_goes_on_alone(place: Path, tmp_path: Path):
-    (tmp_path / "s.yaml").write_text("stage_start: continue\nlength: 4 steps\n")
-    words = ["--run_dir", str(tmp_path / "runs/s"), "--config", str(tmp_path / "s.yaml")]
-    words += ["--from", "runs/whole", *flags(CONTINUE)]
-    assert train_in(place, [*words, "--max_steps", "2"]) is None
-    assert train_in(place / "elsewhere", ["--run_dir", str(tmp_path / "runs/s"), "--resume"]) is None
-    assert [step for step, _ in losses_of(tmp_path / "runs/s")] == [7, 8, 9, 10]
 
 
 def test_a_folder_without_a_run_is_said_and_not_that_images_are_missing(tmp_path: Path):

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file, save_file
 
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError, UserError
@@ -21,7 +20,6 @@ from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.report.folder import read_run
 from dino_ds.report.summary import environment_rows, reproduction
-from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
     REPOSITORY,
@@ -252,20 +250,6 @@ def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
     assert "it has no ibot_center: as at the beginning of a run" in log_of(path)
 
 
-def test_regression_of_features_trains_no_heads(base, tmp_path):
-    """So no stage with heads begins with such a run, and no stage of that kind goes on with another's moments."""
-    first, path = tmp_path / "first", tmp_path / "stage"
-    regressed = {"teacher.source": str(base), "teacher.distill": "features"}
-    assert "has head, ibot_head, which this stage does not train" in str(
-        run(words_of(path, "--from", str(base), *flags(CONTINUE | regressed)))
-    )
-    stage = ["--from", str(base), *flags(RESTART | regressed)]
-    assert run(words_of(first, *stage, max_steps="1")) is None
-    heads = {"teacher.source": "none", "teacher.distill": "none"}
-    assert "has no head: a stage can't begin" in str(run(words_of(path, "--from", str(first), *flags(RESTART | heads))))
-    assert not path.exists()
-
-
 def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
     first, path = tmp_path / "first", tmp_path / "stage"
     short = {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
@@ -307,23 +291,6 @@ def test_a_gram_stage_takes_its_teacher_when_it_begins(base, tmp_path):
     last = whole_tensors(after, 2)
     for name in gram:
         assert torch.equal(last[name], snapshots["stage"][name.replace("teachers.gram.", "teacher.")])
-
-
-def test_a_stage_that_names_another_gram_teacher_has_it(base, tmp_path):
-    """The run before had one of its own, of other weights: neither refused nor taken for the stage's."""
-    changes = {"gram.refresh_every": "3 steps"}
-    files, first, path = [tmp_path / f"{name}.safetensors" for name in "ab"], tmp_path / "first", tmp_path / "stage"
-    weights = load_file(base / "teacher.safetensors")
-    for factor, file in enumerate(files, 2):
-        save_file({name: tensor * factor for name, tensor in weights.items()}, file)
-        file.with_suffix(".json").write_text(json.dumps(read_sidecar(base / "teacher.safetensors")))
-    one, other = (GRAM | changes | {"gram.teacher": str(file)} for file in files)
-    assert run(words_of(first, "--from", str(base), *flags(CONTINUE | one), max_steps="1")) is None
-    assert run(words_of(path, "--from", str(first), *flags(CONTINUE | other), max_steps="1")) is None
-    had, has = (whole_tensors(folder, step) for folder, step in ((first, 6), (path, 7)))
-    gram = [name for name in had if name.startswith("teachers.gram.")]
-    assert gram and gram == [name for name in has if name.startswith("teachers.gram.")]
-    assert all(not torch.equal(had[name], has[name]) for name in gram if had[name].any())
 
 
 def test_other_images_begin_a_new_epoch(base, tmp_path):

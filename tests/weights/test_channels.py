@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from timm.layers import StdConv2d
-from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 import dino_ds.cli.main as cli
@@ -24,7 +23,6 @@ from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import adapt_convolution
 from tests.run.harness import TINY
 from tests.sample import sampled
 from tests.weights.originals import assert_same, images, randomised
@@ -34,7 +32,6 @@ PLAIN = replace(VITS["vit_small_patch16_224"], **NUMBERS)
 DINOV2 = replace(VITS["vit_small_patch14_dinov2"], **NUMBERS)
 ROPE = replace(VITS["vit_small_patch16_dinov3"], **NUMBERS)
 RESNET = ForeignSpec("resnet18", 3, '{"channels": [8, 8, 16, 16], "layers": [1, 1, 1, 1]}')
-CONVNEXT = ForeignSpec("convnext_atto", 3, '{"depths": [1, 1, 1, 1], "dims": [8, 8, 16, 16]}')
 OWN = ForeignSpec("tests.weights.own:Own", 3, '{"width": 12}')
 
 
@@ -140,18 +137,6 @@ def test_weights_for_any_channels_start_a_run_on_any(tmp_path, before, after):
         assert torch.equal(network.backbone.patch_embed.proj.weight, theirs.patch_embed.proj.weight)
 
 
-def test_it_is_timm_s_rule_where_that_keeps_gray_images():
-    """For one channel and multiples of three; for others timm's sum over the channels is another one."""
-    weight = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    for channels in range(1, 16):
-        ours, theirs = adapt_convolution(weight, channels), adapt_input_conv(channels, weight)
-        assert ours.shape == theirs.shape
-        torch.testing.assert_close(ours.sum(1), weight.sum(1), rtol=0, atol=1e-6)
-        is_timm_s = channels == 1 or channels % 3 == 0
-        assert torch.allclose(ours, theirs, rtol=0, atol=1e-6) == is_timm_s
-        assert torch.allclose(theirs.sum(1), weight.sum(1), rtol=0, atol=1e-6) == is_timm_s
-
-
 def test_where_gray_images_may_have_other_features_it_is_said(tmp_path):
     """A convolution that standardises its weights loses what they were divided by."""
     spec = replace(BRANCHES, arguments='{"standardised": true}')
@@ -169,14 +154,6 @@ def test_what_is_no_convolution_of_the_images_is_refused(tmp_path):
     ) as e:
         build_network(_recipe(start, place, 4), PerformanceOptions())
     assert "\n" not in str(e.value)
-
-
-def test_a_patch_embedding_without_channels_is_refused(tmp_path):
-    state = build_backbone(PLAIN, 32).state_dict() | {"patch_embed.proj.weight": torch.empty(64, 0, 8, 8)}
-    torch.save(state, tmp_path / "x.pth")
-    start = STARTS["a ViT of ours"]
-    with pytest.raises(CheckpointError, match=r"patch_embed\.proj\.weight is for images without channels"):
-        build_network(_recipe(start, str(tmp_path / "x.pth"), 4), PerformanceOptions())
 
 
 @pytest.mark.parametrize(("channels", "asks"), [(1, False), (2, True), (4, True), (3, False)])

@@ -5,22 +5,18 @@ from __future__ import annotations
 import re
 
 import pytest
-import timm
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from dino_ds.commands.export import run as dino_ds_export
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network
 from dino_ds.models.network import Network
-from dino_ds.options.model import ExportOptions
-from dino_ds.weights.export import export_safetensors, export_timm
+from dino_ds.weights.export import export_timm
 from dino_ds.weights.from_source import as_source
-from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.load import load
 from dino_ds.weights.read import read_weights
 from dino_ds.weights.start import flags_for
 from tests.reference_v2 import from_reference_v2, golden_v2
@@ -142,25 +138,6 @@ def test_a_mask_token_that_only_one_of_the_two_has(tmp_path, registers):
     assert "it has no mask token: our own starts at zero; " in network.started_from
 
 
-def test_a_mask_token_that_is_none_is_refused(tmp_path):
-    theirs = Original(32, 4, 48, 2, 3, v2=True).state_dict() | {"mask_token": torch.full((1, 48), torch.nan)}
-    torch.save(theirs, tmp_path / "a.pth")
-    with pytest.raises(CheckpointError, match=r"NaN, infinity .* mask_token"):
-        _start(tmp_path / "a.pth")
-
-
-@pytest.mark.parametrize("export", [export_timm, export_safetensors])
-def test_timm_s_forms_have_no_mask_token(tmp_path, export):
-    """Whether it lies beside the network or is a parameter of it, as during training."""
-    network = build_network(load_recipe(None, {**TINY, **TOY, **MASKED}), PerformanceOptions())
-    assert network.backbone.mask_token is not None
-    model = Backbone(network.backbone, 32, "a test", {})
-    model.mask_token = torch.ones(1, 48)
-    export(model, tmp_path / "a.safetensors")
-    again = load(tmp_path / "a.safetensors", heads=3)
-    assert again.mask_token is None and again.vit.mask_token is None
-
-
 def test_a_recipe_s_layer_scale_counts_where_an_architecture_is_looked_for(tmp_path):
     """It makes a plain ViT DINOv2's; weights without it take it away."""
     for name, v2 in (("plain", False), ("scaled", True)):
@@ -219,21 +196,6 @@ def test_heads_with_numbers_that_are_none_are_left_out(place, monkeypatch):
     monkeypatch.setattr("dino_ds.weights.find.SavedCheckpoint.whole", lambda _: bad)
     model = load(place / "run")
     assert not model.heads and model.notes[0].startswith("its head is not available") and "NaN" in model.notes[0]
-
-
-def test_timm_and_transformers_read_its_export(place, tmp_path):
-    """Strictly, with the same features: 1e-5."""
-    transformers, out = pytest.importorskip("transformers"), tmp_path / "a"
-    dino_ds_export(ExportOptions(model=str(place / "run"), format="timm", out=str(out), json=True))
-    model = load(place / "run")
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    assert "trained with DINO and iBOT by dino_ds" in (out / "README.md").read_text()
-    by_timm = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    by_transformers, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
-    assert not info["unexpected_keys"] and not info["missing_keys"]
-    with torch.no_grad():
-        for features in (by_timm(images), by_transformers.eval()(images).pooler_output):
-            torch.testing.assert_close(features, model.features(images), rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_starts_from_it_with_everything(place):

@@ -200,18 +200,6 @@ def test_plain_form_equals_ours(name, changes):
         _same(PlainViT(model.vit)(_images(*size)), model.features(_images(*size)))
 
 
-def test_json_of_an_earlier_version_has_no_word_of_rotary_positions(tmp_path):
-    """Learned positions, as all had then."""
-    old = dataclasses.asdict(dataclasses.replace(VITS["vit_small_patch16_224"], width=64, depth=2, heads=1))
-    new = {"rope", "rope_base", "rope_min_period", "rope_max_period", "qkv_bias", "rms_norm", "cls_norm"}
-    vit = VisionTransformer(ViTSpec(**old), SIZE)
-    safetensors.torch.save_file(dict(vit.state_dict()), tmp_path / "a.safetensors")
-    about = {"architecture": {k: v for k, v in old.items() if k not in new | {"local_cls_norm"}}}
-    about |= {"timm_arguments": {"img_size": SIZE}, "pos_embed_interpolation": "dino"}
-    (tmp_path / "a.json").write_text(json.dumps(about))
-    assert load(tmp_path / "a.safetensors").vit.arch == vit.arch
-
-
 @pytest.mark.parametrize("change", [{"rope": "both"}, {"rope_base": 1.0}, {"rope_max_period": 9.0}, {"rope": None}])
 def test_json_with_impossible_rotary_positions(change, tmp_path):
     model = _backbone("vit_small_patch16_dinov3")

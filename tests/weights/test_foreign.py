@@ -86,18 +86,6 @@ class TestOut:
         for folder in (place, tmp_path / "again"):
             assert_same(load(folder).features(_images()), model.features(_images()))
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.full) for kind in ("resnet", "own")])
-    def test_onnx(self, tmp_path, kind):
-        runtime = pytest.importorskip("onnxruntime")
-        pytest.importorskip("onnxscript")
-        model, place = _exported(kind, "onnx", tmp_path)
-        session = runtime.InferenceSession(place)
-        for sides in ((64, 64), (96, 160)):
-            images = _images(SPECS[kind].in_chans, *sides)
-            (found,) = session.run(None, {"images": images.numpy()})
-            assert_same(torch.from_numpy(found), model.features(images))
-
     def test_refused(self, tmp_path):
         words = "is a class of your own, which neither timm nor transformers can build: take --format safe"
         with pytest.raises(ConfigError, match=words):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -104,40 +102,3 @@ def test_no_number_beside_weights_makes_features_that_are_none(tmp_path, kind):
         with contextlib.suppress(CheckpointError):
             found = load(tmp_path / weights)
             assert torch.isfinite(found.features(found.preprocess(pixels)[None])).all(), (path, bad)
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("form", ["safetensors", "timm"])
-def test_a_kill_at_any_rename_of_an_export(teacher, tmp_path, monkeypatch, form):
-    """Before it and behind it: what is there is whole, or the same command makes it; what a user put there stays."""
-    plain, renames = os.replace, list[int]()
-    for at in itertools.count(1):
-        out = tmp_path / f"{at}" / ("x.safetensors" if form == "safetensors" else "x")
-        options = ExportOptions(model=str(teacher), format=form, out=str(out), json=True)
-
-        def replace(source, target, at=at):
-            renames.append(at)
-            if at % 2 and len(renames) == (at + 1) // 2:
-                raise Killed
-            plain(source, target)
-            if len(renames) == at // 2:
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            renames.clear()
-            patch.setattr(os, "replace", replace)
-            for name in ("dino_ds.basics.durable.shutil.rmtree", "dino_ds.weights.sidecar.discard"):
-                patch.setattr(name, lambda *_, **__: None)  # a kill tidies nothing up
-            patch.setattr(Path, "unlink", lambda *_, **__: None)
-            try:
-                export(options)
-                break
-            except Killed:
-                pass
-        if not out.exists():
-            export(options)
-        assert torch.equal(load(out).features(images()), load(teacher).features(images()))
-    assert at > 2

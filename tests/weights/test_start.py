@@ -24,11 +24,10 @@ from dino_ds.method.build_frozen import build_teacher, find_teacher
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.distill import FROZEN, FrozenSpec
 from dino_ds.models.network import Network
-from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
-from dino_ds.weights.start import find_start, flags_for
+from dino_ds.weights.start import find_start
 from tests.planning.measure.tiny import DS
 from tests.run.harness import TINY
 from tests.weights.originals import Original, OriginalHead
@@ -215,12 +214,6 @@ def test_the_log_says_what_was_taken_and_what_no_file_says(tmp_path):
     assert "positions of other sizes are made as 'antialias' here and as 'dino' there" in said
 
 
-def test_another_epsilon_is_noted(tmp_path):
-    _huggingface(tmp_path, "ViT", layer_norm_eps=1e-3)
-    said = _start(tmp_path).started_from
-    assert "LayerNorm's epsilon is 1e-06 here and 0.001 there" in said
-
-
 def test_the_log_names_another_range_of_values(tmp_path):
     own = load_recipe(None, {**TINY, **OURS})
     backbone = build_network(own, PerformanceOptions()).backbone
@@ -257,14 +250,6 @@ def test_from_source_takes_the_place_of_the_recipe_s_numbers_and_asks_for_heads(
     assert _from_source(tmp_path / "a.pth", **{"model.heads": "2"}).model.spec().heads == 2
     recipe = _from_source(tmp_path / "a.pth", **{"model.heads": "2", "model.depth": "1"})
     assert recipe.model.spec().depth == 2
-
-
-def test_every_backbone_is_found_by_its_own_name():
-    """The fewest flags: none where the recipe builds it, else the name alone."""
-    for name, arch in BACKBONES.items():
-        assert flags_for(arch, ModelSection(backbone=name)) == {}
-        (flag,) = (flags_for(arch, ModelSection(backbone="vit_7b_patch16_reg4")) or {"": name}).values()
-        assert BACKBONES[flag] == arch
 
 
 CONFIG = resolve_ds_config({**DS, "train_micro_batch_size_per_gpu": "auto"}, "test.json", 8, 1)

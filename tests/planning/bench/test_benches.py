@@ -6,18 +6,15 @@ import importlib
 import inspect
 import itertools
 import json
-import re
 import shlex
 import subprocess
 import sys
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dino_ds.basics.ranges import PARTS
-from dino_ds.cli.main import prepare
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
@@ -27,7 +24,6 @@ from dino_ds.options.commands import find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.planning.bench import inference, ladder, step
-from dino_ds.planning.bench.ladder import all_steps
 from dino_ds.planning.measure.host import about, heading
 from dino_ds.planning.measure.memory import ChildResult
 from dino_ds.weights.export import export_safetensors
@@ -128,24 +124,6 @@ def test_a_bench_names_the_prototypes_that_its_recipe_has(changes, says):
     assert says in heading("bench", about(tiny_recipe(**changes), 2))
 
 
-def test_step_on_a_gpu_holds_one_setting_at_a_time(capsys, monkeypatch):
-    _as_with_a_gpu(monkeypatch, step)
-    monkeypatch.setattr(step, "matmul_tflops", lambda *_: 0.25)
-    there, build_trial = [], step.build_trial
-
-    def build(*given):
-        assert all(trial() is None for trial in there), "the setting before it is gone"
-        trial = build_trial(*given)
-        there.append(weakref.ref(trial))
-        return trial
-
-    monkeypatch.setattr(step, "build_trial", build)
-    _bench_step(compare="ds.dino_ds.packed=false,true")
-    result = _result(capsys)
-    assert [setting["peak_memory_mib"] for setting in result["settings"]] == [7.0, 7.0] and result["ratio"] > 0
-    assert len(there) == 2
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -187,33 +165,6 @@ def test_ladder(capsys, no_children):
     assert "| plain step " in page and "64 prototypes, 2 images per process" in page
 
 
-def _as_with_a_gpu(monkeypatch, module):
-    """`module` measures as beside a GPU, whose allocator is played: no process of its own for memory."""
-    monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
-    monkeypatch.setattr(module, "GpuPeak", lambda: SimpleNamespace(mib=lambda: 7.0))
-
-
-def test_ladder_on_a_gpu(capsys, monkeypatch):
-    """The steps that memory is measured in are part of those whose losses are compared; a difference is no error."""
-    _as_with_a_gpu(monkeypatch, ladder)
-    build = ladder.build_ladder_step
-    other = tiny_recipe(optimizer__lr="1")
-    monkeypatch.setattr(
-        ladder,
-        "build_ladder_step",
-        lambda step, recipe, batch: build(step, other if step.name == "SDPA" else recipe, batch),
-    )
-    steps = [step for step in all_steps() if step.exact]
-    monkeypatch.setattr(ladder, "all_steps", lambda: [*steps[:2], steps[5]])
-    ladder.run(BenchLadderOptions(json=True, **COMMON), recipe=tiny_recipe())
-    result = _result(capsys)
-    plain, sdpa, last = result["ladder_steps"]
-    assert [len(row["first_losses"]) for row in result["ladder_steps"]] == [3] * 3
-    assert [row["peak_memory_mib"] for row in result["ladder_steps"]] == [7.0] * 3
-    assert plain["loss_difference"] == 0 and last["loss_difference"] < 1e-3 < sdpa["loss_difference"]
-    assert result["exact_loss_difference"] == sdpa["loss_difference"]
-
-
 def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
     """Without a virtual environment nothing is installed either."""
     words = ["make", "-n", "bench-gpu", "VENV=", f"PYTHON={sys.executable}"]
@@ -229,27 +180,6 @@ def test_parts_of_make_bench_gpu_are_commands_with_a_limit():
         else:
             named = {word.partition("=")[0].lstrip("-") for word in rest if word.startswith("--")}
             assert named <= set(inspect.signature(importlib.import_module(module).main).parameters), rest
-
-
-FIRST_ON_A_GPU = [
-    "doctor --quick",
-    *(f"train --config {name} --ds_config zero1_bf16 --data.source photos --max_steps 6 --debug" for name in
-      ("quickstart", "quickstart_dinov2", "quickstart_dinov3", "vits16", "dinov2_vits14", "dinov3_vits16")),
-    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.deterministic true",
-    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.compile reduce-overhead",
-    "train --config quickstart --ds_config zero1_bf16 --ds.dino_ds.attention varlen",
-    "train --config quickstart --ds_config zero2_fp16 --ds.fp16.initial_scale_power 30 --eval.pictures_every '0 steps'",
-    "train --config resnet18 --ds_config zero1_bf16 --data.source photos --data.global_batch 32 --optimizer.kind lars",
-    "bench step --ds_config zero1_bf16 --config vits16 --batch 64 --steps 8 --warmup 3 --data --data.source photos",
-    "export run --format safetensors --out new",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", FIRST_ON_A_GPU)
-def test_what_a_new_gpu_is_tried_with_is_read(line, monkeypatch, tmp_path):
-    """Scripts for an hour on a GPU hold these: a renamed option would spoil it."""
-    monkeypatch.chdir(tmp_path)
-    prepare(shlex.split(re.sub(r"(?<=--ds_config )(\w+)", rf"{CHECKOUT}/ds_configs/\1.json", line)))
 
 
 def test_scripts_for_gpus_take_their_options():

@@ -8,7 +8,6 @@ import torch
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.engine.process import init_distributed
 from dino_ds.planning.bench.ladder import all_steps, build_ladder_step, last_exact, why_skipped
-from tests.costs.cnn import RESNET, cnn_recipe
 from tests.planning.measure.tiny import tiny_recipe
 from tests.reference import copied
 
@@ -92,23 +91,3 @@ def test_ladder_steps_that_cannot_run_say_why(monkeypatch):
     if not torch.cuda.is_available():
         bf16 = next(step for step in all_steps() if step.name == "bf16")
         assert "no bf16 units" in why_skipped(bf16, recipe)
-
-
-def test_steps_that_a_resnet_does_not_have_are_left_out():
-    reasons = {step.name: why_skipped(step, cnn_recipe(RESNET)) for step in EXACT}
-    left = ["SDPA", "packed crops", "CLS-only last block"]
-    assert [name for name, why in reasons.items() if why == "resnet18 is not one of our ViTs"] == left
-
-
-@pytest.mark.slow
-def test_exact_steps_of_a_resnet_are_its_plain_step():
-    """To 1e-4 of the loss: BatchNorm divides what is rounded by deviations of few numbers."""
-    kept = [step for step in EXACT if why_skipped(step, cnn_recipe(RESNET)) is None]
-    changes = {"optimizer__eps": "0.01", "teacher__momentum": "0.9"}
-    losses = []
-    for step in (kept[0], kept[1], kept[-1]):
-        trial = build_ladder_step(step, cnn_recipe(RESNET, **changes), 4)
-        losses.append(torch.tensor([float(trial.run()) for _ in range(3)]))
-    assert kept[1].name == "channels-last images"
-    for other in losses[1:]:
-        torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)

@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dino_ds.basics.ranges import PARTS, listen
 from dino_ds.config.crops import all_crops
-from dino_ds.engine.device import memory_gib, release_memory, resident_mib
+from dino_ds.engine.device import memory_gib, resident_mib
 from dino_ds.engine.process import init_distributed
 from dino_ds.planning.measure.memory import ChildFailed, _wait_for_all, run_in_child
 from dino_ds.planning.measure.trial import build_trial, resolve
@@ -47,66 +44,6 @@ def test_a_trial_has_the_recipe_s_crops_and_moves_the_weights():
     assert any(
         not torch.equal(before[name], value) for name, value in copied(trial.step.teachers["ema"].state()).items()
     )
-
-
-class _Precisions(TorchDispatchMode):
-    """What FP32 products of a GPU are computed in, at each product."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "mm" in str(function):
-            self.seen.append((args[0].dtype, torch.backends.cuda.matmul.fp32_precision))
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("stage", "low"), [(0, {}), (3, {"bf16": {"enabled": True}})])
-@pytest.mark.slow
-def test_tf32_is_for_the_prototypes_of_a_low_precision_alone(stage, low):
-    """Teacher and student forward, and two products of the backward pass."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    trial = _trial(stage, **low)
-    with _Precisions() as precisions:
-        trial.run()
-    switched = [dtype for dtype, precision in precisions.seen if precision == "tf32"]
-    assert switched == [torch.float32] * (4 if low else 0) and len(precisions.seen) > 20
-    assert torch.backends.cuda.matmul.fp32_precision == before
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.slow
-def test_a_dropped_trial_leaves_no_weights(stage):
-    trial = _trial(stage)
-    trial.run()
-    kept = [weakref.ref(p) for p in (*trial.step.teachers["ema"].network.parameters(), trial.inputs.crops["global"][0])]
-    del trial
-    release_memory()
-    assert not [ref for ref in kept if ref() is not None]
-
-
-def test_named_ranges_cover_the_step_in_order():
-    seen = []
-
-    class Listener:
-        def __init__(self, name):
-            self.name = name
-
-        def __enter__(self):
-            seen.append(self.name)
-
-        def __exit__(self, *_):
-            pass
-
-    trial = _trial()
-    with listen(Listener):
-        trial.run()
-    trial.run()
-    assert tuple(seen) == PARTS[1:]
-    with listen(Listener):  # the host fetches the next batch before it waits for the gradient's norm
-        trial.step.micro_batch(trial.inputs, lambda: seen.append("next batch"))
-    assert seen[-5:] == ["backward", "next batch", *PARTS[-3:]]
 
 
 def take_memory(mib):
