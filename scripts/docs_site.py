@@ -42,7 +42,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages = {file.src_uri: Path(file.abs_src_path or "") for file in files if file.is_documentation_page()}
     texts = {uri: (path.read_text(), path.parent) for uri, path in pages.items()}
     texts |= {uri: (_text(ROOT / name), (ROOT / name).parent) for name, uri in PAGES.items()}
-    texts["configs.md"] = (f"# Options\n\n```text\n{help_text(['train', '--help', 'all'])}\n```\n", ROOT / "docs")
+    texts["configs.md"] = (
+        f"---\nhide: [toc]\n---\n# Options\n\n```text\n{help_text(['train', '--help', 'all'])}\n```\n",
+        ROOT / "docs",
+    )
     for uri, (text, folder) in texts.items():
         if existing := files.get_file_from_path(uri):
             files.remove(existing)
