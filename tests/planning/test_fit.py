@@ -26,8 +26,7 @@ def test_micro_batches_make_up_the_global_batch():
     assert micro_batches(100, 8) == []
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize(("shape", "bf16"), [(shape, place % 2 == 0) for place, shape in enumerate(SHAPES)], ids=str)
 def test_every_config_that_may_be_recommended_is_valid(shape, bf16, tmp_path):
     path = tmp_path / "new.json"
     write_ds(ds_of(shape, bf16), path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,15 @@ import torch
 
 import dino_ds
 from dino_ds.commands import embed, look_data
-from dino_ds.config.loading import load_recipe
+from dino_ds.config.loading import change_recipe, load_recipe
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.errors import CheckpointError
 from dino_ds.evals.results import read_results
 from dino_ds.options.commands import LookDataOptions
 from dino_ds.options.model import EmbedOptions
 from dino_ds.weights.export import FORMATS
+from dino_ds.weights.sidecar import read_sidecar
+from dino_ds.weights.start import find_start
 from tests.ranks import run_on_ranks
 from tests.run.harness import TINY, losses_of, train_tiny
 
@@ -75,6 +80,42 @@ def test_features_are_equal_wherever_they_come_from(place, tmp_path):
         assert again.normalisation == model.normalisation
         torch.testing.assert_close(again.features(images), expected, rtol=0, atol=1e-5)
     assert torch.equal(dino_ds.load(tmp_path / "copy.safetensors").preprocess(paths[0]), images[0])
+
+
+def test_images_are_prepared_by_the_run_s_mean_and_deviation(place, tmp_path):
+    about = json.loads((place / "run/teacher.json").read_text())
+    assert about["mean"] == list(MEAN) and about["std"] == list(STD)
+    model = dino_ds.load(place / "run")
+    pixels = model.preprocess(np.full((40, 48, 6), 1638, np.uint16))
+    expected = (1638 / 4095 - np.array(MEAN)) / STD
+    torch.testing.assert_close(pixels.mean((1, 2)), torch.tensor(expected).float(), rtol=0, atol=1e-4)
+    FORMATS["timm"][0](model, tmp_path / "timm")
+    config = json.loads((tmp_path / "timm/config.json").read_text())["pretrained_cfg"]
+    assert config["mean"] == list(MEAN) and config["std"] == list(STD)
+    assert str(list(MEAN)) in (tmp_path / "timm/README.md").read_text()
+    FORMATS["safetensors"][0](model, copy := tmp_path / "copy.safetensors")
+    about = read_sidecar(copy)
+    for wrong in (
+        {"mean": [0.5]},
+        {"std": [0.1] * 5 + [0]},
+        {"std": None},
+        {"mean": ["a"] * 6},
+        {"mean": [10**400] * 6},
+    ):
+        copy.with_suffix(".json").write_text(json.dumps(about | wrong))
+        with pytest.raises(CheckpointError, match="unusable mean or std of 6 channels"):
+            dino_ds.load(copy)
+
+
+def test_another_mean_is_refused_on_resume_and_noted_in_a_start_from_the_teacher(place):
+    root, run = place / "images", place / "run"
+    other = {**CHANGES, "data.mean": "0.05,0.1,0.15,0.2,0.3,0.5"}
+    said = train_tiny(root, run, max_steps=3, resume=True, changes=other)
+    assert re.search(r"changed since step 2: .*data.mean .*accept with --allow_change .*data.mean", said)
+    recipe = load_recipe(str(run / "config.yaml"), {})
+    model = change_recipe(recipe, {"model.init_from": str(run)}).model
+    assert find_start(model, (0.0, 4095.0), Normalisation.of(recipe)).notes == []
+    assert "its images had mean 0.05,0.1,0.15,0.2,0.3,0.4, std" in find_start(model, (0.0, 4095.0)).notes[-1]
 
 
 def test_look_data_shows_them_and_measures_their_channels(place, tmp_path, capsys):
