@@ -33,7 +33,6 @@ from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import words_of
 from dino_ds.run import guards
-from dino_ds.run.caller import Caller
 from tests.run.harness import TINY, image_folder, read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -154,17 +153,6 @@ def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_
     assert not _engines()
     steps = [[line for line in _settled(one.metrics) if "loss" in line] for one in (done, run[0])]
     assert steps[0] == steps[1]
-
-
-def test_a_callback_that_changes_torch_s_defaults_stops_the_run_as_an_error_does():
-    """The rest of the run would be trained in another precision; the default is put back at once."""
-    told = []
-    caller = Caller([lambda step, line: torch.set_default_dtype(torch.float64), lambda *line: told.append(line)])
-    caller.tell({"step": 3})
-    assert torch.get_default_dtype() == torch.float32 and not told
-    assert isinstance(caller.error, ConfigError) and "changes torch's default dtype to torch.float64" in str(
-        caller.error
-    )
 
 
 @pytest.mark.parametrize("line", ["{", "[" * 100_000])

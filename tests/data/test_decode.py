@@ -9,8 +9,6 @@ import struct
 import numpy as np
 import pytest
 import tifffile
-import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from dino_ds.data import decode, formats
@@ -135,22 +133,6 @@ def test_crops_are_resized_as_pillow_does(box, size, channels):
         reference = Image.fromarray(image[:, :, channel]).crop(box).resize((size, size), Image.Resampling.BICUBIC)
         difference = np.abs(crop[:, :, channel].astype(int) - np.asarray(reference))
         assert difference.max() <= 4 and difference.mean() <= 0.1
-
-
-@pytest.mark.parametrize("channels", [1, 3, 5])
-@pytest.mark.parametrize("deep", [False, True])
-def test_a_crop_is_written_where_it_is_wanted(channels, deep):
-    """The bits that torch's own function gives of the planes, whatever the image's strides."""
-    box, size = (13, 7, 113, 90), 32
-    image = np.array(photo(300, 200))[:, :, [0, 1, 2, 0, 1][:channels]]
-    image = image / np.float32(255) if deep else image
-    planes = torch.from_numpy(np.ascontiguousarray(image[7:90, 13:113])).permute(2, 0, 1)[None]
-    expected = F.interpolate(planes, size=(size, size), mode="bicubic", antialias=True)[0].permute(1, 2, 0)
-    room = torch.zeros(2, size, size, channels, dtype=expected.dtype)
-    place = room[1]
-    assert resize_crop(image, box, size, place) is place
-    assert torch.equal(place, expected.clamp(0, 1) if deep else expected) and not room[0].any()
-    assert torch.equal(resize_crop(np.asfortranarray(image), box, size), place)
 
 
 def test_a_shrunk_photo_gives_the_same_crops():

@@ -20,7 +20,6 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.loader import Loader
 from dino_ds.data.masks import MaskOptions, add_block, draw_mask, with_rows
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import with_hidden_patches
 from dino_ds.data.prefetcher import DevicePrefetcher
 from tests.data.test_loader import CROPS, START, Noise
 from tests.reference_v2 import golden_v2, golden_v2_meta
@@ -181,14 +180,3 @@ def test_a_recipe_s_masks():
     recipe = load_recipe(None, {**changes, "objective.ibot_weight": "1", "crops.global_size": "160"})
     assert MaskOptions.of(recipe) == {"global": MaskOptions("dinov3", 0.7, (0.2, 0.4), (10, 10))}
     assert MaskOptions.of(load_recipe(None, {})) == {} == MultiCrop.of(load_recipe(None, {})).masks
-
-
-def test_pictures_show_hidden_patches_in_grey():
-    (batch,) = load(1, crops=MultiCrop(CROPS.groups, "low_res", {"global": replace(MASKS["global"], grid=(4, 4))}))
-    shown = with_hidden_patches(batch.crops, batch.masks, images=5)
-    assert [tuple(crop.shape) for crop in shown] == [(5, 3, 8, 8)] * 2 + [(5, 3, 4, 4)]
-    for crop, image, row, column in itertools.product(range(2), range(5), range(8), range(8)):
-        hidden = batch.masks["global"]["mask"][8 * crop + image, row // 2 * 4 + column // 2]
-        pixel = torch.zeros(3) if hidden else batch.crops["global"][crop][image, :, row, column]
-        assert torch.equal(shown[crop][image, :, row, column], pixel)
-    assert torch.equal(shown[2], batch.crops["local"][0][:5])

@@ -96,18 +96,6 @@ class Recorder:
         return got, self.did
 
 
-def test_the_next_batch_is_launched_behind_the_backward_pass(monkeypatch):
-    """Once there is a first one, nothing stands between two steps but the streams' order."""
-    recorder = Recorder(monkeypatch, ready=True)
-    handed_over = ["step waits for side", *["keep {0} for the step"] * 3]  # crops, indices, masks
-    expected = ["backward", "augment 2 on side", "optimizer"]
-    assert recorder.step() == (1, ["wait", "augment 1 on side", *[x.format(1) for x in handed_over], *expected])
-    expected[1] = "augment 3 on side"
-    assert recorder.step() == (2, [*[x.format(2) for x in handed_over], *expected])
-    recorder.prefetcher.prefetch()  # one batch ahead, no more
-    assert recorder.step()[0] == 3
-
-
 def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypatch):
     recorder = Recorder(monkeypatch, ready=False)
     for number in (1, 2):

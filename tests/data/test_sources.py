@@ -14,7 +14,6 @@ from PIL import Image
 from dino_ds.config.fields import SOURCES
 from dino_ds.data import named_sets
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.named_sets import PATCH_PIXELS
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import ORANGE, read
@@ -113,16 +112,6 @@ def test_folder_without_images_says_what_was_looked_at(tmp_path):
 
 
 # photos
-
-
-@pytest.mark.slow
-def test_photos_are_real_patches():
-    train, test = (build_source("photos", None, split, False) for split in ("train", "test"))
-    assert len(train) >= 2700 and len(test) >= 900 and train.classes == test.classes and len(train.classes) == 18
-    assert set(train.labels) == set(test.labels) == set(range(18))
-    patches = [train.load(i).tobytes() for i in range(len(train))]
-    assert len(patches[0]) == 3 * PATCH_PIXELS**2 and len(set(patches)) > 0.99 * len(train)
-    assert all(train.classes[train.labels[i]] in train.name(i) for i in range(len(train)))
 
 
 def test_train_and_test_patches_share_no_pixel(monkeypatch):

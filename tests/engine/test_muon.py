@@ -61,17 +61,6 @@ def test_equals_a_slow_reference():
         torch.testing.assert_close(w.detach().double(), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(5, 5), (3, 40), (1, 7)])
-def test_singular_values_come_near_one(shape):
-    """Those above a hundredth of the norm end between 0.68 and 1.21, and a matrix of zeros stays one."""
-    matrices = torch.stack([_weights(shape)[0].detach(), torch.zeros(shape)])
-    found, zero = orthogonalized(matrices * 1e-12)
-    before, after = torch.linalg.svdvals(matrices[0]), torch.linalg.svdvals(found)
-    strong = after[before / before.norm() > 0.01]
-    assert len(strong) and float(strong.min()) > 0.68 and float(strong.max()) < 1.21
-    assert not zero.any()
-
-
 @pytest.mark.gpu
 def test_a_gpu_s_products_are_close_enough():
     """TF32's 11 bits leave less than 1 % of an update (BF16's 8 bits leave 2 %)."""

@@ -74,18 +74,6 @@ def test_gradients_of_layers_equal_torchs_own():
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-5 * float(torchs.abs().max()))
 
 
-def test_the_operator_is_asked_for_large_products_alone(monkeypatch):
-    asked = []
-    plain = torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *given: asked.append(given) or plain(*given))
-    large, small = _drawn(128, 128), _drawn(16, 16)
-    large @ large, small @ small, large.double() @ large.double()
-    assert len(asked) == 1
-    with products.products_of_torch():
-        large @ large
-    assert len(asked) == 1
-
-
 def test_it_is_taken_on_amd_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for vendor, taken in (("AuthenticAMD", True), ("GenuineIntel", False)):

@@ -28,7 +28,6 @@ from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
 from dino_ds.report.pictures import PeriodicPictures
 from dino_ds.run.run import Moment
-from tests.evals.tiny import clips
 from tests.run.harness import image_folder
 
 CPU = torch.device("cpu")
@@ -275,13 +274,6 @@ def test_a_benchmark_that_is_not_there_is_said_before_training(sources, tmp_path
     for root, how in ((None, "needs its images: --eval.benchmark_root DIR"), (tmp_path, "no DAVIS 2017 in ")):
         with pytest.raises((ConfigError, DataError), match=rf"eval\.evals davis: .*{how}"):
             EvalRunner(("davis",), 2, (train, test), Settings(benchmark_root=root), 32, IMAGENET)
-
-
-def test_benchmarks_are_rehearsed_up_to_the_model(sources, tmp_path):
-    """Whole ones are found good before training, and evaluated."""
-    clips(tmp_path, ("walk",), frames=4)
-    runner = EvalRunner(("davis",), 2, sources, Settings(benchmark_root=tmp_path, size=96, workers=0), 32, IMAGENET)
-    assert set(runner.metrics(_evaluate(runner, 0))) >= {"eval/davis_jf_mean", "eval/davis_j_mean"}
 
 
 @pytest.mark.slow

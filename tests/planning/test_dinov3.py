@@ -70,17 +70,6 @@ def test_a_gram_teacher_takes_memory_and_room_in_the_checkpoint():
     assert checkpoint_bytes(fixed) == checkpoint_bytes(without)
 
 
-def test_several_resolutions_cost_their_mean_and_need_room_for_the_largest():
-    several = {"crops.resolutions": "448/96:0.25,224/96:0.75"}
-    mixed, large, small = (
-        load_recipe("vits16", ROTARY | change)
-        for change in (several, {"crops.global_size": "448"}, {"crops.global_size": "224"})
-    )
-    flops = [sum(model_flops(recipe).values()) for recipe in (mixed, large, small)]
-    assert flops[0] == pytest.approx(0.25 * flops[1] + 0.75 * flops[2], rel=1e-9)
-    assert _fit(several).memory.parts == _fit({"crops.global_size": "448"}).memory.parts
-
-
 @pytest.mark.parametrize("distill", ["heads", "features"])
 def test_a_frozen_teacher_is_counted_by_its_own_architecture(distill):
     changes = LARGE | {"teacher.distill": distill}

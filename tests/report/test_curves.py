@@ -50,24 +50,6 @@ def test_of_a_step_written_twice_the_later_line_counts(tmp_path):
     assert metrics["loss"].y.tolist() == [0, 3, 4, 5]
 
 
-def test_the_outline_of_a_long_curve_is_that_of_its_parts():
-    """Against the definition, part by part; unequal distances of steps too, and values that are not finite left out."""
-    generator = np.random.default_rng(0)
-    x = np.cumsum(generator.integers(1, 9, 20_000)).astype(float)
-    y = generator.normal(size=len(x))
-    y[100:300] = np.nan
-    curve = Curve(x, y)
-    assert curve.is_long and not Curve(x[:1600], y[:1600]).is_long
-    place = np.minimum(((x - x[0]) / (x[-1] - x[0]) * 400).astype(int), 399)
-    parts = [part for part in (place == i for i in range(400)) if np.isfinite(y[part]).any()]
-    steps, low, mean, high = curve.outline()
-    assert len(steps) == len(parts) < 400
-    for i, part in enumerate(parts):
-        known = part & np.isfinite(y)
-        wanted = x[known].mean(), y[known].min(), y[known].mean(), y[known].max()
-        np.testing.assert_allclose((steps[i], low[i], mean[i], high[i]), wanted)
-
-
 def test_curves_without_points_and_of_few():
     assert not EMPTY.constant and _curve(2, 2).constant and not _curve(2, np.nan).constant
 
