@@ -22,6 +22,7 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.text_file import read_lines
 from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
 from dino_ds.cli.main import check_software, prepare
+from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.reading import words_of
@@ -221,7 +222,7 @@ def _listed(files: Sequence[Place], folder: Path) -> Path:
     paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(one)) for one in files]
     if not paths:
         what = "an empty list" if odd is None else f"a list with a {type(odd).__name__}"
-        raise ConfigError(f"root is {what}: give paths of image files, a folder, a .txt list, .tar or .parquet")
+        raise ConfigError(f"root is {what}: give paths of image files, or {IMAGE_FORMS}")
     if (bad := next((path for path in paths if {"\n", "\r", "\t"} & set(path)), None)) is not None:
         raise ConfigError(f"root names {bad!r}: a path with a line break or a tab can't be listed; give its folder")
     (place := folder / "files.txt").write_text("\n".join(paths) + "\n", encoding="utf-8", errors="surrogateescape")

@@ -38,7 +38,8 @@ from dino_ds.health.watchdog import longest_wait
 from dino_ds.method.backbone_checks import check_start
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
-from dino_ds.method.specs.of_recipe import check_images_at_once, teachers_of
+from dino_ds.method.specs.base import StepImages
+from dino_ds.method.specs.of_recipe import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
 from dino_ds.run.announcement import announce, closing_lines
 from dino_ds.run.beginning import Beginning, choose_beginning
@@ -174,7 +175,7 @@ def _build(
     evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)
     run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
     check_start(recipe)
-    check_images_at_once(recipe, config.micro_batch, distributed.world_size())
+    check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += _describe_start(begin, step, recipe)
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import fire
 
+from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import element_bytes, persistent_below
 from dino_ds.costs.step_costs import count_parameters, student_facts
-from dino_ds.method.specs.distill import FROZEN
 from dino_ds.method.specs.of_recipe import teachers_of
 from dino_ds.planning.measure.tables import markdown_table
 from scripts.counting import StepCounts, count_step

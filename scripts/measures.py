@@ -41,12 +41,17 @@ def count_words(pages: list[Path]) -> int:
 def imports_of(path: Path) -> frozenset[Path]:
     """The files of dino_ds that a file imports; `from dino_ds.x import y` is x/y.py where that is a module.
 
-    Of the package itself none: who imports it has not yet asked for the functions that it offers.
+    Imports for type checkers alone are left out, as are all of the package itself: who imports it has not yet asked for
+    the functions that it offers.
     """
     if path == PACKAGE / "__init__.py":
         return frozenset()
     names: list[str] = []
-    for node in ast.walk(parse(path)):
+    tree = parse(path)
+    tree.body = [
+        node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dino_ds.config.crops import EMA
+from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
@@ -27,7 +27,6 @@ from dino_ds.method.networks import optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.dino import DINO, HEAD, IBOT, IBOT_HEAD
-from dino_ds.method.specs.distill import FROZEN
 from dino_ds.method.specs.of_recipe import teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers

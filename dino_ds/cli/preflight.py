@@ -18,6 +18,8 @@ from dino_ds.config.stages import holds_run
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.lock import RunLock
 from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.method.specs.base import StepImages
+from dino_ds.method.specs.of_recipe import check_images_together
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Names of the same variables by programs that start ranks without setting ours.
@@ -88,7 +90,7 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
 
     check_photos(recipe.data.source, recipe.data.root)
     recipe.check_learning_rates()
-    recipe.check_batch()
+    check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
     recipe.check_teacher()
     resolve_ds_config(files["ds"], files["ds_path"], recipe.data.global_batch, int(os.environ.get("WORLD_SIZE", 1)))
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):

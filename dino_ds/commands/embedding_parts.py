@@ -22,7 +22,7 @@ from torch import Tensor
 from dino_ds.basics.durable import put_in_place, replace_file, replacing, sync
 from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import checksum, is_plain_file
-from dino_ds.config.flat import differences
+from dino_ds.config.schema import differences
 from dino_ds.data.base import Source
 from dino_ds.data.image_set import changed_images
 from dino_ds.data.parquet import import_parquet

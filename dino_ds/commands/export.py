@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from dino_ds.basics.durable import why_not_writable
 from dino_ds.basics.names import sidecar_of
-from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import by_section, load_recipe
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.schema import flat_values
 from dino_ds.config.stages import Home, home_of
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results

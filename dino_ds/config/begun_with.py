@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -14,10 +15,10 @@ from typing import Any
 
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import read_object
-from dino_ds.config.flat import differences, flatten, named_values, path_keys, split_place
+from dino_ds.config.fields import PATH
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import options_of
+from dino_ds.config.schema import differences, flatten, named_values, options_of
 from dino_ds.errors import CheckpointError, ConfigError
 
 ORIGIN = "from"
@@ -125,8 +126,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], began_in
     A path that is only spelled otherwise is none; relative ones of `before` begin in the folder `began_in`.
     """
     old, new = learned(before), learned(now)
-    found = differences(old, new)
-    return {key: how for key, how in found.items() if not _is_same_place(key, old.get(key), new.get(key), began_in)}
+    changes = differences(old, new)
+    return {key: how for key, how in changes.items() if not _is_same_place(key, old.get(key), new.get(key), began_in)}
 
 
 def _is_same_place(key: str, old: Any, new: Any, began_in: str | None) -> bool:
@@ -139,6 +140,21 @@ def _is_same_place(key: str, old: Any, new: Any, began_in: str | None) -> bool:
     return bool(_fact(key, "by_content", False)) or os.path.realpath(
         os.path.join(began_in or "", there)
     ) == os.path.realpath(here)
+
+
+@functools.cache
+def path_keys() -> tuple[str, ...]:
+    """The dotted names of the keys whose values may be paths, as their types say."""
+    options = options_of(Recipe).items()
+    return tuple(name for name, option in options if any(PATH in limits for _, limits in option.members))
+
+
+def split_place(value: str) -> tuple[str, str]:
+    """A value of one of `path_keys` -> what stands before its path, and the path; "" for a word that is none."""
+    kind, colon, file = value.partition(":")
+    if kind == "clusters":
+        return kind + colon, file
+    return "", "" if value in ("none", "classes", "snapshot", "ema") else value
 
 
 def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[str]) -> None:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 
 from dino_ds.config.crops import Resolution, parse_resolutions
-from dino_ds.config.fields import IdleKey
 from dino_ds.config.model import ModelSection
+from dino_ds.config.schema import IdleKey
 from dino_ds.config.sections import CropsSection
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
@@ -18,13 +18,16 @@ def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     sizes = [("crops.global_size", crops.global_size)]
     problems = _color_problems(crops, model)
     problems += _mask_problems(crops, several, patch)
+    if crops.mask != "none" and model.backbone != FROM_SOURCE and "mask_token" not in model.spec().obeys:
+        can_not = f"and {model.backbone} can't: take a ViT, or leave it out with the loss of masked patches"
+        problems.append(f"crops.mask {crops.mask} needs a backbone that hides patches, {can_not}")
     if crops.num_local:
-        sizes += [(f"crops.resolutions {one}: local size", one.local_size) for one in several]
+        sizes += [(f"crops.resolutions {resolution}: local size", resolution.local_size) for resolution in several]
         sizes += [] if several else [("crops.local_size", crops.local_size)]
     elif model.local_cls_norm:
         why = "is for CLS tokens of local crops, and crops.num_local is 0"
         problems += [IdleKey.of("model.local_cls_norm", "true", why)]
-    sizes += [(f"crops.resolutions {one}: global size", one.global_size) for one in several]
+    sizes += [(f"crops.resolutions {resolution}: global size", resolution.global_size) for resolution in several]
     return problems + side_problems(sizes, model.backbone, patch)
 
 

@@ -16,6 +16,8 @@ _T = TypeVar("_T")
 
 EMA = "ema"
 """The name of the teacher that follows the student and is the run's product."""
+FROZEN = "frozen"
+"""The name of the teacher that is distilled."""
 GLOBAL, LOCAL = "global", "local"
 """The names of DINO's crop groups."""
 Masks = Mapping[str, Mapping[str, "Tensor"]]

@@ -13,13 +13,13 @@ from dino_ds.config.fields import (
     AutoLength,
     Count,
     Evaluations,
-    IdleKey,
     Length,
     LengthField,
     PathText,
     Section,
     option,
 )
+from dino_ds.config.schema import IdleKey
 from dino_ds.config.sections import DataSection
 
 KeepBest = Literal["auto", "none", "knn", "linear", "ridge", "retrieval_map", "rankme", "val_loss"]
@@ -81,29 +81,31 @@ class EvalSection(Section):
 
 def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
     """Settings that contradict each other, or could never have an effect."""
-    found, metric, never = [], section.keep_best, section.every.value == 0
+    wrong, metric, never = [], section.keep_best, section.every.value == 0
     if section.k > section.bank_images:
-        found.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")
+        wrong.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")
     if section.val_root is not None and section.val_share:
-        found.append("eval.val_root and eval.val_share both name images of the held-out loss: leave one out")
+        wrong.append("eval.val_root and eval.val_share both name images of the held-out loss: leave one out")
     if section.val_root is not None and not data.own_files:
-        found.append(f"eval.val_root goes with images of your own, not with data.source {data.source}: take val_share")
+        wrong.append(f"eval.val_root goes with images of your own, not with data.source {data.source}: take val_share")
     if metric == VAL_LOSS and not section.holds_out:
-        found.append("eval.keep_best val_loss needs held-out images: add eval.val_root FOLDER or eval.val_share 0.05")
+        wrong.append("eval.keep_best val_loss needs held-out images: add eval.val_root FOLDER or eval.val_share 0.05")
     evaluation = EVALUATION_OF.get(metric)
     if evaluation and section.evals != "auto" and evaluation not in section.evals:
-        found.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
+        wrong.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
     if evaluation not in (None, "knn") and section.evals == "auto":
-        found.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
-    given = {
+        wrong.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
+    settings = {
         "eval.val_root": section.val_root,
         "eval.val_share": section.val_share,
         "eval.stop_after": section.stop_after,
         "eval.keep_best": metric if metric not in ("auto", "none") else None,
     }
-    found += [
-        IdleKey.of(name, value, "has no effect with eval.every 0") for name, value in given.items() if value and never
+    wrong += [
+        IdleKey.of(name, value, "has no effect with eval.every 0")
+        for name, value in settings.items()
+        if value and never
     ]
     if section.stop_after and metric == "none":
-        found.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
-    return found
+        wrong.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
+    return wrong

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
@@ -21,30 +21,21 @@ def option(default: Any, description: str, **facts: Any) -> Any:
     facts: more about it. shown: what help has as the default. learned: False for a key of a recipe that does not change
     what is learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares
     by content, and not by name. bare: a word without a name is for this option of a command. stages: the ZeRO stages
-    at which a key of a ds JSON acts.
+    at which a key of a ds JSON acts. inside_run: True for a length that the run's must reach.
     """
     return Field(default, description=description, json_schema_extra=facts or None)
 
 
-class IdleKey(str):
-    """The line of a problem: `key` is set and has no effect beside other keys. `why`: the line without the cure."""
-
-    key: str
-    why: str
-
-    @classmethod
-    def of(cls, key: str, value: object, reason: str, cure: str = "leave it out") -> IdleKey:
-        """The problem that `key` has this value for the `reason` in vain."""
-        why = f"{key} {f'{value:g}' if isinstance(value, float) else value} {reason}"
-        problem = cls(f"{why}: {cure}")
-        problem.key, problem.why = key, why
-        return problem
-
-
 class Section(BaseModel):
-    """Settings that belong together: a section of a recipe or of a ds JSON."""
+    """Settings that belong together: a section of a recipe or of a ds JSON.
+
+    Values such as "crops.mask none" -> the keys or sections that have no effect beside them: `idle` ones are noted,
+    `refused` ones are refused where they are set. "a|b": either value, "!a": any other one; with commas: all of them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    idle: ClassVar[dict[str, str]] = {}
+    refused: ClassVar[dict[str, str]] = {}
 
 
 _T = TypeVar("_T")
@@ -285,6 +276,16 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 SOURCES = ("folder", "photos", "cifar10", "cifar100", "stl10", "imagenette", "food101", "flowers102", "pets", "eurosat")
+HDF5 = (".h5", ".hdf5", ".he5")
+ARCHIVES = {
+    ".tar": "data.shards:TarShards",
+    ".parquet": "data.parquet:ParquetImages",
+    **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
+}
+"""Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
+_USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
+IMAGE_FORMS = f"a folder of images, .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
+"""The forms of images that data.root takes, in words."""
 
 
 def _check_source(source: str) -> str:

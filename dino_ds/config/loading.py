@@ -14,12 +14,19 @@ import yaml
 from pydantic import ValidationError
 
 from dino_ds.basics.names import MOST_PROBLEMS, nearest, suggestion, unquoted, words_elsewhere
-from dino_ds.config.fields import IdleKey
-from dino_ds.config.flat import flatten, idle_keys
 from dino_ds.config.model import keys_not_of
-from dino_ds.config.recipe import UNSURE, Recipe
+from dino_ds.config.recipe import INVALID_SECTIONS, Recipe
 from dino_ds.config.recipe_files import RECIPES, read_recipe_files
-from dino_ds.config.schema import COMMAND_LINE, NONE_WORDS, Option, options_of, problem_lines
+from dino_ds.config.schema import (
+    COMMAND_LINE,
+    NONE_WORDS,
+    IdleKey,
+    Option,
+    flatten,
+    idle_keys,
+    options_of,
+    problem_lines,
+)
 from dino_ds.errors import ConfigError
 
 _RUN_BEFORE = "recipe"
@@ -34,13 +41,13 @@ class _Given:
     """The settings of files and of the command line, before they are checked.
 
     values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each name
-    that is not known, whose sections are `unsure`: what their other keys mean can't be judged. notes: a line for what
+    that is not known, whose sections are `invalid`: what their other keys mean can't be judged. notes: a line for what
     was left out.
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    unsure: set[str] = field(default_factory=set)
+    invalid: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], origin: str) -> None:
@@ -56,7 +63,7 @@ class _Given:
 
     def leave_out_idle(self, error: ValidationError) -> bool:
         """Whether keys that the user did not set have no effect beside his: they return to their defaults."""
-        problems = [line for one in error.errors() for line in getattr(one.get("ctx", {}).get("error"), "args", ())]
+        problems = [line for p in error.errors() for line in getattr(p.get("ctx", {}).get("error"), "args", ())]
         idle = [problem for problem in problems if isinstance(problem, IdleKey) and not self.is_users(problem.key)]
         for problem in idle:
             del self.values[problem.key]
@@ -72,7 +79,7 @@ class _Given:
         """Note that `name` is no key; `where` is what the line begins with."""
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(f"{where}{name}: {unknown_key(name)}")
-            self.unsure.add(name.split(".")[0])
+            self.invalid.add(name.split(".")[0])
 
 
 def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[str] | None = None) -> Recipe:
@@ -85,7 +92,8 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
     given = _collect(config, overrides)
     recipe = _validate(given)
     if notes is not None:
-        notes += [*given.notes, *idle_keys(recipe, filter(given.is_users, given.values))]
+        idle = [line for line in idle_keys(recipe, "idle") if line.key in given.values and given.is_users(line.key)]
+        notes += [*given.notes, *(line.why for line in idle)]
     return recipe
 
 
@@ -95,8 +103,8 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | No
     Raises ConfigError with one line per problem.
     """
     changes = _collect(config, overrides)
-    own = {name: (value, _RUN_BEFORE) for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
-    return _validate(replace(changes, values=own | changes.values))
+    values = {name: (value, _RUN_BEFORE) for name, value in _flatten(recipe.model_dump(), "", "recipe", changes)}
+    return _validate(replace(changes, values=values | changes.values))
 
 
 def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
@@ -235,20 +243,20 @@ def _validate(given: _Given) -> Recipe:
     """Raises ConfigError with the lines of all problems, also of what sections make of each other.
 
     pydantic compares sections only when each is right by itself: so those that are wrong are left out, and the others
-    are checked again, which says nothing of what follows from those that are `unsure`.
+    are checked again, which says nothing of what follows from those that are `invalid`.
     """
     nested = by_section({name: value for name, (value, _) in given.values.items()})
-    lines, unsure = list(given.problems), set(given.unsure)
+    lines, invalid = list(given.problems), set(given.invalid)
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:
-            recipe = Recipe.model_validate(nested, context={UNSURE: unsure})
+            recipe = Recipe.model_validate(nested, context={INVALID_SECTIONS: invalid})
         except ValidationError as error:
             if given.leave_out_idle(error):
                 return _validate(given)
             lines += problem_lines(error, given.values)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
-            unsure |= wrong
+            invalid |= wrong
             nested = {name: value for name, value in nested.items() if name not in wrong}
     if recipe is None or lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))

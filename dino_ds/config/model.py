@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -15,7 +15,6 @@ from dino_ds.config.fields import (
     BelowOne,
     Depth,
     Few,
-    IdleKey,
     Length,
     LengthField,
     Listed,
@@ -29,16 +28,16 @@ from dino_ds.config.fields import (
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.backbones import FROM_SOURCE, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
-from dino_ds.models.specs.trained import LORA, TrainedPart, parse_trained
+from dino_ds.models.specs.trained import TrainedPart, parse_trained
 
 
 def _parse_arguments(value: object) -> str:
     """JSON, or a mapping of YAML whose values are JSON or words, as JSON in one spelling."""
     try:
-        found = _from_json(value) if isinstance(value, str) else _from_text(value)
-        if not isinstance(found, dict):
+        arguments = _from_json(value) if isinstance(value, str) else _from_text(value)
+        if not isinstance(arguments, dict):
             raise TypeError
-        return json.dumps(found, sort_keys=True)
+        return json.dumps(arguments, sort_keys=True)
     except (ValueError, TypeError, RecursionError):
         raise ValueError(f'{str(value)[:80]!r} is not keywords as JSON, such as {{"layers": [1, 1, 1, 1]}}') from None
 
@@ -116,6 +115,8 @@ class ModelSection(Section):
     pos_embed_interpolation: Literal["dino", "antialias"] = option(
         "dino", "how positions are resized; DINO's released weights need dino"
     )
+    idle: ClassVar = {"model.drop_path 0": "model.drop_path_growth model.stochastic_depth"}
+    refused: ClassVar = {"model.train !lora": "model.lora_rank model.lora_alpha model.lora_layers"}
 
     @field_validator("backbone")
     @classmethod
@@ -128,10 +129,6 @@ class ModelSection(Section):
     def _check(self) -> ModelSection:
         if self.backbone == FROM_SOURCE and self.init_from is None:
             raise ValueError(f"backbone {FROM_SOURCE} is that of weights: name them with model.init_from")
-        for key in ("lora_rank", "lora_alpha", "lora_layers"):
-            if self.train != LORA and (value := getattr(self, key)) != ModelSection.model_fields[key].default:
-                why = f"has no effect with model.train {self.train}"
-                raise ValueError(IdleKey.of(f"model.{key}", ",".join(value) if key == "lora_layers" else value, why))
         if self.backbone == FROM_SOURCE:
             return self
         spec = backbone_spec(self.backbone)

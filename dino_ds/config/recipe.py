@@ -20,7 +20,6 @@ from dino_ds.config.evaluation import EvalSection, eval_problems
 from dino_ds.config.fields import (
     AutoLength,
     Count,
-    IdleKey,
     Length,
     LengthField,
     Seconds,
@@ -31,23 +30,22 @@ from dino_ds.config.fields import (
     positive,
 )
 from dino_ds.config.model import ModelSection
+from dino_ds.config.schema import idle_keys, named_values, options_of
 from dino_ds.config.sections import (
     CropsSection,
     DataSection,
-    GramSection,
     HeadSection,
     ObjectiveSection,
     OptimizerSection,
-    TeacherSection,
 )
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.method.specs.distill import taught_by
-from dino_ds.method.specs.gram import own_crop_size
-from dino_ds.method.specs.of_recipe import groups_of, term_problems
+from dino_ds.method.specs.ema import TeacherSection
+from dino_ds.method.specs.gram import GramSection
+from dino_ds.method.specs.of_recipe import groups_of, name_problems, term_problems
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
-UNSURE = "unsure"
-"""The key of a validation's context with sections that are wrong already: nothing is said of what follows from them."""
+INVALID_SECTIONS = "invalid"
+"""The key of a validation's context with the sections that have a problem already: checks across sections skip them."""
 _LEAST_STD = 1e-4
 """A fortieth of a level of 8 bits: the channel is empty."""
 
@@ -102,16 +100,17 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self, info: ValidationInfo) -> Recipe:
-        unsure = set((info.context or {}).get(UNSURE, ()))
-        checks: dict[Callable[[], list[str]], str] = {
-            self._crop_problems: "crops model",
-            self._length_problems: "length stage_start data model objective optimizer gram",
-            self._optimizer_problems: "optimizer",
-            self._channel_problems: "data model",
-            self._eval_problems: "eval data",
+        invalid = set((info.context or {}).get(INVALID_SECTIONS, ()))
+        checks: dict[Callable[..., list[str]], tuple[str, ...]] = {
+            crop_problems: ("crops", "model"),
+            channel_problems: ("data", "model"),
+            eval_problems: ("eval", "data"),
         }
-        problems = [problem for check, of in checks.items() if not unsure & set(of.split()) for problem in check()]
-        problems += term_problems(self, unsure)
+        problems = name_problems(self)
+        for check, names in checks.items():
+            problems += [] if invalid & {*names} else check(*(getattr(self, name) for name in names))
+        if not invalid:
+            problems += [*self._length_problems(), *idle_keys(self, "refused"), *term_problems(self)]
         if problems:
             raise ValueError(*problems)
         return self
@@ -128,13 +127,8 @@ class Recipe(Section):
         """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
         crops = self.crops
         return parse_resolutions(crops.resolutions) or (
-            Resolution(crops.global_size, crops.local_size, own_crop_size(self.gram)),
+            Resolution(crops.global_size, crops.local_size, self.gram.own_crop_size),
         )
-
-    @property
-    def taught_by(self) -> str:
-        """The name of the teacher whose outputs are the targets."""
-        return taught_by(self)
 
     @property
     def hides_patches(self) -> bool:
@@ -163,18 +157,6 @@ class Recipe(Section):
             low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
-    def check_batch(self) -> None:
-        """Check a recipe that is to be trained. Raises ConfigError where terms compare images and there is one."""
-        if self.data.global_batch > 1:
-            return
-        if self.objective.centering == "sinkhorn":
-            raise ConfigError(
-                "objective.centering sinkhorn with data.global_batch 1 balances the crops of one image: raise the batch"
-            )
-        for key in ("koleo_weight", "coding_rate_weight"):
-            if getattr(self.objective, key):
-                raise ConfigError(f"objective.{key} spreads images from each other: data.global_batch 1 has no other")
-
     def check_count(self, images: int) -> None:
         """Raises DataError for fewer images than a global batch, with the command that suits the settings to few."""
         batch, source = self.data.global_batch, self.data.source
@@ -188,61 +170,15 @@ class Recipe(Section):
 
     def check_teacher(self) -> None:
         """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""
-        if self.teacher.distill is not None and taught_by(self) == EMA:
+        if self.teacher.distill is not None and self.teacher.taught_by == EMA:
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")
-
-    def _crop_problems(self) -> list[str]:
-        return crop_problems(self.crops, self.model)
-
-    def _eval_problems(self) -> list[str]:
-        return eval_problems(self.eval, self.data)
-
-    def _channel_problems(self) -> list[str]:
-        given = {"data.mean": self.data.mean, "data.std": self.data.std}
-        known = {name: values for name, values in given.items() if values is not None}
-        if len(known) == 1:
-            (there,), (missing,) = known, given.keys() - known
-            return [f"{there} is given without {missing}: give both, or neither for ImageNet's"]
-        bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
-        if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
-            span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"
-            return [f"{out[0]} {_text(known[out[0]])} must be {span}: divide those of 8 bits by 255"]
-        channels = self.model.in_chans
-        return [
-            f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {channels}: give one a channel"
-            f"{f', or set --model.in_chans {len(values)}' if values else ''}"
-            for name, values in known.items()
-            if len(values) != channels and (self.model.backbone != FROM_SOURCE or not values)
-        ]
-
-    def _optimizer_problems(self) -> list[str]:
-        defaults, adam = OptimizerSection(), dict.fromkeys(("beta1", "beta2", "eps"), "of adamw and muon")
-        unused = {
-            "adamw": {"momentum": "of muon, sgd and lars", "trust": "of lars", "scale": "of muon"},
-            "muon": {"trust": "of lars"},
-            "sgd": adam | {"trust": "of lars", "scale": "of muon"},
-            "lars": adam | {"scale": "of muon"},
-        }
-        return [
-            IdleKey.of(
-                f"optimizer.{name}",
-                getattr(self.optimizer, name),
-                f"is {owners} and has no effect with optimizer.kind {self.optimizer.kind}",
-            )
-            for name, owners in unused[self.optimizer.kind].items()
-            if getattr(self.optimizer, name) != getattr(defaults, name)
-        ]
 
     def _length_problems(self) -> list[str]:
         if self.stage_start == "continue" or self.length.begin:
             return []  # the length is the stage's, and the others may lie in the run before
-        parts = {
-            "optimizer.warmup": self.optimizer.warmup,
-            "objective.freeze_prototypes": self.objective.freeze_prototypes,
-            "objective.teacher_temp_warmup": self.objective.teacher_temp_warmup,
-            "gram.start": self.gram.start,
-        }
+        options = options_of(type(self))
+        parts = {key: value for key, value in named_values(self) if options[key].fact("inside_run")}
         longer = [
             f"{name} {part} is longer than length {self.length}: shorten it (a short trial keeps its schedules "
             "with --max_steps)"
@@ -254,6 +190,25 @@ class Recipe(Section):
             why = f"is not shorter than length {self.length}: the backbone would never learn"
             longer.append(f"model.freeze_backbone {frozen} {why}")
         return longer
+
+
+def channel_problems(data: DataSection, model: ModelSection) -> list[str]:
+    """Means and deviations of channels that can't be those of the images."""
+    values_of = {"data.mean": data.mean, "data.std": data.std}
+    known = {name: values for name, values in values_of.items() if values is not None}
+    if len(known) == 1:
+        (there,), (missing,) = known, values_of.keys() - known
+        return [f"{there} is given without {missing}: give both, or neither for ImageNet's"]
+    bounds = {"data.mean": 0.0, "data.std": _LEAST_STD}
+    if out := [name for name, values in known.items() if not all(bounds[name] <= x <= 1 for x in values)]:
+        span = f"{bounds[out[0]]:g} to 1, in values whose black is 0 and whose white is 1"
+        return [f"{out[0]} {_text(known[out[0]])} must be {span}: divide those of 8 bits by 255"]
+    return [
+        f"{name} {_text(values)} has {len(values)} values, and model.in_chans is {model.in_chans}: give one a channel"
+        f"{f', or set --model.in_chans {len(values)}' if values else ''}"
+        for name, values in known.items()
+        if len(values) != model.in_chans and (model.backbone != FROM_SOURCE or not values)
+    ]
 
 
 def _text(values: Iterable[float]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -17,12 +17,13 @@ from pydantic.fields import FieldInfo
 from typing_extensions import dataclass_transform
 
 from dino_ds.basics.names import as_written, did_you_mean
-from dino_ds.config.fields import Length, Ramp
+from dino_ds.config.fields import Length, Ramp, Section
 
 Options = TypeVar("Options")
 COMMAND_LINE = "command line"
 """The origin of a value that no file has."""
 NONE_WORDS = ("none", "null")
+_NO_TERMS = ", objective.terms {}"
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
 _WORDS |= {types.NoneType: "none", Length: "length", Ramp: "weight"}
 _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -58,14 +59,14 @@ class Option:
         """The types that a value may have (`X | None` has two), each with its limits and validators."""
         is_union = get_origin(self.info.annotation) in (Union, types.UnionType)
         parts = get_args(self.info.annotation) if is_union else (self.info.annotation,)
-        found = []
+        members = []
         for part in parts:
             limits = [*self.info.metadata]
             if get_origin(part) is typing.Annotated:
                 part, *more = get_args(part)
-                limits += [limit for one in more for limit in getattr(one, "metadata", [one])]
-            found.append((part, limits))
-        return tuple(found)
+                limits += [limit for group in more for limit in getattr(group, "metadata", [group])]
+            members.append((part, limits))
+        return tuple(members)
 
     @property
     def type(self) -> str:
@@ -107,7 +108,7 @@ class Option:
             return self._adapter.validate_python(value)
         except ValidationError as error:
             problems = error.errors()
-            others = [one for one in problems if one["type"] != "literal_error"]
+            others = [problem for problem in problems if problem["type"] != "literal_error"]
             words = f" or {', '.join(self.choices)}" if 0 < len(others) < len(problems) else ""
             raise ValueError(_say((others or problems)[0], show) + words) from None
 
@@ -133,15 +134,84 @@ def fields_of(schema: object) -> dict[str, FieldInfo]:
 @functools.cache
 def options_of(schema: type) -> dict[str, Option]:
     """The settings of a class and of its sections, by name in their order."""
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for name, info in fields_of(schema).items():
         section: Any = info.annotation
         if fields_of(section):
             names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(section).items()}
         else:
             names = {name.removesuffix("_"): info}  # from_: a word of Python's
-        found |= {name: Option(name, info) for name, info in names.items()}
-    return found
+        options |= {name: Option(name, info) for name, info in names.items()}
+    return options
+
+
+class IdleKey(str):
+    """The line of a problem: `key` is set and has no effect beside other keys. `why`: the line without the cure."""
+
+    key: str
+    why: str
+
+    @classmethod
+    def of(cls, key: str, value: object, reason: str) -> IdleKey:
+        """The problem that `key` has this value for the `reason` in vain."""
+        why = f"{key} {f'{value:g}' if isinstance(value, float) else value} {reason}"
+        problem = cls(f"{why}: leave it out")
+        problem.key, problem.why = key, why
+        return problem
+
+
+def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value as the schema has it)."""
+    for key, value in section:
+        if isinstance(value, Section):
+            yield from named_values(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKey]:
+    """The keys of a recipe, other than at their defaults, that have no effect beside others, by a table of sections."""
+    values, options = dict(named_values(recipe)), options_of(type(recipe))
+    idle: dict[str, IdleKey] = {}
+    for _, section in recipe:
+        for case, names in getattr(section, table, {}).items():
+            others = dict(part.split(" ") for part in case.split(", "))
+            if not all(_is_so(show_value(values[other]), words) for other, words in others.items()):
+                continue
+            beside = ", ".join(f"{other} {show_value(values[other])}" for other in others).removesuffix(_NO_TERMS)
+            for key in (key for name in names.split() for key in options if f"{key}.".startswith(f"{name}.")):
+                if key not in idle and values[key] != options[key].info.default:
+                    idle[key] = IdleKey.of(key, show_value(values[key]), f"has no effect with {beside}")
+    return list(idle.values())
+
+
+def _is_so(shown: str, words: str) -> bool:
+    """Whether the first word of a value is one of those with | between them, or none of them after "!"."""
+    first = "".join(shown.split()[:1])
+    return (first in words.removeprefix("!").split("|")) != words.startswith("!")
+
+
+def flat_values(recipe: Section) -> dict[str, Any]:
+    """Dotted name -> plain value."""
+    return flatten(recipe.model_dump(mode="json"))
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections -> dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """The differences between two nested mappings, in words such as "seed 0 -> 1", by dotted name in order."""
+    old, new = flatten(before), flatten(now)
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
 
 
 def show_value(value: object) -> str:
@@ -155,9 +225,9 @@ def show_value(value: object) -> str:
     return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
-def problem_lines(error: ValidationError, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+def problem_lines(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> list[str]:
     """A line for each problem. given: dotted name -> (raw value, where it came from)."""
-    return [line for problem in error.errors() for line in _lines(problem, given)]
+    return [line for problem in error.errors() for line in _lines(problem, values)]
 
 
 def _lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[str]:
@@ -188,7 +258,7 @@ def _type_text(part: Any, limits: list[Any]) -> str:
     if get_origin(part) is Literal:
         return ", ".join(map(str, get_args(part)))
     if get_origin(part) is tuple:
-        first, second = (get_args(one)[0] if get_origin(one) is typing.Annotated else one for one in get_args(part))
+        first, second = (get_args(t)[0] if get_origin(t) is typing.Annotated else t for t in get_args(part))
         return "low,high" if second is float else "numbers" if first in (int, float) else "names"
     signs = [f"{sign} {show_value(getattr(m, key))}" for m in limits for key, sign in _SIGNS.items() if hasattr(m, key)]
     return _WORDS[get_origin(part) or part] + (f" {', '.join(signs)}" if signs else "")

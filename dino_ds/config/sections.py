@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
 from dino_ds.config.crops import parse_resolutions
 from dino_ds.config.fields import (
+    IMAGE_FORMS,
     SOURCES,
     BatchSize,
     BelowOne,
@@ -30,7 +31,6 @@ from dino_ds.config.fields import (
     Section,
     Side,
     SourceName,
-    StageLengthField,
     Temperature,
     ValueRangeField,
     WeightField,
@@ -46,9 +46,7 @@ class DataSection(Section):
     source: SourceName = option(
         "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
     )
-    root: PathText | None = option(
-        None, "a folder of images, .txt list, .tar, .parquet, .h5 (patterns too), or torchvision's data", learned=False
-    )
+    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns too), or torchvision's data", learned=False)
     mixture: MixtureField = option(
         (), "several sources and their shares of each epoch: mine=0.7,theirs=0.3, folders of data.root or paths"
     )
@@ -114,9 +112,9 @@ class DataSection(Section):
     def _check(self) -> DataSection:
         if self.download and (self.source == "photos" or self.own_files):
             raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
-        own = [one.place for one in self.parts if one.value_range]
-        if own and self.known_range is None:
-            raise ValueError(f"mixture: {own[0]} has values of its own: give data.value_range for all other images")
+        deeper = [part.place for part in self.parts if part.value_range]
+        if deeper and self.known_range is None:
+            raise ValueError(f"mixture: {deeper[0]} has values of its own: give data.value_range for all other images")
         return self
 
 
@@ -150,6 +148,15 @@ class CropsSection(Section):
     resolutions: Resolutions = option(
         (), "sizes that each step draws from, for those of crops: GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE"
     )
+    idle: ClassVar = {
+        "crops.num_local 0": "crops.local_size crops.local_scale",
+        "crops.resolutions !": "crops.local_size",
+        "crops.mask none": "crops.mask_share crops.mask_ratio",
+    }
+    refused: ClassVar = {
+        "crops.mask none": "crops.mask_hides",
+        "objective.ibot_weight 0, objective.terms {}": "crops.mask",
+    }
 
     _ranges = field_validator("global_scale", "local_scale")(check_range)
 
@@ -168,12 +175,12 @@ class CropsSection(Section):
         """The augmentation called `augment`, with the values that are given here in place of its own. Raises
         ValueError."""
         preset = AUGMENTATIONS[self.augment]
-        given: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
+        changes: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
         by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}
-        given |= {name: chances_by_kind(name, some) for name, some in by_kind.items() if some is not None}
-        given |= {"vertical_flip": self.vertical_flip, "rotation": self.rotation}
+        changes |= {name: chances_by_kind(name, some) for name, some in by_kind.items() if some is not None}
+        changes |= {"vertical_flip": self.vertical_flip, "rotation": self.rotation}
         changed = preset if self.jitter is None else preset.with_jitter(self.jitter)
-        return replace(changed, **{name: value for name, value in given.items() if value is not None})
+        return replace(changed, **{name: value for name, value in changes.items() if value is not None})
 
     @model_validator(mode="after")
     def _check(self) -> CropsSection:
@@ -207,10 +214,12 @@ class ObjectiveSection(Section):
     student_temp: Temperature = option(0.1, "softmax temperature of the student")
     teacher_temp: Temperature = option(0.04, "softmax temperature of the teacher after its warm-up")
     warmup_teacher_temp: Temperature = option(0.04, "temperature at which the teacher's warm-up starts")
-    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of its warm-up")
+    teacher_temp_warmup: LengthField = option(Length(0, "epochs"), "length of its warm-up", inside_run=True)
     centering: Literal["softmax", "sinkhorn"] = option("softmax", "targets: less a running mean, or by Sinkhorn-Knopp")
     center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean")
-    freeze_prototypes: LengthField = option(Length(1, "epochs"), "how long the prototypes stay as initialised")
+    freeze_prototypes: LengthField = option(
+        Length(1, "epochs"), "how long the prototypes stay as initialised", inside_run=True
+    )
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
         "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam see their gradient (DINOv2)"
     )
@@ -229,6 +238,23 @@ class ObjectiveSection(Section):
     terms: ArgumentsField = option(
         "{}", 'loss terms of your own: {"NAME": {"spec": "module:Class", "weight": 0.1, ...}}'
     )
+    idle: ClassVar = {
+        "objective.dino_weight 0, objective.ibot_weight 0, teacher.distill none, objective.terms {}": (
+            "head.prototypes objective.teacher_temp objective.student_temp objective.centering "
+            "objective.freeze_prototypes objective.frozen_prototypes"
+        ),
+        "objective.teacher_temp_warmup 0": "objective.warmup_teacher_temp",
+        "objective.freeze_prototypes 0": "objective.frozen_prototypes",
+        "objective.koleo_weight 0": "objective.koleo_ranks",
+        "objective.ibot_weight 0": "objective.ibot_head",
+    }
+    refused: ClassVar = {
+        "objective.centering sinkhorn": "objective.center_momentum",
+        "objective.dino_weight 0": "objective.dino_local_weight",
+        "crops.num_local 0": "objective.dino_local_weight",
+        "objective.ibot_weight 0": "ibot_head",
+        "objective.ibot_head shared": "ibot_head",
+    }
 
 
 class OptimizerSection(Section):
@@ -246,7 +272,7 @@ class OptimizerSection(Section):
     )
     schedule: Literal["cosine", "constant"] = option("cosine", "of the learning rate after its warm-up")
     min_lr: NotNegative = option(1e-6, "learning rate at the end; not scaled")
-    warmup: LengthField = option(Length(10, "epochs"), "warm-up of the learning rate from 0")
+    warmup: LengthField = option(Length(10, "epochs"), "warm-up of the learning rate from 0", inside_run=True)
     warmup_shape: Literal["linear", "cosine"] = option("linear", "cosine: half a cosine, slow at first (DINOv3)")
     weight_decay: NotNegative = option(0.04, "weight decay at the start")
     weight_decay_end: NotNegative = option(0.4, "weight decay at the end (cosine in between)")
@@ -256,42 +282,10 @@ class OptimizerSection(Section):
     momentum: BelowOne = option(0.9, "of muon, sgd and lars")
     trust: Annotated[float, Field(gt=0, le=1)] = option(0.001, "of lars: a layer's step / its weights, at lr 1")
     scale: Annotated[float, Field(gt=0, le=100)] = option(1.0, "of muon: length of its steps / AdamW's")
-
-
-SNAPSHOT = "snapshot"
-
-
-class GramSection(Section):
-    weight: WeightField = option(
-        Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
-    )
-    teacher: PathText = option(
-        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint", by_content=True
-    )
-    start: StageLengthField = option(Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it")
-    refresh_every: LengthField = option(
-        Length(0, "steps"), "from gram.start on, how often the EMA teacher replaces it; 0 = never"
-    )
-    refreshes: Count = option(3, "replacements, at most")
-    crop_size: Side | None = option(
-        None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
-    )
-    whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
-    drop_negative: bool = option(False, "similarities below 0 count as 0")
-
-
-class TeacherSection(Section):
-    source: PathText | None = option(
-        None,
-        "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA",
-        learned=False,  # but the digest of its weights must stay the same
-    )
-    distill: Literal["heads", "features"] | None = option(
-        None, "of teacher.source the targets: its heads' outputs (none too), or its features"
-    )
-    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
-    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
-    batch_norm: Literal["reference", "ema", "frozen"] = option(
-        "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
-    )
-    others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
+    idle: ClassVar = {"optimizer.warmup 0": "optimizer.warmup_shape", "optimizer.schedule constant": "optimizer.min_lr"}
+    refused: ClassVar = {
+        "optimizer.kind adamw": "optimizer.momentum",
+        "optimizer.kind sgd|lars": "optimizer.beta1 optimizer.beta2 optimizer.eps",
+        "optimizer.kind !lars": "optimizer.trust",
+        "optimizer.kind !muon": "optimizer.scale",
+    }

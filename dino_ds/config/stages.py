@@ -16,10 +16,9 @@ from typing import NamedTuple
 from dino_ds.basics.names import BEST_TEACHER, nearest, suggestion
 from dino_ds.config.begun_with import Origin, own_recipe
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.flat import named_values
 from dino_ds.config.loading import change_recipe, keys_set_by, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import show_value
+from dino_ds.config.schema import named_values, show_value
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.method.specs.own import TERMS, counted_from
 

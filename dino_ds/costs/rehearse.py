@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dino_ds.basics.rehearsal import rehearsal
-from dino_ds.config.crops import CropGroup
+from dino_ds.config.crops import FROZEN, CropGroup
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder, fused_attention
@@ -31,7 +31,7 @@ from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import build_head, build_meta, optimizer_options
-from dino_ds.method.specs.distill import FROZEN, source_of
+from dino_ds.method.specs.distill import source_of
 from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.method.teacher import Teacher

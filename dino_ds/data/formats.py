@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from PIL import Image, ImageFile
 
+from dino_ds.config.fields import ARCHIVES, HDF5
 from dino_ds.data.dicom import DICOM
 from dino_ds.data.images import PILLOW
 from dino_ds.data.listing import printable
@@ -24,8 +25,6 @@ ENDINGS = PILLOW | {one.name: one.endings for one in _OWN}
 """Endings of each kind of file, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
 """Endings of all files that are taken for images."""
-HDF5 = (".h5", ".hdf5", ".he5")
-"""Endings of HDF5 files, which hold many images (`dino_ds.data.hdf5`)."""
 _SIDE_FILES = tuple(
     b".txt .json .jsonl .csv .tsv .xml .yaml .yml .toml .ini .cfg .md .rst .html .htm .css .js .pdf .log .lst .cls "
     b".pyd .py .ipynb .sh .pkl .pth .pt .safetensors .mat .db .sha256 .md5 .lock .xmp .aae .thm .url readme license "
@@ -33,7 +32,7 @@ _SIDE_FILES = tuple(
 )
 """Endings of files that are about images: left out without a word, as all others are with one."""
 _KNOWN = (*(os.fsencode(ending) for ending in EXTENSIONS), *_SIDE_FILES)
-_READ_ALONE = (b".tar", b".parquet", *(os.fsencode(ending) for ending in HDF5))
+_READ_ALONE = tuple(map(os.fsencode, ARCHIVES))
 _PACKED = tuple(b".zip .7z .rar .tgz .tbz2 .txz .gz .bz2 .xz .zst".split())
 _NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)|(.+\.tar):([^/:]+)", re.IGNORECASE)
 
@@ -62,7 +61,7 @@ def note_left_out(files: Iterable[bytes]) -> list[str]:
 
 def _remedy(name: bytes) -> str:
     if name.endswith(_READ_ALONE):
-        return f"name {'HDF5' if name.endswith(_READ_ALONE[2:]) else 'such'} files themselves as data.root"
+        return "name such files themselves as data.root"
     if name.endswith(_PACKED) and not name.endswith(b".nii.gz"):
         return "unpack them"
     if b"." not in os.path.basename(name):

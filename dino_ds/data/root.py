@@ -1,4 +1,4 @@
-"""The user's own images, in whatever form data.root names them: a folder, a list, tar shards or Parquet files."""
+"""The user's own images, in whatever form data.root names them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ import numpy as np
 
 from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
-from dino_ds.config.fields import SOURCES
+from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, SOURCES
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
-from dino_ds.data.formats import EXTENSIONS, HDF5, is_left_out, note_left_out, split_part
+from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
 from dino_ds.data.listing import printable
 from dino_ds.data.raster import band_axis
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
-ARCHIVES = {
-    ".tar": "data.shards:TarShards",
-    ".parquet": "data.parquet:ParquetImages",
-    **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
-}
-"""Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of files that name or hold many images."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
@@ -51,7 +45,6 @@ _HUB_SETS = re.compile(
 )
 """An address of a data set; old ones have no owner, and files of it may follow."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
-_FORMS = "a folder of images, a .txt list of paths, .tar, .parquet or .h5 files"
 
 
 def open_files(root: str) -> EncodedImages:
@@ -93,7 +86,7 @@ def check_root(root: str, key: str = "data.root") -> None:
     if os.path.lexists(path):
         return
     if (answer := _advise_elsewhere(root)) is not None:
-        raise DataError(f"{key} {root} {answer}{f' {_FORMS}' if answer.endswith('then give') else ''}")
+        raise DataError(f"{key} {root} {answer}{f' {IMAGE_FORMS}' if answer.endswith('then give') else ''}")
     if root in SOURCES:
         raise DataError(
             f"{key} {root} does not exist; the data set: --data.source {root} --data.root DIR --data.download true"
@@ -104,8 +97,8 @@ def check_root(root: str, key: str = "data.root") -> None:
     if "{" not in path and next(glob.iglob(path, recursive=True), None) is None:
         folder = re.split(r"[^/]*[*?\[]", path)[0] or "."
         raise DataError(
-            f"no file matches {key} {root}: a pattern names .txt, .tar, .parquet or .h5 files; for images give their "
-            f"folder, {folder}"
+            f"no file matches {key} {root}: a pattern names files that list or hold images; for images "
+            f"give their folder, {folder}"
         )
 
 
@@ -204,7 +197,7 @@ def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
     if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
         return f"{name} is a single image: give the folder that it is in, --{key} {folder}"
-    return f"{name} ({key} {root}) is none of {_FORMS}; unpack archives and compressed files first"
+    return f"{name} ({key} {root}) is none of {IMAGE_FORMS}; unpack archives and compressed files first"
 
 
 def _shape_of_many(path: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.data.base import Source
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
@@ -121,7 +122,7 @@ class EvalContext:
         for source in reversed(self.sources):
             if source is not None:
                 return source
-        raise DataError("there are no images: name some with --root DIR (folder, list, shards, Parquet)")
+        raise DataError(f"there are no images: name some with --root PLACE ({IMAGE_FORMS})")
 
     @cached_property
     def train_indices(self) -> list[int]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from dino_ds.config.begun_with import own_recipe
+from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
 from dino_ds.data.find_range import find_misfits, look_at_values
@@ -38,7 +39,7 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     if source is None and root is None:
         own = home_of(model).folder / "config.yaml"
         lost = f"{own}, which names the run's images, is missing or no file: " if holds_run(own.parent) else ""
-        raise ConfigError(f"{lost}name images: --root DIR (folder, list, shards, Parquet), or --source photos")
+        raise ConfigError(f"{lost}name images, --root PLACE ({IMAGE_FORMS}), or --source photos")
     return build_source(source or "folder", root, "train", False)
 
 

@@ -146,8 +146,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         weights[term.name] = _weight_schedule(term.weight, batch, epoch_steps, start)
         weights |= {name: _weight_schedule(ramp, batch, epoch_steps) for name, ramp in term.scheduled.items()}
     teachers = teachers_of(recipe)
-    replaced = {one.name: one.replaced_after(recipe, epoch_steps) for one in teachers}
-    followers = [one for one in teachers if one.name != EMA and one.follows]
+    replaced = {spec.name: spec.replaced_after(recipe, epoch_steps) for spec in teachers}
+    followers = [spec for spec in teachers if spec.name != EMA and spec.follows]
     by_epoch = warmup.unit == "epochs" and warmup.value == int(warmup.value)
     return Schedules(
         steps=steps,
@@ -168,8 +168,8 @@ def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
         freeze_backbone_steps=recipe.model.freeze_backbone.in_steps(batch, epoch_steps),
         frozen_prototypes=objective.frozen_prototypes,
         weights=weights,
-        momenta={one.name: functools.partial(one.momentum_at, steps=steps) for one in followers},
-        replacements={name: one for name, one in replaced.items() if one is not None},
+        momenta={spec.name: functools.partial(spec.momentum_at, steps=steps) for spec in followers},
+        replacements={name: when for name, when in replaced.items() if when is not None},
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dino_ds.basics.digits import range_text
 from dino_ds.checkpoint.manifest import Manifest
-from dino_ds.config.crops import Masks, teacher_sizes
+from dino_ds.config.crops import FROZEN, Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
@@ -27,7 +27,7 @@ from dino_ds.method.networks import build_head
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.dino import HEAD, IBOT_HEAD
-from dino_ds.method.specs.distill import FROZEN, FeatureSpec, FrozenSpec, regresses_features
+from dino_ds.method.specs.distill import FeatureSpec, FrozenSpec, regresses_features
 from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import cls_of, patches_of, resized_patches

@@ -38,14 +38,14 @@ class CodingRateTerm(Term):
     scalars = ("view_cosine", "coding_rate", "coding_spread")
     spread = "coding_spread"
 
-    def __init__(self, spec: CodingRateSpec) -> None:
-        self.crops, self.teacher, self._query = spec.crops, spec.teacher, spec.name
+    def __init__(self, spec: CodingRateSpec, crops: int) -> None:
+        self.crops, self.teacher, self._query = crops, spec.teacher, spec.name
         query = Query(f"{spec.name}_head", CLS, spec.width)
         self.needs = Needs((self._query,), {self.teacher: (self._query,)}, {self._query: query})
 
     def targets(self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues) -> list[Tensor]:
-        found = [teachers[self.teacher][self._query] for teachers in window]
-        return [_unit_rows(rows).unflatten(0, (self.crops, -1)) for rows in found]
+        outputs = [teachers[self.teacher][self._query] for teachers in window]
+        return [_unit_rows(rows).unflatten(0, (self.crops, -1)) for rows in outputs]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
         rows = _unit_rows(student[self._query]).unflatten(0, (-1, targets.shape[1]))
@@ -61,7 +61,7 @@ class CodingRateTerm(Term):
 
 def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
     """The term that a spec describes."""
-    return CodingRateTerm(spec)
+    return CodingRateTerm(spec, parts.taught_crops)
 
 
 def coding_rate(rows: Tensor) -> Tensor:

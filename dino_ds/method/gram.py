@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dino_ds.basics.rehearsal import device_kind
-from dino_ds.config.crops import Masks
+from dino_ds.config.crops import GLOBAL, Masks
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TermParts
@@ -32,10 +32,10 @@ def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> 
 
     student (matrices, n, d), teacher (matrices, n, d'); drop_negative: cosines below 0 count as 0, on both sides.
     """
-    own, theirs = (unit @ unit.mT for unit in (_unit(student), _unit(teacher)))
+    cosines, wanted = (unit @ unit.mT for unit in (_unit(student), _unit(teacher)))
     if drop_negative:
-        own, theirs = own.clamp_min(0), theirs.clamp_min(0)
-    return (own - theirs).square().mean()
+        cosines, wanted = cosines.clamp_min(0), wanted.clamp_min(0)
+    return (cosines - wanted).square().mean()
 
 
 class GramTerm(Term):
@@ -63,15 +63,16 @@ class GramTerm(Term):
         with torch.autocast(features.device.type, enabled=False):
             if targets is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
                 return Measured(0.0 * features.float().sum(), {})
-            theirs = resized_patches(targets, features.shape[1])
+            wanted = resized_patches(targets, features.shape[1])
             if self.whole_batch:
-                features, theirs = features.flatten(0, 1)[None], theirs.flatten(0, 1)[None]
-            return Measured(tiled_gram_loss(features, theirs, self.drop_negative), {})
+                features, wanted = features.flatten(0, 1)[None], wanted.flatten(0, 1)[None]
+            return Measured(tiled_gram_loss(features, wanted, self.drop_negative), {})
 
 
 def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
     """The term that a spec describes."""
-    return GramTerm(spec.teacher, spec.seen, spec.whole_batch, spec.drop_negative)
+    groups = (group.name for group in parts.recipe.groups if GRAM in group.teachers)
+    return GramTerm(spec.teacher, next(groups, GLOBAL), spec.whole_batch, spec.drop_negative)
 
 
 def tiled_gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
@@ -104,12 +105,12 @@ class _GramLoss(torch.autograd.Function):
                 part = slice(first, min(first + together, matrices))
                 for start in range(0, n, rows):
                     block = slice(start, min(start + rows, n))
-                    own = x[part, block] @ x[part].mT
-                    theirs = y[part, block] @ y[part].mT
-                    kept = own >= 0 if drop_negative else None
+                    cosines = x[part, block] @ x[part].mT
+                    wanted = y[part, block] @ y[part].mT
+                    kept = cosines >= 0 if drop_negative else None
                     if drop_negative:
-                        own, theirs = own.clamp_min_(0), theirs.clamp_min_(0)
-                    difference = own.sub_(theirs)
+                        cosines, wanted = cosines.clamp_min_(0), wanted.clamp_min_(0)
+                    difference = cosines.sub_(wanted)
                     total += torch.linalg.vecdot(difference, difference).sum()
                     if grad is not None:
                         if kept is not None:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.sections import SNAPSHOT
 from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
@@ -21,7 +20,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.method.frozen import FixedTeacher, options_of, place_frozen
 from dino_ds.method.networks import build_meta
 from dino_ds.method.parts import TeacherParts
-from dino_ds.method.specs.gram import GRAM, GramTeacherSpec
+from dino_ds.method.specs.gram import GRAM, SNAPSHOT, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.build import build_backbone

@@ -42,16 +42,16 @@ class KoLeoTerm(Term):
         features = student[self._feature]
         assert isinstance(features, Tensor)
         with torch.autocast(features.device.type, enabled=False):
-            own = F.normalize(features.float(), dim=-1, eps=_EPS).view(self.crops, -1, features.shape[-1])
-            every = distributed.GatherRows.apply(own) if self.all_ranks else own
-            first = own.shape[1] * distributed.rank() if self.all_ranks else 0
-            losses = [koleo(crop, all_of, first) for crop, all_of in zip(own, every, strict=True)]
+            rows = F.normalize(features.float(), dim=-1, eps=_EPS).view(self.crops, -1, features.shape[-1])
+            every = distributed.GatherRows.apply(rows) if self.all_ranks else rows
+            first = rows.shape[1] * distributed.rank() if self.all_ranks else 0
+            losses = [koleo(crop, all_of, first) for crop, all_of in zip(rows, every, strict=True)]
             return Measured(torch.stack(losses).sum(), {})
 
 
 def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:
     """The term that a spec describes."""
-    return KoLeoTerm(spec.crops, spec.all_ranks)
+    return KoLeoTerm(parts.taught_crops, spec.ranks == "all")
 
 
 def koleo(rows: Tensor, every: Tensor, first: int = 0) -> Tensor:
@@ -61,8 +61,8 @@ def koleo(rows: Tensor, every: Tensor, first: int = 0) -> Tensor:
     """
     with torch.no_grad():
         similarity = rows @ every.t()
-        own = torch.arange(len(rows), device=rows.device)
-        similarity[own, own + first] = -1.0
+        numbers = torch.arange(len(rows), device=rows.device)
+        similarity[numbers, numbers + first] = -1.0
         nearest = similarity.argmax(dim=1)
     distance = torch.linalg.vector_norm(rows - every.index_select(0, nearest) + _EPS, dim=-1)
     return -(distance + _EPS).log().mean()

@@ -72,9 +72,9 @@ def build_meta(
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
     """A recipe's head for features of `width`."""
-    found = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
-    found = found.free_prototypes() if head.free_prototypes else found
-    return found.add_batch_norm(sync_batch_norm) if head.batch_norm else found
+    built = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
+    built = built.free_prototypes() if head.free_prototypes else built
+    return built.add_batch_norm(sync_batch_norm) if head.batch_norm else built
 
 
 def optimizer_options(section: OptimizerSection) -> OptimizerOptions:

@@ -36,9 +36,9 @@ class Needs:
 
 def teacher_logits(window: Sequence[Outputs], teacher: str, query: str) -> list[Logits]:
     """The logits of a teacher's head for a query, for each micro-batch of a window."""
-    found = [teachers[teacher][query] for teachers in window]
-    assert all(isinstance(logits, Logits) for logits in found)
-    return cast(list[Logits], found)
+    outputs = [teachers[teacher][query] for teachers in window]
+    assert all(isinstance(logits, Logits) for logits in outputs)
+    return cast(list[Logits], outputs)
 
 
 class Measured(NamedTuple):
@@ -114,13 +114,13 @@ class Objective:
     @property
     def entropies(self) -> list[Entropy]:
         """The entropies of all terms."""
-        found = []
+        entropies = []
         for name, term in self.terms.items():
-            own = next(iter(self._own(name)), "loss")
+            own_loss = next(iter(self._own(name)), "loss")
             for scalar, (prototypes, loss, rows) in term.entropies.items():
                 kl = scalar.replace("teacher_entropy", "kl")
-                found.append(Entropy(scalar, loss or own, kl, prototypes, rows))
-        return found
+                entropies.append(Entropy(scalar, loss or own_loss, kl, prototypes, rows))
+        return entropies
 
     @property
     def spreads(self) -> list[str]:
@@ -162,8 +162,8 @@ class Objective:
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
-            loss, own = _checked(name, term, term.loss(student, targets[name], schedule))
-            scalars |= own | {scalar: loss.detach() for scalar in self._own(name)}
+            loss, measured = _checked(name, term, term.loss(student, targets[name], schedule))
+            scalars |= measured | {scalar: loss.detach() for scalar in self._own(name)}
             weight = schedule.weights.get(name, 1.0)
             weighted = loss if weight == 1 else weight * loss
             total = weighted if total is None else total + weighted
@@ -204,17 +204,17 @@ class Objective:
             statistic.load(state[name])
 
 
-def _checked(name: str, term: Term, found: object) -> Measured:
+def _checked(name: str, term: Term, result: object) -> Measured:
     """The result of a term's `loss`. Raises ConfigError unless it is one number with the scalars that it declares."""
-    what = f"loss term {name}: loss() gave"
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        raise ConfigError(f"{what} a {type(found).__name__}: return Measured(loss, {{scalar: value}})")
-    loss, scalars = found
+    gave = f"loss term {name}: loss() gave"
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        raise ConfigError(f"{gave} a {type(result).__name__}: return Measured(loss, {{scalar: value}})")
+    loss, scalars = result
     for key, value in {"loss": loss, **scalars}.items():
         if not isinstance(value, Tensor) or value.numel() != 1:
             kind = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise ConfigError(f"{what} {kind} as its {key}: give a tensor of one number, such as a mean")
+            raise ConfigError(f"{gave} {kind} as its {key}: give a tensor of one number, such as a mean")
     if scalars.keys() != set(term.scalars):
-        given, declared = (", ".join(sorted(names)) or "none" for names in (scalars, term.scalars))
-        raise ConfigError(f"{what} the scalars {given}, and its class declares {declared}: name them in `scalars`")
+        returned, declared = (", ".join(sorted(names)) or "none" for names in (scalars, term.scalars))
+        raise ConfigError(f"{gave} the scalars {returned}, and its class declares {declared}: name them in `scalars`")
     return Measured(loss, scalars)

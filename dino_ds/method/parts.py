@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.engine import Engine
@@ -21,6 +22,11 @@ class TermParts:
     recipe: Recipe
     device: torch.device
     source: FrozenSource | None = None
+
+    @property
+    def taught_crops(self) -> int:
+        """The number of crops of an image that the teacher of the targets sees."""
+        return len(teacher_sizes(self.recipe.groups, self.recipe.teacher.taught_by))
 
 
 @dataclass(frozen=True)

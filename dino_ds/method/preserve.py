@@ -44,12 +44,12 @@ class PreserveTerm(Term):
         return Measured(torch.stack(parts).mean(), {})
 
 
-def _distance(own: object, theirs: Tensor | None) -> Tensor:
-    assert isinstance(own, Tensor)
-    with torch.autocast(own.device.type, enabled=False):
-        if theirs is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
-            return 0.0 * own.float().sum()
-        return (1 - F.cosine_similarity(own.float(), theirs.float(), dim=-1)).mean()
+def _distance(features: object, wanted: Tensor | None) -> Tensor:
+    assert isinstance(features, Tensor)
+    with torch.autocast(features.device.type, enabled=False):
+        if wanted is None:  # every parameter must have a gradient: ZeRO 3 would repeat an old one
+            return 0.0 * features.float().sum()
+        return (1 - F.cosine_similarity(features.float(), wanted.float(), dim=-1)).mean()
 
 
 class StartTeacher(FixedTeacher):

@@ -119,14 +119,14 @@ class TrainingStep:
 
     def _finish_step(self) -> None:
         with named_range("center"):
-            own = [*self.engine.unsynced_statistics(), *self.teachers.unsynced_statistics()]
-            flat = torch.cat([tensor.view(-1) for tensor in own]) if own else self.flags.tensor_to_sum()[:0]
+            buffers = [*self.engine.unsynced_statistics(), *self.teachers.unsynced_statistics()]
+            flat = torch.cat([tensor.view(-1) for tensor in buffers]) if buffers else self.flags.tensor_to_sum()[:0]
             total = sum_across_ranks(torch.cat((*self.objective.pending(), flat, self.flags.tensor_to_sum())))
             statistics, means, flags = total.split((len(total) - len(flat) - len(FLAGS), len(flat), len(FLAGS)))
             self.objective.commit(statistics)
             self.flags.push(flags)
-            if own:
-                _copy(own, (means / world_size()).split([tensor.numel() for tensor in own]))
+            if buffers:
+                _copy(buffers, (means / world_size()).split([tensor.numel() for tensor in buffers]))
         with named_range("ema"):
             self.teachers.update(self.schedule)
         self.applied_steps += 1
@@ -143,8 +143,8 @@ class TrainingStep:
             (targets,) = self.objective.targets([outputs], [masks], schedule)
             seen = {name: crops[name] for name in self._student_groups}
             hidden = student_masks(self._groups, masks)
-            found = self.engine(seen, None, hidden, self.objective.comparisons(targets), None)
-            loss, scalars = self.objective.loss(found, targets, schedule)
+            student = self.engine(seen, None, hidden, self.objective.comparisons(targets), None)
+            loss, scalars = self.objective.loss(student, targets, schedule)
         self.objective.drop()
         self._restore_buffers()
         return loss, scalars

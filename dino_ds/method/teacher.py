@@ -131,8 +131,8 @@ class Teachers:
 
     def moving_buffers(self) -> dict[str, Tensor]:
         """The buffers that forward passes of all teachers move, by their names in a checkpoint."""
-        found = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
-        return {f"{self._prefix[name]}{key}": buffer for name, own in found.items() for key, buffer in own.items()}
+        moving = {name: teacher.moving_buffers() for name, teacher in self._teachers.items()}
+        return {f"{self._prefix[name]}{key}": buffer for name, named in moving.items() for key, buffer in named.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
         """The moving buffers of all teachers that become their mean over ranks."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from dino_ds.config.crops import CropGroup
 from dino_ds.errors import ConfigError
-from dino_ds.method.objective import Objective, Term
+from dino_ds.method.objective import Needs, Objective, Term
 
 OF_EVERY_RUN = frozenset(
-    (
+    [
         "bad_images",
         "checkpoint_gib",
         "collapsed",
@@ -43,7 +43,7 @@ OF_EVERY_RUN = frozenset(
         "throughput_of_best",
         "time",
         "weight_decay",
-    )
+    ]
 )
 """Keys of metrics.jsonl that no scalar of a term may have."""
 
@@ -55,14 +55,16 @@ def check_names(terms: Mapping[str, Term]) -> None:
     owners = dict.fromkeys(OF_EVERY_RUN, "every run's metrics") | {f"{name}_loss": f"term {name}'s" for name in terms}
     statistics: dict[str, str] = {}
     for name, term in terms.items():
-        for kind, own, taken in (("scalar", term.scalars, owners), ("statistic", term.statistics, statistics)):
-            for one in own:
-                if one in taken:
+        if not isinstance(term, Term) or not isinstance(getattr(term, "needs", None), Needs):
+            raise ConfigError(f"loss term {name}: build() gave a {type(term).__name__}: return a Term that has `needs`")
+        for kind, names, taken in (("scalar", term.scalars, owners), ("statistic", term.statistics, statistics)):
+            for key in names:
+                if key in taken:
                     raise ConfigError(
-                        f"loss term {name}: its {kind} {one} is {taken[one]} too, and one would be lost: give it "
-                        f"another name, such as {name}_{one}, which may be made of its spec's name"
+                        f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost: give it "
+                        f"another name, such as {name}_{key}, which may be made of its spec's name"
                     )
-                taken[one] = f"term {name}'s"
+                taken[key] = f"term {name}'s"
 
 
 def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Iterable[str]) -> None:
@@ -83,14 +85,16 @@ def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Ite
                 _check_feature(f"loss term {name} reads {output} of {reader}", feature, seen)
 
 
-def _check_feature(what: str, feature: str, seen: list[CropGroup]) -> None:
+def _check_feature(reads: str, feature: str, seen: list[CropGroup]) -> None:
     kind, _, group = feature.partition("/")
-    names = [one.name for one in seen]
+    names = [crops.name for crops in seen]
     if feature != "cls" and (kind not in ("cls", "patches", "masked") or not group):
-        raise ConfigError(f"{what}: a feature is cls, cls/GROUP, patches/GROUP or masked/GROUP, or a query of the term")
+        raise ConfigError(
+            f"{reads}: a feature is cls, cls/GROUP, patches/GROUP or masked/GROUP, or a query of the term"
+        )
     if group and group not in names:
-        raise ConfigError(f"{what}, which sees {', '.join(names) or 'no'} crops and none of {group}")
+        raise ConfigError(f"{reads}, which sees {', '.join(names) or 'no'} crops and none of {group}")
     if not names:
-        raise ConfigError(f"{what}, which sees no crops: teachers of teacher.others see those of `sees`")
-    if kind == "masked" and not next(one for one in seen if one.name == group).masked:
-        raise ConfigError(f"{what}, and no patches of {group} crops are hidden: set crops.mask")
+        raise ConfigError(f"{reads}, which sees no crops: teachers of teacher.others see those of `sees`")
+    if kind == "masked" and not next(crops for crops in seen if crops.name == group).masked:
+        raise ConfigError(f"{reads}, and no patches of {group} crops are hidden: set crops.mask")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dino_ds.config.fields import Amount, Count, Positive, option
+from dino_ds.config.fields import IMAGE_FORMS, Amount, Count, Positive, option
 from dino_ds.options import bench, model  # noqa: F401  (their commands)
 from dino_ds.options.definition import COMMANDS, Command, Json, command, declare_command
 from dino_ds.run.train_options import TrainOptions
@@ -47,7 +47,7 @@ class LookDataOptions:
 class AdviseOptions:
     """which settings for your images and GPUs: each with its reason, and the command to type"""
 
-    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5", bare=True)
+    root: str | None = option(None, f"as data.root: {IMAGE_FORMS}", bare=True)
     source: str = option("folder", "as data.source of a recipe")
     gpu: str | None = option(None, "kind of GPU, such as rtx4090-24g (see plan)", shown="this machine's")
     gpus: Count | None = option(None, "GPUs of a node", shown="this machine's, or 1 of --gpu")
@@ -62,7 +62,7 @@ class ShardOptions:
     """images of any source -> tar shards with checksums; continues after an interruption"""
 
     source: str = option("folder", "as data.source of a recipe")
-    root: str | None = option(None, "as data.root: folder, list, shards, Parquet, HDF5")
+    root: str | None = option(None, f"as data.root: {IMAGE_FORMS}")
     split: Literal["train", "test"] = option("train", "of a torchvision data set")
     out: str = option(..., "folder of the shards")
     shard_size: Count = option(2000, "images of a shard")

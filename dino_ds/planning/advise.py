@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from dino_ds.config.fields import LEAST_IMAGES
-from dino_ds.config.flat import named_values
 from dino_ds.config.loading import load_recipe
+from dino_ds.config.schema import named_values
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import open_image
 from dino_ds.data.root import check_split, test_folder

@@ -10,10 +10,9 @@ import numpy as np
 
 from dino_ds.basics.names import step_name
 from dino_ds.config.begun_with import ORIGIN, Origin
-from dino_ds.config.flat import flat_values
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import show_value
+from dino_ds.config.schema import flat_values, show_value
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.trained import ALL

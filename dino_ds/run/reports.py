@@ -139,7 +139,10 @@ class Reports:
         run, rate = self._run, record["images_per_second"]
         waits = record["data_wait_fraction"]
         waiting = f", waits for data {100 * waits:.0f} % of the time" if waits > _LONG_WAIT else ""
-        short = f"loss {record['loss']:.3f}, {rate:.0f} images/s{waiting}"
+        losses = {name: record.get(f"{name}_loss") for name in run.step.objective.terms}
+        terms = ", ".join(f"{name} {loss:.3f}" for name, loss in losses.items() if loss is not None)
+        loss = f"loss {record['loss']:.3f}{f' ({terms})' if terms else ''}"
+        short = f"{loss}, {rate:.0f} images/s{waiting}"
         seconds, steps = time.monotonic() - self._began[0], record["step"] - self._began[1]
         left = f"about {_duration((run.options.last_step - record['step']) * seconds / steps)} left"
         line = f"step {record['step']}/{run.options.last_step}  {short}, {left}"

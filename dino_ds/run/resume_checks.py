@@ -13,8 +13,8 @@ from dino_ds.basics.names import did_you_mean
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.begun_with import changed_settings, check_settings, is_free, learned
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
-from dino_ds.config.flat import flat_values, flatten
 from dino_ds.config.recipe import Recipe
+from dino_ds.config.schema import flat_values, flatten
 from dino_ds.data.base import Source
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.images import evenly_spaced_indices

@@ -23,8 +23,8 @@ def _problem(changes: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"gram.crop_size": "448"}, "gram.crop_size 448 has no effect without gram.weight: leave it out, or give"),
-        ({"gram.refresh_every": "5 steps"}, "gram.refresh_every 5 steps has no effect without gram.weight"),
+        ({"gram.crop_size": "448"}, "gram.crop_size 448 has no effect with gram.weight 0: leave it out"),
+        ({"gram.refresh_every": "5 steps"}, "gram.refresh_every 5 steps has no effect with gram.weight 0"),
         (
             {**ON, "gram.crop_size": "208"},
             "gram.crop_size 208 must be 1 to 2 times crops.global_size 224: 224 to 448, or",
@@ -43,10 +43,10 @@ def _problem(changes: dict[str, str]) -> str:
             {**EMA, "teacher.source": "runs/large"},
             "gram.teacher ema in a distillation: the EMA teacher sees no crops",
         ),
-        ({**ON, "gram.refreshes": "5"}, "gram.refreshes 5 has no effect without gram.refresh_every"),
+        ({**ON, "gram.refreshes": "5"}, "gram.refreshes 5 has no effect with gram.refresh_every 0 steps"),
         ({**ON, "gram.start": "200 epochs"}, "gram.start 200 epochs is longer than length 100 epochs"),
         ({"head.learned_lengths": "true", "head.free_prototypes": "true"}, "head: learned_lengths true and free_prot"),
-        ({"objective.dino_local_weight": "0.5", "crops.num_local": "0"}, "0.5 has no effect without local crops"),
+        ({"objective.dino_local_weight": "0.5", "crops.num_local": "0"}, "0.5 has no effect with crops.num_local 0"),
         ({"crops.mask_hides": "false"}, "crops.mask_hides false has no effect with crops.mask none"),
     ],
 )

@@ -21,7 +21,7 @@ def _loss(images: slice):
     generator = torch.Generator().manual_seed(0)
     student = torch.randn(CROPS, IMAGES, WIDTH, generator=generator)[:, images].clone().requires_grad_()
     teacher = torch.randn(2, IMAGES, WIDTH, generator=generator)[:, images]
-    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, 2, EMA))
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, EMA), 2)
     (targets,) = term.targets([{EMA: {"rate": teacher.flatten(0, 1)}}], [{}], None)
     loss = term.loss({"rate": student.flatten(0, 1)}, targets, None).loss
     loss.backward()
@@ -44,7 +44,7 @@ def test_the_loss_is_the_formula_of_the_paper():
 @pytest.mark.parametrize("images", [1, 5, WIDTH, 24])
 def test_the_spread_is_0_for_equal_images_and_1_for_those_as_far_apart_as_can_be(images):
     """Orthogonal rows, as many of each, whatever the number of images; one image has nothing to be far from."""
-    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, 2, EMA))
+    term = CodingRateTerm(CodingRateSpec("rate", Ramp(1.0), WIDTH, EMA), 2)
 
     def spread(rows):
         rows = rows.repeat(2, 1)

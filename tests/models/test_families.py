@@ -216,7 +216,7 @@ def test_levers_without_effect_are_refused(name, lever, value, owners):
     [
         ({"model__stochastic_depth": "batched"}, "model.stochastic_depth batched is for ViTs that dino_ds builds"),
         ({"model__drop_path_growth": "uniform"}, "model.drop_path_growth uniform is for ViTs"),
-        ({"crops__mask": "dinov2", "objective__ibot_weight": "1"}, "need a backbone that hides patches, and resnet18"),
+        ({"crops__mask": "dinov2", "objective__ibot_weight": "1"}, "needs a backbone that hides patches, and resnet18"),
         ({"model__backbone": "convnext_atto", "teacher__batch_norm": "ema"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "convnext_atto", "model__sync_batch_norm": "false"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "densenet121", "model__drop_path": "0.1"}, "densenet121 has no stochastic depth"),

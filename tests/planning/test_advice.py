@@ -9,6 +9,8 @@ import pytest
 from dino_ds.config.crop_checks import fitting_sizes
 from dino_ds.config.fields import MOST_PASSES
 from dino_ds.config.loading import load_recipe
+from dino_ds.method.specs.base import StepImages
+from dino_ds.method.specs.of_recipe import check_images_together
 from dino_ds.planning.advice import advise
 from dino_ds.planning.rules import (
     Data,
@@ -42,7 +44,7 @@ def test_every_advice_has_a_reason_and_is_a_recipe_that_train_accepts(gpus):
         assert len(flags) == sum(len(row.flags) for row in rows), "two rows set one key"
         recipe = load_recipe(recipe_for(data, gpus), {"data.source": "folder", "data.root": "x", **flags})
         recipe.check_learning_rates()
-        recipe.check_batch()
+        check_images_together(recipe, StepImages(recipe.data.global_batch, 1, 1))
         value, crops, batch = {row.setting: row.value for row in rows}, recipe.crops, recipe.data.global_batch
         assert value["crops"] == f"2 x {crops.global_size} + {crops.num_local} x {crops.local_size} px"
         if rate := value.get("learning rate"):

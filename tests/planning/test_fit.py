@@ -96,9 +96,9 @@ def test_accumulation_is_said_where_terms_look_at_several_images():
     recipe = load_recipe("vits16", terms)
     notes, warnings = accumulation_notes(recipe, 32, 2, 8)
     assert notes == ["targets are balanced over all 512 images of a step; 2 micro-batches are held at once"]
-    assert warnings[0].startswith("KoLeo sees a micro-batch of 32 images at a time, not the 512 of a step")
+    assert warnings[0].startswith("loss term koleo compares 32 images at a time, not the 512 of a step")
     everywhere = load_recipe("vits16", terms | {"objective.koleo_ranks": "all"})
-    assert "of 256 images" in accumulation_notes(everywhere, 32, 2, 8)[1][0]
+    assert "compares 256 images" in accumulation_notes(everywhere, 32, 2, 8)[1][0]
     assert accumulation_notes(recipe, 64, 1, 8) == accumulation_notes(load_recipe("vits16", {}), 32, 2, 8) == ([], [])
 
 

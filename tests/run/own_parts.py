@@ -84,6 +84,14 @@ class LinearEmaSpec(EmaSpec):
 
 
 @dataclass(frozen=True)
+class EmptySpec(VarianceSpec):
+    """A term that builds nothing."""
+
+    def build(self, parts: Any) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
 class AnySpec(VarianceSpec):
     """A term that reads any feature and measures any scalar."""
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from dino_ds.config.flat import flatten
+from dino_ds.config.schema import flatten
 from tests.ranks import run_on_ranks
 from tests.run.harness import REPOSITORY, image_folder, losses_of, read_metrics, train_tiny
 from tests.sample import sampled

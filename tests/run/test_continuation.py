@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dino_ds.config.begun_with import own_recipe
-from dino_ds.config.flat import path_keys
+from dino_ds.config.begun_with import own_recipe, path_keys
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.sources import build_source, split_off

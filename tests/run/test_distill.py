@@ -128,7 +128,7 @@ def test_refused_in_one_line_and_no_folder_is_left(place, case):
 
 
 def test_nothing_to_distil_is_refused():
-    with pytest.raises(ConfigError, match=r"teacher\.distill features has no effect without teacher\.source"):
+    with pytest.raises(ConfigError, match="distill features has no effect without source"):
         load_recipe(None, {"teacher.distill": "features"})
     with pytest.raises(ConfigError, match=r"teacher\.source teaches nothing"):
         load_recipe(None, {"teacher.source": "x", "objective.dino_weight": "0", "objective.koleo_weight": "1"})

@@ -57,6 +57,7 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     ours = "" if changes else "1 x dino + "
     assert f"terms    {ours}0..0.5 over 4 steps x variance" in log
     assert "teacher  slow: another EMA of the student, momentum 0.9 to 0.8; it sees global" in log
+    assert changes or re.search(r"loss \d+\.\d+ \(dino \d+\.\d+, variance \d+\.\d+\), ", log)
     lines = [line for line in read_metrics(straight) if "loss" in line]
     assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])
     assert [line["variance_weight"] for line in lines] == pytest.approx([0, 0.125, 0.375, 0.5])
@@ -186,6 +187,13 @@ def test_terms_whose_numbers_would_be_lost_or_that_read_nothing_are_refused(key,
     terms = json.dumps({"variance": {**TERM, "spec": "tests.run.own_parts:AnySpec", key: value}})
     recipe = load_recipe("quickstart", {**OWN, "objective.terms": terms})
     with pytest.raises(ConfigError, match=f"loss term variance.*{CLASHES[key, value]}"):
+        build_objective(recipe, torch.device("cpu"))
+
+
+def test_a_spec_that_builds_no_term_is_refused():
+    terms = json.dumps({"variance": {**TERM, "spec": "tests.run.own_parts:EmptySpec"}})
+    recipe = load_recipe("quickstart", {**OWN, "objective.terms": terms})
+    with pytest.raises(ConfigError, match=r"loss term variance: build\(\) gave a NoneType: return a Term"):
         build_objective(recipe, torch.device("cpu"))
 
 

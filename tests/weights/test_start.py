@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import dino_ds.cli.main as cli
+from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
@@ -22,7 +23,7 @@ from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network, build_objective
 from dino_ds.method.build_frozen import build_teacher, find_teacher
 from dino_ds.method.parts import TeacherParts
-from dino_ds.method.specs.distill import FROZEN, FrozenSpec
+from dino_ds.method.specs.distill import FrozenSpec
 from dino_ds.models.network import Network
 from dino_ds.weights.export import export_safetensors
 from dino_ds.weights.from_source import as_source

@@ -8,46 +8,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.config.crops import GLOBAL, CropGroup, Resolution
 from dino_ds.config.fields import Length, Ramp
-from dino_ds.config.model import ModelSection
-from dino_ds.config.sections import (
-    CropsSection,
-    DataSection,
-    GramSection,
-    HeadSection,
-    ObjectiveSection,
-    TeacherSection,
-)
+from dino_ds.config.sections import HeadSection
 from dino_ds.engine.schedules import Replacements
 
-
-class Recipe(Protocol):
-    """The source of descriptions: the sections of a `dino_ds.config.recipe.Recipe` that say what is learned."""
-
-    data: DataSection
-    crops: CropsSection
-    model: ModelSection
-    head: HeadSection
-    ibot_head: HeadSection
-    objective: ObjectiveSection
-    gram: GramSection
-    teacher: TeacherSection
-
-    def model_copy(self, *, update: Any) -> Any: ...
-
-    @property
-    def resolutions(self) -> tuple[Resolution, ...]: ...
-
-    @property
-    def groups(self) -> tuple[CropGroup, ...]: ...
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepImages:
     """The images of an optimizer step, and how many of them are computed together."""
 
     micro_batch: int
@@ -55,16 +29,21 @@ class Batch:
     ranks: int
 
     @property
-    def images(self) -> int:
+    def total(self) -> int:
         return self.micro_batch * self.accumulation * self.ranks
+
+    @property
+    def together(self) -> int:
+        """The images that all ranks compute at the same time."""
+        return self.micro_batch * self.ranks
 
 
 @dataclass(frozen=True)
 class TermSpec:
     """A loss term in plain numbers: `name` is its key in metrics, schedules, the log and plots.
 
-    A term of a user's is a subclass with fields of its own, which the recipe gives next to `spec` and `weight`
-    (docs/flow.md), and a `build`.
+    A term is a subclass with fields of its own and a `build`. A user's gets its fields from the recipe, next to `spec`
+    and `weight` (docs/flow.md); one of ours from the keys objective.NAME_FIELD next to objective.NAME_weight.
     """
 
     name: str
@@ -74,6 +53,21 @@ class TermSpec:
     """The "module:function" that `build` calls, so that a spec imports no torch."""
     reads_patches: ClassVar[bool] = False
     """Whether it needs a backbone that gives features of patches."""
+
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+        """The term of ours whose weight in the recipe is this one."""
+        values, names = dict(recipe.objective), [field.name for field in fields(cls) if field.name != "weight"]
+        options = {field: values[f"{name}_{field}"] for field in names if f"{name}_{field}" in values}
+        return cls(name=name, weight=weight, **options)
+
+    def problems(self, recipe: Recipe) -> list[str]:
+        """A line for each key of the recipe that does not go with the term."""
+        return []
+
+    def needs_images_together(self, step: StepImages) -> int | None:
+        """The number of images of a step that it compares with each other; None for a term that compares none."""
+        return None
 
     @property
     def title(self) -> str:
@@ -104,9 +98,13 @@ class TermSpec:
         """Lines of the log, after the one that lists the terms."""
         return []
 
-    def accumulated(self, batch: Batch) -> tuple[list[str], list[str]]:
+    def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
         """Notes and warnings on a step of several micro-batches, where they are not one batch to the term."""
-        return [], []
+        images = self.needs_images_together(step)
+        if images in (None, step.total):
+            return [], []
+        part = f"loss term {self.name} compares {images} images at a time, not the {step.total} of a step"
+        return [], [f"{part}: with another accumulation it is another loss"]
 
     def build(self, parts: Any) -> Any:
         """The `dino_ds.method.objective.Term`, from a `dino_ds.method.parts.TermParts`; torch may be imported here."""
@@ -125,6 +123,11 @@ class TeacherSpec:
 
     builder: ClassVar[str] = ""
     """The "module:function" that `build_teacher` calls, so that a spec imports no torch."""
+
+    @staticmethod
+    def problems(recipe: Recipe) -> list[str]:
+        """A line for each key of the recipe that does not go with the teacher, or with its absence."""
+        return []
 
     @property
     def title(self) -> str:

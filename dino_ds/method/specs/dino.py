@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from dino_ds.config.crops import EMA, teacher_sizes
-from dino_ds.config.fields import IdleKey, Ramp
-from dino_ds.config.sections import HeadSection, ObjectiveSection
-from dino_ds.method.specs.base import Batch, Recipe, TermSpec
-from dino_ds.method.specs.distill import regresses_features, taught_by
-from dino_ds.models.specs.backbones import FROM_SOURCE
+from dino_ds.config.crops import EMA
+from dino_ds.config.fields import Ramp
+from dino_ds.config.sections import HeadSection
+from dino_ds.method.specs.base import StepImages, TermSpec
+from dino_ds.method.specs.distill import FeatureSpec, regresses_features
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 DINO, IBOT, LOCAL_WEIGHT = "dino", "ibot", "dino_local"
 """The names of the two terms, and of the weight of local crops' pairs within the first."""
 HEAD, IBOT_HEAD = "head", "ibot_head"
 ONE = Ramp(1.0)
-SECTIONS = "objective crops model teacher head ibot_head"
-"""The sections of a recipe that the problems of these terms follow from."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +51,20 @@ class PrototypeSpec(TermSpec):
     def targets(self) -> str:
         return str(self.centering)
 
-    def accumulated(self, batch: Batch) -> tuple[list[str], list[str]]:
+    def needs_images_together(self, step: StepImages) -> int | None:
+        return step.total if self.centering.sinkhorn else None
+
+    def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
         if not self.centering.sinkhorn:
             return [], []
-        held = f"{batch.accumulation} micro-batches are held at once"
-        return [f"targets are balanced over all {batch.images} images of a step; {held}"], []
+        held = f"{step.accumulation} micro-batches are held at once"
+        return [f"targets are balanced over all {step.total} images of a step; {held}"], []
 
 
 @dataclass(frozen=True)
 class DinoSpec(PrototypeSpec):
-    """The DINO loss of `teacher_crops` crops; `local_weight` weighs the pairs of the student's other crops."""
+    """The DINO loss; `local_weight` weighs the pairs of crops that the teacher does not see."""
 
-    teacher_crops: int = 2
     local_weight: Ramp = ONE
 
     builder: ClassVar[str] = "dino_ds.method.dino:build_dino"
@@ -79,27 +81,14 @@ class DinoSpec(PrototypeSpec):
     def scheduled(self) -> Mapping[str, Ramp]:
         return {LOCAL_WEIGHT: self.local_weight}
 
-    @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TermSpec]:
-        """The DINO term of a recipe, if it has it."""
-        how, teacher = recipe.objective, taught_by(recipe)
-        if not how.dino_weight or regresses_features(recipe):
-            return []
-        crops = len(teacher_sizes(recipe.groups, teacher))
-        head, centering, local = (HEAD, recipe.head), _centering(how, "center"), how.dino_local_weight
-        return [DinoSpec(DINO, how.dino_weight, head, centering, how.student_temp, teacher, crops, local)]
-
-    @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
-        """Options of the DINO term that can't act."""
-        how, problems = recipe.objective, list[str]()
-        if how.dino_local_weight != ONE and not (how.dino_weight and recipe.crops.num_local):
-            why = "has no effect without local crops and objective.dino_weight"
-            problems.append(IdleKey.of("objective.dino_local_weight", how.dino_local_weight, why))
-        if how.centering == "sinkhorn" and how.center_momentum != ObjectiveSection().center_momentum:
-            why = "has no effect with objective.centering sinkhorn"
-            problems.append(IdleKey.of("objective.center_momentum", how.center_momentum, why))
-        return problems
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+        how, teacher = recipe.objective, recipe.teacher.taught_by
+        if regresses_features(recipe):
+            return FeatureSpec(name, weight, patches=False)
+        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "center")
+        head = (HEAD, recipe.head)
+        return DinoSpec(name, weight, head, centering, how.student_temp, teacher, how.dino_local_weight)
 
 
 @dataclass(frozen=True)
@@ -112,44 +101,21 @@ class IbotSpec(PrototypeSpec):
     def title(self) -> str:
         return "Masked patches (iBOT)"
 
-    @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TermSpec]:
-        """The iBOT term of a recipe, if it has it."""
-        how = recipe.objective
-        if not how.ibot_weight or regresses_features(recipe):
-            return []
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
+        how, teacher = recipe.objective, recipe.teacher.taught_by
+        if regresses_features(recipe):
+            return FeatureSpec(name, weight, patches=True)
         head = (IBOT_HEAD, recipe.ibot_head) if how.ibot_head == "own" else (HEAD, recipe.head)
-        centering = _centering(how, "ibot_center")
-        return [IbotSpec(IBOT, how.ibot_weight, head, centering, how.student_temp, taught_by(recipe))]
+        centering = CenteringSpec(how.centering == "sinkhorn", how.center_momentum, "ibot_center")
+        return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
 
-    @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
-        """Options of the iBOT term and of masks that can't act."""
-        how, crops, problems = recipe.objective, recipe.crops, list[str]()
-        masked, regressed = crops.mask != "none", regresses_features(recipe)
-        predicted = bool(how.ibot_weight) or how.terms != "{}"
-        if how.ibot_weight and not masked and not regressed:
+    def problems(self, recipe: Recipe) -> list[str]:
+        """It needs masks, and the same number of patches on each rank for BatchNorm."""
+        problems = []
+        if recipe.crops.mask == "none":
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")
-        if masked and not predicted:
-            problems.append(f"crops.mask {crops.mask} hides patches that no loss predicts: set objective.ibot_weight")
-        if not crops.mask_hides and not masked:
-            problems.append(IdleKey.of("crops.mask_hides", "false", "has no effect with crops.mask none"))
-        if (
-            ((how.ibot_weight and not regressed) or masked)
-            and recipe.model.backbone != FROM_SOURCE
-            and "mask_token" not in recipe.model.spec().obeys
-        ):
-            cure = f"and {recipe.model.backbone} can't: take a ViT, or leave both out"
-            problems.append(f"objective.ibot_weight and crops.mask need a backbone that hides patches, {cure}")
-        if not (how.ibot_weight and how.ibot_head == "own"):
-            why, usual = "has no effect without objective.ibot_weight and objective.ibot_head own", dict(HeadSection())
-            head = {key: value for key, value in recipe.ibot_head if value != usual[key]}
-            problems += [IdleKey.of(f"ibot_head.{key}", value, why) for key, value in head.items()]
-        name = "ibot_head" if how.ibot_head == "own" else "head"
-        if how.ibot_weight and getattr(recipe, name).batch_norm:
+        name, head = self.head
+        if head.batch_norm:
             problems.append(f"{name}.batch_norm true: the masked patches of a rank vary, and may be none: leave it out")
         return problems
-
-
-def _centering(how: ObjectiveSection, name: str) -> CenteringSpec:
-    return CenteringSpec(how.centering == "sinkhorn", how.center_momentum, name)

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from dino_ds.config.crops import EMA, GLOBAL
-from dino_ds.method.specs.base import Recipe, TeacherSpec, TermSpec
+from dino_ds.config.crops import FROZEN, GLOBAL
+from dino_ds.method.specs.base import TeacherSpec, TermSpec
 
-FROZEN = "frozen"
-"""The name of the teacher that is distilled."""
-SECTIONS = "objective teacher"
-
-
-def taught_by(recipe: Recipe) -> str:
-    """The name of the teacher whose outputs are the targets."""
-    return EMA if recipe.teacher.source is None else FROZEN
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 
 def source_of(recipe: Recipe) -> str | None:
@@ -43,6 +37,13 @@ class FrozenSpec(TeacherSpec):
         """The frozen teacher of a recipe, if it has one."""
         return [] if recipe.teacher.source is None else [FrozenSpec(FROZEN)]
 
+    @staticmethod
+    def problems(recipe: Recipe) -> list[str]:
+        how = recipe.objective
+        if recipe.teacher.source is not None and not (how.dino_weight or how.ibot_weight):
+            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
+        return []
+
 
 @dataclass(frozen=True)
 class FeatureSpec(TermSpec):
@@ -59,22 +60,3 @@ class FeatureSpec(TermSpec):
     @property
     def group(self) -> str:
         return GLOBAL
-
-    @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TermSpec]:
-        """The terms of teacher.distill features, under the names of those whose weights they have."""
-        how = recipe.objective
-        found = {"dino": (how.dino_weight, False), "ibot": (how.ibot_weight, True)}
-        if not regresses_features(recipe):
-            return []
-        return [FeatureSpec(name, weight, patches) for name, (weight, patches) in found.items() if weight]
-
-    @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
-        """Options of a distillation that can't act."""
-        how, teacher = recipe.objective, recipe.teacher
-        if teacher.source is None and teacher.distill == "features":
-            return ["teacher.distill features has no effect without teacher.source: name one (--teacher.from RUN)"]
-        if teacher.source is not None and not (how.dino_weight or how.ibot_weight):
-            return ["teacher.source teaches nothing with objective.dino_weight and ibot_weight 0: give one a weight"]
-        return []

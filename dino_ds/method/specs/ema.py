@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dino_ds.config.crops import EMA, GLOBAL
+from pydantic import model_validator
+
+from dino_ds.config.crops import EMA, FROZEN, GLOBAL
+from dino_ds.config.fields import Fraction01, PathText, Section, option
+from dino_ds.config.model import ArgumentsField
 from dino_ds.engine.schedules import cosine_schedule
-from dino_ds.method.specs.base import Recipe, TeacherSpec
-from dino_ds.method.specs.distill import taught_by
+from dino_ds.method.specs.base import TeacherSpec
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
+
+
+class TeacherSection(Section):
+    source: PathText | None = option(
+        None,
+        "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA",
+        learned=False,  # but the digest of its weights must stay the same
+    )
+    distill: Literal["heads", "features"] | None = option(
+        None, "of teacher.source the targets: its heads' outputs (none too), or its features"
+    )
+    momentum: Fraction01 = option(0.996, "EMA momentum of the teacher at the start")
+    momentum_end: Fraction01 = option(1.0, "EMA momentum at the end (cosine in between)")
+    batch_norm: Literal["reference", "ema", "frozen"] = option(
+        "reference", "teacher's BatchNorm: by its batch (DINO), the student's averages, or init_from's"
+    )
+    others: ArgumentsField = option("{}", 'further EMA teachers, for such terms: {"NAME": {"momentum": 0.9995, ...}}')
+
+    @model_validator(mode="after")
+    def _check(self) -> TeacherSection:
+        if self.source is None and self.distill == "features":
+            raise ValueError("distill features has no effect without source: name a teacher (--teacher.from RUN)")
+        return self
+
+    @property
+    def taught_by(self) -> str:
+        """The name of the teacher whose outputs are the targets."""
+        return EMA if self.source is None else FROZEN
 
 
 @dataclass(frozen=True)
@@ -41,12 +75,12 @@ class EmaSpec(TeacherSpec):
     def describe(self) -> list[str]:
         if self.name == EMA:
             return []
-        momenta = " to ".join(f"{one:g}" for one in dict.fromkeys((self.momentum, self.momentum_end)))
+        momenta = " to ".join(f"{momentum:g}" for momentum in dict.fromkeys((self.momentum, self.momentum_end)))
         return [f"teacher  {self.name}: another EMA of the student, momentum {momenta}; it sees {', '.join(self.sees)}"]
 
     @staticmethod
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
         """The teacher of each run: it sees no crops where another one is distilled."""
         teacher = recipe.teacher
-        sees = (GLOBAL,) if taught_by(recipe) == EMA else ()
+        sees = (GLOBAL,) if teacher.taught_by == EMA else ()
         return [EmaSpec(EMA, sees, teacher.momentum, teacher.momentum_end)]

@@ -7,27 +7,66 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dino_ds.config.crop_checks import side_problems
 from dino_ds.config.crops import EMA, GLOBAL, CropGroup, Resolution
-from dino_ds.config.fields import IdleKey, Length
-from dino_ds.config.sections import SNAPSHOT, CropsSection, GramSection
+from dino_ds.config.fields import (
+    Count,
+    Length,
+    LengthField,
+    PathText,
+    Ramp,
+    Section,
+    Side,
+    StageLengthField,
+    WeightField,
+    option,
+)
+from dino_ds.config.sections import CropsSection
 from dino_ds.engine.schedules import Replacements
-from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
-from dino_ds.method.specs.distill import taught_by
+from dino_ds.method.specs.base import StepImages, TeacherSpec, TermSpec
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 GRAM = "gram"
 """The name of the term, of its teacher and of the crops that this one may have for itself."""
-SECTIONS = "crops model gram teacher"
+SNAPSHOT = "snapshot"
+
+
+class GramSection(Section):
+    weight: WeightField = option(
+        Ramp(0.0), "of Gram anchoring: similarities of patches stay a teacher's; a ramp begins at gram.start"
+    )
+    teacher: PathText = option(
+        SNAPSHOT, "snapshot = the EMA teacher at gram.start, ema = as it is, or a run or checkpoint", by_content=True
+    )
+    start: StageLengthField = option(
+        Length(0, "steps"), "when the snapshot is taken; the weight is 0 before it", inside_run=True
+    )
+    refresh_every: LengthField = option(
+        Length(0, "steps"), "from gram.start on, how often the EMA teacher replaces it; 0 = never"
+    )
+    refreshes: Count = option(3, "replacements, at most")
+    crop_size: Side | None = option(
+        None, "side of crops of its own, without colors: 1 to 2 times the global ones; none = these"
+    )
+    whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
+    drop_negative: bool = option(False, "similarities below 0 count as 0")
+    refused: ClassVar = {"gram.weight 0": "gram", "gram.refresh_every 0": "gram.refreshes"}
+
+    @property
+    def own_crop_size(self) -> int | None:
+        """Side in pixels of crops that only the Gram teacher sees, or None where it has none."""
+        return self.crop_size if self.weight and self.teacher != EMA else None
 
 
 @dataclass(frozen=True)
 class GramSpec(TermSpec):
-    """Gram anchoring: similarities of patches stay those of `teacher`, on the crop group `seen`."""
+    """Gram anchoring: similarities of patches stay those of `teacher`, on the global crops or on its own."""
 
     teacher: str
-    seen: str
     whole_batch: bool
     drop_negative: bool
     begin: Length
@@ -53,55 +92,25 @@ class GramSpec(TermSpec):
             who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
             if gram.refresh_every.value:
                 who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
-        pixels = ", ".join(str(size) for size in dict.fromkeys(one.gram_size for one in recipe.resolutions))
+        pixels = ", ".join(str(size) for size in dict.fromkeys(step.gram_size for step in recipe.resolutions))
         crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
         begin = f" from {start} on" if start.value else ""
         return [f"gram     weight {self.weight}{begin}; teacher {who}; it sees {crops}"]
 
-    def accumulated(self, batch: Batch) -> tuple[list[str], list[str]]:
-        if not self.whole_batch:
-            return [], []
-        seen = f"gram.whole_batch compares the patches of a micro-batch of {batch.micro_batch} images at a time"
-        return [], [f"{seen}, not of the {batch.images} of a step: with another accumulation it is another loss"]
+    def needs_images_together(self, step: StepImages) -> int | None:
+        return step.micro_batch if self.whole_batch else None
 
-    @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TermSpec]:
-        """The term of a recipe, if it has it."""
+    @classmethod
+    def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
         gram = recipe.gram
-        if not gram.weight:
-            return []
         teacher = EMA if gram.teacher == EMA else GRAM
-        seen = next((group.name for group in recipe.groups if GRAM in group.teachers), GLOBAL)
-        return [GramSpec(GRAM, gram.weight, teacher, seen, gram.whole_batch, gram.drop_negative, gram.start)]
+        return GramSpec(name, weight, teacher, gram.whole_batch, gram.drop_negative, gram.start)
 
-    @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
-        """Options of Gram anchoring that can't act, and crops that it can't have."""
-        gram, crops, defaults = recipe.gram, recipe.crops, GramSection()
-        several, model = recipe.resolutions if crops.resolutions else (), recipe.model
-        patch = model.side_multiple
-        problems = _size_problems(several, own_crop_size(gram))
-        sides = [(f"crops.resolutions {one}: Gram size", one.gram_size) for one in several if one.gram_size]
-        problems += side_problems(sides, model.backbone, patch)
-        if not gram.weight:
-            return problems + [
-                IdleKey.of(
-                    f"gram.{name}",
-                    getattr(gram, name),
-                    "has no effect without gram.weight",
-                    "leave it out, or give that",
-                )
-                for name in GramSection.model_fields
-                if name != "weight" and getattr(gram, name) != getattr(defaults, name)
-            ]
-        if gram.teacher == EMA:
-            problems += _ema_problems(gram, taught_by(recipe) != EMA)
-        else:
-            problems += _crop_problems(gram, crops, patch)
-        if gram.refreshes != defaults.refreshes and not gram.refresh_every.value:
-            without = "has no effect without gram.refresh_every"
-            problems.append(IdleKey.of("gram.refreshes", gram.refreshes, without, "give both or none"))
-        return problems
+    def problems(self, recipe: Recipe) -> list[str]:
+        """Crops and replacements that its teacher can't have."""
+        if self.teacher == EMA:
+            return _ema_problems(recipe.gram, recipe.teacher.taught_by != EMA)
+        return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
 
 
 @dataclass(frozen=True)
@@ -130,8 +139,8 @@ class GramTeacherSpec(TeacherSpec):
         if resolution.gram_size is None:
             return None
         size, seen = resolution.gram_size, (self.name,)
-        own = replace(first, name=GRAM, size=size, teachers=seen, like=first.name)
-        return replace(own, student=False, masked=False, augmented=False)
+        group = replace(first, name=GRAM, size=size, teachers=seen, like=first.name)
+        return replace(group, student=False, masked=False, augmented=False)
 
     def replaced_after(self, recipe: Recipe, epoch_steps: int) -> Replacements:
         gram, batch = recipe.gram, recipe.data.global_batch
@@ -149,27 +158,30 @@ class GramTeacherSpec(TeacherSpec):
         gram = recipe.gram
         if not gram.weight or gram.teacher == EMA:
             return []
-        sees = () if own_crop_size(gram) else (GLOBAL,)
+        sees = () if gram.own_crop_size else (GLOBAL,)
         return [GramTeacherSpec(GRAM, sees, gram.teacher, gram.refresh_every.value > 0)]
 
-
-def own_crop_size(gram: GramSection) -> int | None:
-    """Side in pixels of crops of its own, or None where it has none."""
-    return gram.crop_size if gram.weight and gram.teacher != EMA else None
+    @staticmethod
+    def problems(recipe: Recipe) -> list[str]:
+        """Sizes of its crops in several resolutions."""
+        several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
+        sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]
+        problems = _size_problems(several, recipe.gram.own_crop_size)
+        return problems + side_problems(sides, model.backbone, model.side_multiple)
 
 
 def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
     """Problems where resolutions name sizes of crops that Gram anchoring does not have, or leave its own out."""
-    for one in several:
-        name, size = f"crops.resolutions {one}", one.gram_size
+    for resolution in several:
+        name, size = f"crops.resolutions {resolution}", resolution.gram_size
         if size and not gram_size:
             why = "has a Gram size, and Gram anchoring has no crops of its own here"
             return [f"{name} {why}: set gram.weight and gram.crop_size, or leave out the third number"]
         if gram_size and not size:
             why = f"has no Gram size, and gram.crop_size is {gram_size}"
             return [f"{name} {why}: write GLOBAL/LOCAL/GRAM:SHARE, or set gram.crop_size none"]
-        if size and not one.global_size <= size <= 2 * one.global_size:
-            return [f"{name}: Gram size {size} must be 1 to 2 times the global size {one.global_size}"]
+        if size and not resolution.global_size <= size <= 2 * resolution.global_size:
+            return [f"{name}: Gram size {size} must be 1 to 2 times the global size {resolution.global_size}"]
     return []
 
 
@@ -190,11 +202,11 @@ def _ema_problems(gram: GramSection, distills: bool) -> list[str]:
 
 def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
     """Problems of the crops of its own; sides of the student's are multiples of `patch`."""
-    size, own = gram.crop_size, crops.global_size
+    size, side = gram.crop_size, crops.global_size
     if size is None:
         return []
-    if not own <= size <= 2 * own:
-        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {own}: {own} to {2 * own}, or none"]
+    if not side <= size <= 2 * side:
+        return [f"gram.crop_size {size} must be 1 to 2 times crops.global_size {side}: {side} to {2 * side}, or none"]
     if size % patch and (gram.teacher == SNAPSHOT or gram.refresh_every.value):
         fitting = " or ".join(str(s) for s in (size // patch * patch, size // patch * patch + patch))
         return [f"gram.crop_size {size} is not a multiple of the patch size {patch}: use {fitting}"]

@@ -7,39 +7,59 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
-from dino_ds.config.crops import EMA, CropGroup, Resolution, dino_groups
-from dino_ds.config.sections import HeadSection
+from dino_ds.basics.own_code import by_name
+from dino_ds.config.crops import CropGroup, Resolution, dino_groups
+from dino_ds.config.fields import Ramp
+from dino_ds.config.sections import HeadSection, ObjectiveSection
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs import coding_rate, dino, distill, gram, koleo, preserve
-from dino_ds.method.specs.base import Batch, Recipe, TeacherSpec, TermSpec
-from dino_ds.method.specs.ema import EmaSpec
+from dino_ds.method.specs.base import StepImages, TeacherSpec, TermSpec
 from dino_ds.method.specs.own import TEACHERS, TERMS, own_problems, own_teachers, own_terms
 
-_TERMS: dict[Any, str] = {
-    dino.DinoSpec: dino.SECTIONS,
-    dino.IbotSpec: dino.SECTIONS,
-    distill.FeatureSpec: distill.SECTIONS,
-    coding_rate.CodingRateSpec: coding_rate.SECTIONS,
-    koleo.KoLeoSpec: koleo.SECTIONS,
-    gram.GramSpec: gram.SECTIONS,
-    preserve.PreserveSpec: preserve.SECTIONS,
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
+
+_TERMS = {
+    "dino": "method.specs.dino:DinoSpec",
+    "ibot": "method.specs.dino:IbotSpec",
+    "coding_rate": "method.specs.coding_rate:CodingRateSpec",
+    "koleo": "method.specs.koleo:KoLeoSpec",
+    "gram": "method.specs.gram:GramSpec",
+    "preserve": "method.specs.preserve:PreserveSpec",
 }
-"""Our loss terms in the order of the objective, with the sections of a recipe that their problems follow from."""
-_NAMES = {dino.DINO, dino.IBOT, dino.LOCAL_WEIGHT, coding_rate.CODING_RATE, koleo.KOLEO, gram.GRAM, preserve.PRESERVE}
-_TEACHERS = (EmaSpec, distill.FrozenSpec, gram.GramTeacherSpec, preserve.StartSpec)
+"""Our loss terms in the order of the objective: each one's class is imported where its weight is not 0."""
+_TEACHERS = {
+    "ema": "method.specs.ema:EmaSpec",
+    "frozen": "method.specs.distill:FrozenSpec",
+    "gram": "method.specs.gram:GramTeacherSpec",
+    "start": "method.specs.preserve:StartSpec",
+}
+"""Our teachers, the exported one first."""
+
+
+def _weights(recipe: Recipe) -> dict[str, Ramp]:
+    """The weight of each of our terms, objective.NAME_weight or the weight of the section NAME, by the term's name."""
+    sections = dict(recipe)
+    return {
+        name: sections[name].weight if name in sections else getattr(recipe.objective, f"{name}_weight")
+        for name in _TERMS
+    }
+
+
+def _our_terms(recipe: Recipe) -> list[TermSpec]:
+    weights = {name: weight for name, weight in _weights(recipe).items() if weight}
+    return [by_name(_TERMS[name]).from_recipe(name, weight, recipe) for name, weight in weights.items()]
 
 
 def terms_of(recipe: Recipe) -> list[TermSpec]:
     """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a term of a user's that can't
     be found."""
-    ours = [spec for kind in _TERMS for spec in kind.in_recipe(recipe)]
-    own = own_terms(recipe.objective.terms)
+    ours, users = _our_terms(recipe), own_terms(recipe.objective.terms)
     taken = {name for spec in ours for name in (spec.name, *spec.scheduled)}
-    for spec in own:
+    for spec in users:
         _take_names(TERMS, spec.name, spec.scheduled, taken)
-    return [*ours, *own]
+    return [*ours, *users]
 
 
 def known_terms(recipe: Recipe) -> list[TermSpec]:
@@ -55,11 +75,11 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
 
 def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
     """The teachers of a recipe, the EMA teacher first. Raises ConfigError for one of a user's that can't be found."""
-    ours = [spec for kind in _TEACHERS for spec in kind.in_recipe(recipe)]
-    own, taken = own_teachers(recipe.teacher.others), {spec.name for spec in ours}
-    for spec in own:
+    ours: list[TeacherSpec] = [spec for path in _TEACHERS.values() for spec in by_name(path).in_recipe(recipe)]
+    users, taken = own_teachers(recipe.teacher.others), {spec.name for spec in ours}
+    for spec in users:
         _take_names(TEACHERS, spec.name, (), taken)
-    return [*ours, *own]
+    return [*ours, *users]
 
 
 def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
@@ -72,62 +92,54 @@ def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
     crops, teachers = recipe.crops, teachers_of(recipe)
     sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
     first, *others = (
-        replace(group, teachers=tuple(one.name for one in teachers if group.name in one.sees))
+        replace(group, teachers=tuple(spec.name for spec in teachers if group.name in spec.sees))
         for group in dino_groups(*sizes, crops.num_local, masked=crops.mask != "none")
     )
     first = replace(first, hides=crops.mask_hides)
-    own = (teacher.own_group(first, resolution) for teacher in teachers)
-    return (first, *others, *(group for group in own if group is not None))
+    further = (teacher.own_group(first, resolution) for teacher in teachers)
+    return (first, *others, *(group for group in further if group is not None))
 
 
-def term_problems(recipe: Recipe, unsure: Collection[str]) -> list[str]:
-    """Options of terms and teachers that can't act, a line each. `unsure`: sections with mistakes."""
-    problems = [
-        problem
-        for kind, sections in _TERMS.items()
-        if not set(unsure) & set(sections.split())
-        for problem in kind.problems(recipe)
-    ]
-    how = recipe.objective
-    weights = [
-        key for key in type(how).model_fields if key.endswith("_weight") and key != f"{dino.LOCAL_WEIGHT}_weight"
-    ]
-    if not unsure and how.terms == "{}" and not any(getattr(how, key) for key in weights):
-        several = f"{', '.join(weights[:-1])} or {weights[-1]}"
-        problems.append(f"objective: all weights are 0: give {several} one above 0")
-    problems += own_problems(TERMS, how.terms, _NAMES)
-    return problems + own_problems(TEACHERS, recipe.teacher.others, {EMA, distill.FROZEN, gram.GRAM, preserve.START})
+def term_problems(recipe: Recipe) -> list[str]:
+    """A line for each key of a recipe that does not go with its terms or teachers."""
+    weights = _weights(recipe)
+    problems = [problem for term in _our_terms(recipe) for problem in term.problems(recipe)]
+    problems += [problem for path in _TEACHERS.values() for problem in by_name(path).problems(recipe)]
+    if recipe.objective.terms == "{}" and not any(weights.values()):
+        *others, last = (f"{name}_weight" for name in weights if f"{name}_weight" in ObjectiveSection.model_fields)
+        problems.append(f"objective: all weights are 0: give {', '.join(others)} or {last} one above 0")
+    return problems
 
 
-def check_images_at_once(recipe: Recipe, micro_batch: int, ranks: int) -> None:
+def name_problems(recipe: Recipe) -> list[str]:
+    """A line for each term and teacher of the user's that says too little, or has a name of ours."""
+    weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
+    problems = own_problems(TERMS, recipe.objective.terms, weights | _TERMS.keys())
+    return problems + own_problems(TEACHERS, recipe.teacher.others, _TEACHERS.keys())
+
+
+def check_images_together(recipe: Recipe, step: StepImages) -> None:
     """Raise ConfigError where a term that compares images gets one at a time: it would be a constant."""
-    seen = {
-        "koleo_weight": micro_batch * (ranks if recipe.objective.koleo_ranks == "all" else 1),
-        "coding_rate_weight": micro_batch * ranks,
-    }
-    for key, images in seen.items():
-        if getattr(recipe.objective, key) and images < 2:
-            others = ", or set --objective.koleo_ranks all" if micro_batch * ranks > 1 else ""
-            raise ConfigError(
-                f"objective.{key} spreads images from each other, and a micro-batch of 1 image has no other: raise "
-                f"train_micro_batch_size_per_gpu{others}"
-            )
+    key = "data.global_batch" if step.total == 1 else "train_micro_batch_size_per_gpu"
+    for term in terms_of(recipe):
+        if term.needs_images_together(step) == 1:
+            raise ConfigError(f"loss term {term.name} compares images, and here sees 1 at a time: raise {key}")
 
 
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
     """Notes and warnings on gradient accumulation, for terms and layers that look at several images at once."""
     if accumulation == 1:
         return [], []
-    batch = Batch(micro_batch, accumulation, ranks)
-    found = [term.accumulated(batch) for term in terms_of(recipe)]
+    step = StepImages(micro_batch, accumulation, ranks)
+    by_term = [term.accumulated(step) for term in terms_of(recipe)]
     warnings = []
     if getattr(recipe.model.spec(), "has_batch_norm", False) or any(h.batch_norm for h in heads_of(recipe).values()):
         warnings.append(
             f"BatchNorm sees one micro-batch at a time: {accumulation} micro-batches are not one batch; networks with "
             "LayerNorm or GroupNorm (convnext_tiny, resnet50_gn) have no such limit"
         )
-    warnings += [text for _, warned in found for text in warned]
-    return list(dict.fromkeys(text for noted, _ in found for text in noted)), warnings
+    warnings += [text for _, warned in by_term for text in warned]
+    return list(dict.fromkeys(text for noted, _ in by_term for text in noted)), warnings
 
 
 def _take_names(key: str, name: str, scheduled: Collection[str], taken: set[str]) -> None:

@@ -36,25 +36,25 @@ def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
     """Problems of the JSON of TERMS or TEACHERS, found before anything is imported; `taken`: names that are ours."""
     problems = []
     for name, values in json.loads(text).items():
-        given = f"{key} {name}"
+        subject = f"{key} {name}"
         if not re.fullmatch("[a-z][a-z0-9_]*", name):
-            problems.append(f"{given}: a name has small letters, digits and _ alone: it becomes that of metrics")
+            problems.append(f"{subject}: a name has small letters, digits and _ alone: it becomes that of metrics")
         elif name in taken:
-            problems.append(f"{given}: the name is one of ours ({', '.join(sorted(taken))}): take another")
+            problems.append(f"{subject}: the name is one of ours ({', '.join(sorted(taken))}): take another")
         elif not isinstance(values, dict):
-            problems.append(f'{given}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
+            problems.append(f'{subject}: {values!r} are not its values, such as {{"spec": "my_code:MySpec"}}')
         elif "name" in values:
-            problems.append(f"{given}: name {values['name']!r} is a second one: its key names it already")
+            problems.append(f"{subject}: name {values['name']!r} is a second one: its key names it already")
         elif key == TEACHERS and name == "teacher":
             problems.append(
-                f"{given}: teacher_momentum of metrics is the teacher's that is exported: take another name"
+                f"{subject}: teacher_momentum of metrics is the teacher's that is exported: take another name"
             )
         elif key == TERMS and "spec" not in values:
-            problems.append(f"{given} has no spec: add its class as module:Class")
+            problems.append(f"{subject} has no spec: add its class as module:Class")
         elif "spec" in values and not _names_class(values["spec"]):
-            problems.append(f"{given}: spec {values['spec']!r} names no class: write module:Class")
+            problems.append(f"{subject}: spec {values['spec']!r} names no class: write module:Class")
         elif key == TERMS and "weight" not in values:
-            problems.append(f"{given} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
+            problems.append(f"{subject} has no weight: give it one, such as 0.1 or '0..1 over 1000 steps'")
     return problems
 
 
@@ -65,7 +65,7 @@ def _names_class(spec: object) -> bool:
 @functools.cache
 def own_terms(text: str) -> list[TermSpec]:
     """The specs that the JSON of TERMS describes; weights of 0 make none. Raises ConfigError."""
-    found: list[TermSpec] = []
+    specs: list[TermSpec] = []
     for name, values in json.loads(text).items():
         values = dict(values)
         key, path = f"{TERMS} {name}", str(values.pop("spec"))
@@ -74,22 +74,22 @@ def own_terms(text: str) -> list[TermSpec]:
         except ValueError as error:
             raise ConfigError(f"{key}: weight {error}") from None
         if weight:
-            found.append(_made(key, path, TermSpec, {"name": name, "weight": weight, **values}))
-    return found
+            specs.append(_made(key, path, TermSpec, {"name": name, "weight": weight, **values}))
+    return specs
 
 
 @functools.cache
 def own_teachers(text: str) -> list[TeacherSpec]:
     """The specs that the JSON of TEACHERS describes. Raises ConfigError."""
-    found: list[TeacherSpec] = []
+    specs: list[TeacherSpec] = []
     for name, values in json.loads(text).items():
         values = dict(values)
         key, path = f"{TEACHERS} {name}", values.pop("spec", None)
-        one: TeacherSpec = _made(key, path or EmaSpec, TeacherSpec, {"name": name, **values})
-        if unknown := set(one.sees) - {GLOBAL, LOCAL}:
+        spec: TeacherSpec = _made(key, path or EmaSpec, TeacherSpec, {"name": name, **values})
+        if unknown := set(spec.sees) - {GLOBAL, LOCAL}:
             raise ConfigError(f"{key}: sees {', '.join(sorted(unknown))}: crop groups are {GLOBAL} and {LOCAL}")
-        found.append(one)
-    return found
+        specs.append(spec)
+    return specs
 
 
 def counted_from(text: str, step: int) -> str:

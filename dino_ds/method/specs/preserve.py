@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from dino_ds.method.specs.base import Recipe, TeacherSpec, TermSpec
+from dino_ds.method.specs.base import TeacherSpec, TermSpec
+
+if TYPE_CHECKING:
+    from dino_ds.config.recipe import Recipe
 
 PRESERVE, START = "preserve", "start"
 """The names of the term and of its teacher."""
-SECTIONS = "objective model"
 
 
 @dataclass(frozen=True)
@@ -22,16 +24,9 @@ class PreserveSpec(TermSpec):
     def title(self) -> str:
         return "Distance from the start's features"
 
-    @staticmethod
-    def in_recipe(recipe: Recipe) -> list[TermSpec]:
-        """The term of a recipe, if it has it."""
-        weight = recipe.objective.preserve_weight
-        return [PreserveSpec(PRESERVE, weight)] if weight else []
-
-    @staticmethod
-    def problems(recipe: Recipe) -> list[str]:
-        """The term without a start that it could keep."""
-        if not recipe.objective.preserve_weight or recipe.model.init_from is not None:
+    def problems(self, recipe: Recipe) -> list[str]:
+        """Without weights to start from it has nothing to keep."""
+        if recipe.model.init_from is not None:
             return []
         return ["objective.preserve_weight keeps features of the weights of model.init_from: give that, or set it 0"]
 
