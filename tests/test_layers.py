@@ -128,6 +128,17 @@ def test_the_ground_floor_knows_the_upper_storey_by_its_doors_alone():
     assert len(closure_of(PACKAGE / "train.py")) <= CLOSURE_OF_TRAIN
 
 
+def test_no_two_classes_have_one_name():
+    """But those that users of the Python API see beside those that they stand for."""
+    names = [
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in parse(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert {name for name in names if names.count(name) > 1} == {"Run", "Backbone"}
+
+
 def test_no_file_imports_itself_through_others():
     assert import_cycles() == []
 

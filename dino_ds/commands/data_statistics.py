@@ -30,7 +30,7 @@ _NO_FORMAT = "none"
 
 
 @dataclass(frozen=True)
-class Facts:
+class ImageFacts:
     """Facts of one image: upright size in pixels, mode and format of its file.
 
     `type` of the values as stored, `low` and `high` if they are deeper than 8 bits; means of each channel's values and
@@ -54,14 +54,14 @@ class Facts:
 
 def look_at(
     source: Source, count: int, seed: int, workers: int | None, max_pixels: int, channels: int = 3
-) -> list[Facts]:
+) -> list[ImageFacts]:
     """Facts of `count` images drawn at random (0: all), in the source's order, each decoded once; `workers` as for
     `worker_options`, `channels` as for `open_image`."""
     count = min(count or len(source), len(source))
     chosen = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False)).tolist()
     facts, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
-    loader: DataLoader[Facts] = DataLoader(facts, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
-    found: list[Facts] = []
+    loader: DataLoader[ImageFacts] = DataLoader(facts, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
+    found: list[ImageFacts] = []
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
             found += batch
@@ -69,20 +69,20 @@ def look_at(
     return found
 
 
-class _FactsOf(Dataset[Facts]):
+class _FactsOf(Dataset[ImageFacts]):
     def __init__(self, source: Source, max_pixels: int, channels: int) -> None:
         self._source, self._max_pixels, self._channels = source, max_pixels, channels
 
-    def __getitem__(self, index: int) -> Facts:
+    def __getitem__(self, index: int) -> ImageFacts:
         try:
             image = open_image(self._source, index, self._max_pixels, channels=self._channels)
             found = _facts_of_values(image.values())
         except UnreadableImage as error:
-            return Facts(index, problem=error.reason)
+            return ImageFacts(index, problem=error.reason)
         mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
         mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
         own = range_at(self._source, index, None)
-        return Facts(index, image.width, image.height, mode, form, own_range=own, **found)
+        return ImageFacts(index, image.width, image.height, mode, form, own_range=own, **found)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -101,7 +101,9 @@ def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
     return {"mean": tuple(planes.mean(0).tolist()), "square": tuple(np.square(planes).mean(0).tolist())}
 
 
-def measure_channels(facts: Sequence[Facts], channels: int, value_range: ValueRange | None) -> Normalisation | None:
+def measure_channels(
+    facts: Sequence[ImageFacts], channels: int, value_range: ValueRange | None
+) -> Normalisation | None:
     """Mean and standard deviation as a recipe takes them: every readable image counts the same; 4 digits.
 
     Grey images have their values in all `channels`; images of another number are left out. None if none is left.
@@ -130,7 +132,7 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
     return f"give these: they are far from {which} ({used})" if far else f"near {which}, which will do"
 
 
-def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
+def summarise(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     """Statistics for `dino-ds look-data --json`, sizes of readable images. Raises DataError if none is."""
     good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
     if not good:
@@ -153,7 +155,7 @@ def summarise(facts: Sequence[Facts], source: Source) -> dict[str, Any]:
     }
 
 
-def _values(good: Sequence[Facts]) -> dict[str, Any]:
+def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
     """Numbers of images by type of the stored values, and the extremes of types deeper than uint8."""
     found: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
     for name in found.keys() - {"uint8"}:

@@ -21,7 +21,7 @@ from PIL import Image
 from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.commands.data_statistics import (
-    Facts,
+    ImageFacts,
     advise_normalisation,
     look_at,
     measure_channels,
@@ -117,13 +117,15 @@ def _check(out: str) -> Path:
     return path
 
 
-def _unless_skipped(fact: Facts, wanted: int) -> Facts:
+def _unless_skipped(fact: ImageFacts, wanted: int) -> ImageFacts:
     """A file of other channels than training takes as one that can't be read: it is skipped there."""
     there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
     return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
 
 
-def _unless_beyond(facts: list[Facts], source: Source, value_range: ValueRange | None) -> tuple[list[Facts], list[str]]:
+def _unless_beyond(
+    facts: list[ImageFacts], source: Source, value_range: ValueRange | None
+) -> tuple[list[ImageFacts], list[str]]:
     """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
     deep = {
         place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
@@ -137,7 +139,7 @@ def _unless_beyond(facts: list[Facts], source: Source, value_range: ValueRange |
     return known, find_misfits(list(deep.values()), value_range)
 
 
-def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, Any]:
+def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[str, Any]:
     summary = summarise(facts, source)
     measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
     given = recipe.data.mean is not None
@@ -151,7 +153,7 @@ def _describe(facts: list[Facts], source: Source, recipe: Recipe) -> dict[str, A
     }
 
 
-def _enlarged(facts: list[Facts], recipe: Recipe) -> dict[str, dict[str, float]]:
+def _enlarged(facts: list[ImageFacts], recipe: Recipe) -> dict[str, dict[str, float]]:
     """The share of crops with fewer pixels than the network gets, among crops drawn for up to 2,000 images."""
     multicrop = MultiCrop.of(recipe)
     small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}

@@ -26,7 +26,7 @@ _MOST_DIGITS, _MOST_PARTS = 20, 1000
 
 
 @dataclass(frozen=True)
-class Part:
+class MixturePart:
     """A source of a mixture: its place, absolute or below data.root; its share of the images of an epoch; and black and
     white of its images deeper than 8 bits, or None where data.value_range has them."""
 
@@ -35,7 +35,7 @@ class Part:
     value_range: tuple[float, float] | None = None
 
 
-def parse_mixture(texts: Sequence[str]) -> tuple[Part, ...]:
+def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     """The parts of a mixture, whose shares add up to 1. Raises ValueError."""
     parts = tuple(_parse_part(text) for text in texts)
     if len(parts) == 1:
@@ -45,10 +45,10 @@ def parse_mixture(texts: Sequence[str]) -> tuple[Part, ...]:
     total = sum((one.share for one in parts), Fraction(0))
     if parts and abs(total - 1) > _TOLERANCE:
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
-    return tuple(Part(one.place, one.share / total, one.value_range) for one in parts)
+    return tuple(MixturePart(one.place, one.share / total, one.value_range) for one in parts)
 
 
-def _parse_part(text: str) -> Part:
+def _parse_part(text: str) -> MixturePart:
     match = _ENTRY.fullmatch(text)
     if match is None or len(match["share"]) > _MOST_DIGITS or "," in _BRACES.sub("", match["place"]):
         raise ValueError(f"mixture: {as_written(text)} is not {_FORM}")
@@ -58,14 +58,14 @@ def _parse_part(text: str) -> Part:
     if not share:
         raise ValueError(f"mixture: {place} has the share 0: leave it out")
     if match["low"] is None:
-        return Part(place, share)
+        return MixturePart(place, share)
     try:
         low, high = float(match["low"]), float(match["high"])
     except ValueError:
         raise ValueError(f"mixture: {as_written(text)} is not {_FORM}") from None
     if not low < high:
         raise ValueError(f"mixture: {place} has the values {low:g}..{high:g}: the first must be less")
-    return Part(place, share, (low, high))
+    return MixturePart(place, share, (low, high))
 
 
 def _split(value: object) -> object:

@@ -38,7 +38,7 @@ from dino_ds.config.fields import (
     check_range,
     option,
 )
-from dino_ds.config.mixture import BalanceField, MixtureField, Part, parse_mixture
+from dino_ds.config.mixture import BalanceField, MixtureField, MixturePart, parse_mixture
 from dino_ds.config.model import ArgumentsField
 
 
@@ -84,7 +84,7 @@ class DataSection(Section):
         return {key: value for key, value in values.items() if key != "transform"} if unset else values
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MixturePart, ...]:
         """The sources of `mixture`; none without one."""
         return parse_mixture(self.mixture)
 

@@ -38,7 +38,7 @@ _SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCosts:
     """A part of a micro-batch.
 
     flops: of all its products.
@@ -71,7 +71,7 @@ class StepCosts:
     """
 
     images: int
-    parts: Mapping[str, Part]
+    parts: Mapping[str, PartCosts]
     saved: float
     held: float
     crops: float
@@ -197,7 +197,7 @@ def _rehearsed(
         "on_gpu": on_gpu,
     }
     costs = dict(kept(about, make, _own_code(recipe)))
-    costs["parts"] = {name: Part(**part) for name, part in costs["parts"].items()}
+    costs["parts"] = {name: PartCosts(**part) for name, part in costs["parts"].items()}
     costs["teachers"] = {name: TeacherCosts(**teacher) for name, teacher in costs["teachers"].items()}
     return StepCosts(images=images, **costs)
 
@@ -227,7 +227,7 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
         if len(other.moments) != len(part.moments):
             raise NotEstimated("memory is not estimated: the network does other things for other batches")
         moments = [(done, between(a, b)) for (_, a), (done, b) in zip(other.moments, part.moments, strict=True)]
-        parts[name] = Part(between(other.flops, part.flops), moments)
+        parts[name] = PartCosts(between(other.flops, part.flops), moments)
     numbers: dict[str, Any] = {of: between(getattr(few, of), getattr(many, of)) for of in _NUMBERS}
     return dataclasses.replace(many, images=images, parts=parts, **numbers)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dino_ds.config.mixture import Part
+from dino_ds.config.mixture import MixturePart
 from dino_ds.data.base import Joined, JoinedPart, Source
 from dino_ds.data.encoded import EncodedImages, ListedFiles
 from dino_ds.data.folder import ListFile
@@ -37,7 +37,7 @@ class Mixture(EncodedImages, Joined):
     places with images in common, unless they `may_overlap`, of which a note tells.
     """
 
-    def __init__(self, parts: Sequence[Part], root: str | None, may_overlap: bool = False) -> None:
+    def __init__(self, parts: Sequence[MixturePart], root: str | None, may_overlap: bool = False) -> None:
         self.parts = tuple(parts)
         self.sources = [_open(part, root) for part in parts]
         self.ends = list(itertools.accumulate(map(len, self.sources)))
@@ -137,7 +137,7 @@ class Mixture(EncodedImages, Joined):
         return Labels(labels), classes
 
 
-def place_of(part: Part, root: str | None) -> str:
+def place_of(part: MixturePart, root: str | None) -> str:
     """The path or pattern of a part's images. Raises ConfigError for a relative one without data.root."""
     place = os.path.expanduser(part.place)
     if root is None and not os.path.isabs(place):
@@ -156,7 +156,7 @@ def _real_places(path: str, source: EncodedImages) -> list[str]:
     return [os.path.realpath(file) + (f":{inside}" if inside else "") for file in files]
 
 
-def _open(part: Part, root: str | None) -> EncodedImages:
+def _open(part: MixturePart, root: str | None) -> EncodedImages:
     try:
         return open_files(place_of(part, root))
     except DataError as error:
@@ -174,7 +174,7 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
 
     Raises ConfigError or DataError where its images have no such classes or clusters.
     """
-    parts = source.parts if isinstance(source, Mixture) else (Part("data.root", Fraction(1)),)
+    parts = source.parts if isinstance(source, Mixture) else (MixturePart("data.root", Fraction(1)),)
     if balance == "none" and len(parts) == 1:
         return None, []
     ends = source.ends if isinstance(source, Mixture) else [len(source)]
@@ -219,7 +219,7 @@ def _left_out(labels: np.ndarray, kind: str) -> list[str]:
     return [f"data.balance {kind}: {without} images have none, and are never drawn"] if without else []
 
 
-def _repeats(draws: Draws, parts: tuple[Part, ...], kind: str, images: int) -> list[str]:
+def _repeats(draws: Draws, parts: tuple[MixturePart, ...], kind: str, images: int) -> list[str]:
     """Notes on images that come more than once in an epoch. Raises ConfigError for a part of which none comes."""
     notes = []
     for number, part in enumerate(parts):

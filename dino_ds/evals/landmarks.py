@@ -49,7 +49,7 @@ def paris(context: EvalContext) -> dict[str, float]:
     return _evaluate(context, "paris", "rparis6k", size=512, scales=_SCALES)
 
 
-class Answer(BaseModel):
+class QueryAnswers(BaseModel):
     """Of one query its box in pixels (left, top, right, bottom), and indices into the database by kind."""
 
     bbx: tuple[Pixel, Pixel, Pixel, Pixel]
@@ -63,7 +63,7 @@ class GroundTruth(BaseModel):
 
     imlist: Annotated[list[Name], Field(min_length=1)]
     qimlist: Annotated[list[Name], Field(min_length=1)]
-    gnd: list[Answer]
+    gnd: list[QueryAnswers]
 
     @model_validator(mode="after")
     def _check(self) -> GroundTruth:
@@ -86,7 +86,7 @@ def read_ground_truth(path: Path) -> GroundTruth:
         raise DataError(f"{path} is not a ground truth of revisitop: {one_line(error)}") from None
 
 
-def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[Answer], setup: str) -> float:
+def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
     """Mean average precision in percent of each query's `ranking` of the whole database by likeness.
 
     Queries that have nothing to find are left out; NaN if none is left. The same as `compute_map` of revisitop.

@@ -32,7 +32,7 @@ from dino_ds.data.sources import training_source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import DataError, UserError, one_line
-from dino_ds.planning.measure.machine import Gpu, find_gpus
+from dino_ds.planning.measure.machine import VisibleGpu, find_gpus
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -91,7 +91,7 @@ def no_gpu(complaint: str) -> Finding:
     return judge("gpu", text, cure, level=FAILURE)
 
 
-def check_architectures(gpus: list[Gpu]) -> Iterator[Finding]:
+def check_architectures(gpus: list[VisibleGpu]) -> Iterator[Finding]:
     """GPUs that torch was not built for: it needs code of their major version, or older PTX for the driver."""
     built = [] if torch.version.hip is not None else torch.cuda.get_arch_list()
     codes = [(kind, int(number.rstrip("af"))) for kind, _, number in (name.partition("_") for name in built)]

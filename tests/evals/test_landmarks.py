@@ -11,12 +11,12 @@ import torch
 
 import dino_ds.evals.landmarks as module
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.landmarks import Answer, describe_at_scales, landmark_map, oxford, paris, read_ground_truth
+from dino_ds.evals.landmarks import QueryAnswers, describe_at_scales, landmark_map, oxford, paris, read_ground_truth
 from tests.evals.tiny import context_of, landmarks
 
 
 def _answer(**kinds):
-    return Answer(**{"bbx": (0, 0, 1, 1), "easy": [], "hard": [], "junk": [], **kinds})
+    return QueryAnswers(**{"bbx": (0, 0, 1, 1), "easy": [], "hard": [], "junk": [], **kinds})
 
 
 def _slow_precision(ranking, positives, junk):

@@ -18,7 +18,7 @@ from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import DoctorOptions
 from dino_ds.planning import doctor, doctor_gpu, doctor_machine
-from dino_ds.planning.measure.machine import Gpu
+from dino_ds.planning.measure.machine import VisibleGpu
 from dino_ds.planning.measure.trial import join
 from tests.launching.cluster import environment
 from tests.run.harness import REPOSITORY, image_folder
@@ -78,7 +78,9 @@ def test_a_torch_that_does_not_load_is_a_page_not_a_traceback(tmp_path):
 )
 def test_a_gpu_that_torch_has_no_code_for_stops(capability, built, runs, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built)
-    assert _levels(doctor_machine.check_architectures([Gpu("GPU", capability, 40.0, 40.0)])) == ["FAIL"] * (not runs)
+    assert _levels(doctor_machine.check_architectures([VisibleGpu("GPU", capability, 40.0, 40.0)])) == ["FAIL"] * (
+        not runs
+    )
 
 
 def test_gpus_that_others_use_and_a_precision_that_the_device_lacks(monkeypatch):
@@ -88,7 +90,7 @@ def test_gpus_that_others_use_and_a_precision_that_the_device_lacks(monkeypatch)
         *_, stops = doctor_machine.look_at_gpus(_resolved("zero2_fp16.json"))
         assert stops.level == "FAIL" and "no fp16" in stops.text and "wants fp16" in stops.remedy
         assert _levels(doctor_machine.look_at_gpus(_resolved("zero2_bf16.json"))) == ["ok", "ok"]
-    gpus = [Gpu("A", "8.0", 40.0, 39.5), Gpu("A", "8.0", 40.0, 10.0)]
+    gpus = [VisibleGpu("A", "8.0", 40.0, 39.5), VisibleGpu("A", "8.0", 40.0, 10.0)]
     monkeypatch.setattr(doctor_machine, "find_gpus", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)

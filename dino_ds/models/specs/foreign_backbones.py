@@ -97,7 +97,7 @@ class ForeignSpec(BackboneSpec):
 
 
 @dataclass(frozen=True)
-class Facts:
+class NetworkFacts:
     """Facts that a network shows when it is built.
 
     `width`, `patch_width`, `stride`, `timm_layers` are answers of the spec; `segments`: the names of the modules that
@@ -116,7 +116,7 @@ class Facts:
 
 
 @functools.cache
-def facts_of(spec: ForeignSpec) -> Facts:
+def facts_of(spec: ForeignSpec) -> NetworkFacts:
     """Facts of a network, built on the meta device. Raises ConfigError for one that gives no features."""
     import torch
 
@@ -139,7 +139,7 @@ def facts_of(spec: ForeignSpec) -> Facts:
             raise ConfigError(f"model.backbone {spec.name} gives no features of images: {problems[0]}")
         image, patches = maps
         stride = 1 if patches is None else -(-side // patches.shape[1])
-        return Facts(
+        return NetworkFacts(
             width=image.shape[1],
             patch_width=0 if patches is None else patches.shape[-1],
             stride=stride,

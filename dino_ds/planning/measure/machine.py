@@ -14,7 +14,7 @@ _FREE_PART = 0.9
 
 
 @dataclass(frozen=True)
-class Gpu:
+class VisibleGpu:
     """Memory in GiB; `free_gib` is what other processes leave."""
 
     name: str
@@ -23,7 +23,7 @@ class Gpu:
     free_gib: float
 
 
-def find_gpus() -> list[Gpu]:
+def find_gpus() -> list[VisibleGpu]:
     """The GPUs that torch sees; none on a machine without."""
     if not torch.cuda.is_available():
         return []
@@ -31,7 +31,7 @@ def find_gpus() -> list[Gpu]:
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        gpus.append(Gpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
+        gpus.append(VisibleGpu(about.name, f"{about.major}.{about.minor}", total / 2**30, free / 2**30))
     return gpus
 
 
