@@ -284,7 +284,7 @@ ARCHIVES = {
 }
 """Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
 _USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
-IMAGE_FORMS = f"a folder of images, .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
+IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
 """The forms of images that data.root takes, in words."""
 
 

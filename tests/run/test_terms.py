@@ -34,7 +34,7 @@ def test_a_run_names_its_terms_from_the_first_line_to_the_report(tmp_path):
         "heads    head 48 prototypes (3 layers of 48, bottleneck 16), ibot_head 40 prototypes",
         "terms    1 x dino + 1 x ibot + 0.1 x koleo; targets by Sinkhorn-Knopp",
         "note     targets are balanced over all 8 images of a step; 2 micro-batches are held at once",
-        "warning  KoLeo sees a micro-batch of 4 images at a time, not the 8 of a step",
+        "warning  loss term koleo compares 4 images at a time, not the 8 of a step",
     ):
         assert line in log, line
     terms = {"teacher_entropy", "kl", "dino_loss", "ibot_loss", "ibot_teacher_entropy", "ibot_kl", "koleo_loss"}
