@@ -19,8 +19,6 @@ from tests.engine.test_state import Memory
 from tests.ranks import run_on_ranks
 from tests.reference import copied, product
 
-pytestmark = pytest.mark.numerical
-
 WINDOWS = 3
 MATRIX = [("resnet", 3, "fp32"), ("convnext", 2, "fp32"), ("resnet", 1, "bf16")]
 

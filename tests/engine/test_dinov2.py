@@ -13,8 +13,6 @@ from tests.planning.measure.tiny import tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
-pytestmark = pytest.mark.numerical
-
 WINDOWS, BATCH = 5, 8
 
 

@@ -49,19 +49,19 @@ def _ds(folder: Path, text: str | bytes) -> tuple[int, list[str]]:
     return command("train", "--config", "quickstart", "--ds_config", str(path))
 
 
-@examples(25)
+@examples(12)
 @given(text=broken_text(RECIPE))
 def test_broken_recipes(folder, text):
     _recipe(folder, text)
 
 
-@examples(25)
+@examples(12)
 @given(text=broken_text(DS))
 def test_broken_ds_configs(folder, text):
     _ds(folder, text)
 
 
-@examples(25)
+@examples(12)
 @given(
     words=st.lists(
         st.one_of(

@@ -206,7 +206,7 @@ def parquet_of(folder: Path) -> bytes:
 def test_broken_sets(tmp_path, name, write):
     path, whole = tmp_path / name, write(tmp_path)
 
-    @examples(25)
+    @examples(12)
     @given(data=broken_bytes(whole))
     def check(data):
         path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slots=2\n"
 
 
-@examples(80)
+@examples(40)
 @given(
     text=st.one_of(
         broken_text(HOSTS),

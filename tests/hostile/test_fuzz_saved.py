@@ -41,7 +41,7 @@ def test_broken_tensors_with_good_sums_are_other_tensors_or_refused(run, name):
     """Whoever can write the file can compute its sum: what it holds may be wrong, and does nothing else."""
     folder = run / "checkpoints/step_00000008"
 
-    @examples(25)
+    @examples(12)
     @given(data=broken_bytes((folder / name).read_bytes()))
     def check(data):
         put_with_good_sums(folder, name, data)
@@ -50,7 +50,7 @@ def test_broken_tensors_with_good_sums_are_other_tensors_or_refused(run, name):
     check()
 
 
-@examples(60)
+@examples(30)
 @given(data=st.data())
 def test_manifests_with_good_sums_and_odd_values(run, data):
     path = run / "checkpoints/step_00000008/manifest.json"

@@ -27,7 +27,7 @@ def run(trained, tmp_path):
     return Path(shutil.copytree(trained / "run", tmp_path / "run"))
 
 
-@examples(20)
+@examples(12)
 @given(data=st.data())
 def test_broken_teachers(run, data):
     path = run / "teacher.safetensors"
@@ -37,7 +37,7 @@ def test_broken_teachers(run, data):
     path.write_bytes(whole)
 
 
-@examples(20)
+@examples(12)
 @given(data=st.data())
 def test_broken_heads(run, data):
     """They lie in the checkpoint: what is broken in it is named, and never used."""
@@ -50,7 +50,7 @@ def test_broken_heads(run, data):
     assert (message is None) == (broken == whole)
 
 
-@examples(25)
+@examples(12)
 @given(data=st.data())
 def test_broken_descriptions(run, data):
     path = run / "teacher.json"

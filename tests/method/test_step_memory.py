@@ -13,8 +13,6 @@ from dino_ds.models import logits
 from dino_ds.planning.bench.ladder import LadderStep, all_steps, build_ladder_step, last_exact
 from tests.planning.measure.tiny import tiny_recipe
 
-pytestmark = pytest.mark.numerical
-
 K = 3001  # a size that nothing else of the step has
 BOTTLENECKS = (13, 11)
 TILE, PART, KEPT = 20, 2, 40  # rows

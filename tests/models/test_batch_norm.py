@@ -23,8 +23,6 @@ from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from tests.ranks import run_on_ranks
 from tests.reference import copied
 
-pytestmark = pytest.mark.numerical
-
 KINDS = {
     "rows": (lambda: nn.BatchNorm1d(5), (8, 5)),
     "sequences": (lambda: nn.BatchNorm1d(5, eps=1e-3), (8, 5, 3)),

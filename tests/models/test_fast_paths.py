@@ -107,7 +107,6 @@ def _kernels_of_a_gpu():
 
 
 @pytest.mark.slow
-@pytest.mark.numerical
 @pytest.mark.parametrize(
     ("arch", "depth", "patches", "way"),
     sampled(
@@ -127,7 +126,6 @@ def test_they_change_nothing(arch, depth, patches, way, monkeypatch):
     assert way != "recomputed" or all(torch.equal(found[name], tensor) for name, tensor in usual.items())
 
 
-@pytest.mark.numerical
 @pytest.mark.parametrize("arch", ["learned", "plain"])
 def test_batched_stochastic_depth_equals_masks_over_all_sequences(arch, monkeypatch):
     """Skipping the work equals multiplying it by 0, and the kept by sequences / kept ones."""
@@ -147,7 +145,6 @@ def test_batched_stochastic_depth_equals_masks_over_all_sequences(arch, monkeypa
     _assert_equal(_run(_model(arch, stochastic_depth="batched")), _run(_model(arch)))
 
 
-@pytest.mark.numerical
 def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch):
     """A network that gives features may see any number of images; a teacher, a copy of a named network, sees those of
     training, and gives the same."""
@@ -168,7 +165,6 @@ def test_blocks_are_fused_in_training_alone_and_where_they_are_large(monkeypatch
     assert not seen and (fused - plain).abs().max() <= 1e-10 * plain.abs().max()
 
 
-@pytest.mark.numerical
 def test_frozen_scales_are_fused_too():
     """The parts that are trained have the gradients that they have without."""
     found = []

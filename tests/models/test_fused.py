@@ -21,8 +21,6 @@ from dino_ds.models.fused import Fused, fuses, uncompiled
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 
-pytestmark = pytest.mark.numerical
-
 K, C, IMAGES = 203, 12, 9
 OTHERS = {"crops": 2, "exclude_own": True, "others": 0.3}
 CASES = {

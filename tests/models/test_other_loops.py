@@ -33,7 +33,6 @@ from dino_ds.models.vit import VisionTransformer
 from tests.ranks import run_on_ranks
 from tests.sample import sampled
 
-pytestmark = pytest.mark.numerical
 GROUPS, HEADS = ((2, 5), (1, 4)), 2
 """Two sequences of a CLS token and four patches, and one that has its patches alone: 14 tokens of width 8."""
 ROWS = torch.tensor([0, 2, 5])

@@ -11,8 +11,6 @@ from dino_ds.planning.bench.ladder import all_steps, build_ladder_step, last_exa
 from tests.planning.measure.tiny import tiny_recipe
 from tests.reference import copied
 
-pytestmark = pytest.mark.numerical
-
 EXACT = [step for step in all_steps() if step.exact]
 
 
@@ -51,7 +49,7 @@ def _losses_and_teacher(step, more):
     return torch.tensor(losses), teacher, torch.cat(statistics) if statistics else torch.zeros(0)
 
 
-@pytest.fixture(scope="module", params=[{}, DINOV2], ids=["dino", "dinov2"])
+@pytest.fixture(scope="module", params=[pytest.param({}, marks=pytest.mark.full), DINOV2], ids=["dino", "dinov2"])
 def plain(request):
     init_distributed()
     return request.param, _losses_and_teacher(EXACT[0], request.param)
