@@ -102,15 +102,6 @@ def test_masks_are_learned_and_drawn(place, tmp_path, frozen):
 
 
 @pytest.mark.slow
-def test_logits_are_as_large_as_the_image_whatever_the_patches(place):
-    backbone, _ = finetune_classification.load_teacher(str(place / "teacher.safetensors"), 0)
-    network = finetune_segmentation.Segmenter(backbone, 3, True).eval()
-    assert network(torch.zeros(2, 3, 37, 51)).shape == (2, 3, 37, 51)
-    resnet = finetune_segmentation.Segmenter(timm.create_model("resnet18", num_classes=0), 3, True).eval()
-    assert resnet(torch.zeros(1, 3, 64, 70)).shape == (1, 3, 64, 70)
-
-
-@pytest.mark.slow
 def test_any_size_is_taken_and_names_of_timm_build_the_network_again(place):
     for name in (str(place / "teacher.safetensors"), "vit_tiny_patch16_224.augreg_in21k", "resnet18"):
         network, about = finetune_classification.load_teacher(name, 3, random=True)
