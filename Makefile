@@ -6,13 +6,14 @@
 # processes (default: one a GPU, at most two; two without a GPU).
 VENV ?= .venv
 PYTHON ?= python3
+FREE_PORT = $$($(VENV)/bin/python -c 'from dino_ds.basics.ports import find_free_port; print(find_free_port())')
 RANKS ?= $(shell $(VENV)/bin/python -c 'import torch; print(min(torch.cuda.device_count(), 2) or 2)')
 
 READY := $(VENV)/.dino_ds_ready
 .PHONY: train format lint test-fast test test-all test-ranks test-alone test-faults site tiers bench-gpu setup clean
 
 train: setup
-	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) dino_ds/train.py \
+	PATH="$(abspath $(VENV))/bin:$$PATH" deepspeed --quiet --num_gpus $(RANKS) --master_port $(FREE_PORT) dino_ds/train.py \
 		--ds_config ds_configs/zero0_fp32.json --config quickstart $(if $(RUN),--run_dir $(RUN))
 
 # Of this clone what is ours: a user may keep programs of his own in it.

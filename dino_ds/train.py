@@ -41,7 +41,7 @@ from dino_ds.method.build_frozen import check_same_teacher, describe_distillatio
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep
-from dino_ds.run.announcement import announce, closing_lines
+from dino_ds.run.announcement import announce, closing_lines, unused_classes
 from dino_ds.run.beginning import Beginning, choose_beginning
 from dino_ds.run.caller import Caller
 from dino_ds.run.doors import Chosen, build_periodic_tasks, choose_ds_config
@@ -108,9 +108,12 @@ def _train(recipe: Recipe, request: _Request) -> None:
             with lock.starting():
                 _agree_on_folder(request.path)
                 options, ds, ds_path, overrides, *_ = request
+                with distributed.raise_on_all_ranks():
+                    source = training_images(recipe.data, recipe.eval.val_share, holds_out_by_line(request.path))
+                    recipe.check_count(len(source))
                 chosen = choose_ds_config(recipe, options, ds, ds_path, overrides)
                 guards.memory.expect(recipe, chosen.config, chosen.predicted_gib)
-                folder, source, notes = _open_folder(recipe, chosen, request)
+                folder, notes = _open_folder(recipe, source, chosen, request)
                 run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
                 hours = chosen.hours(run.step.schedules.steps)
@@ -128,16 +131,13 @@ def _agree_on_folder(path: Path) -> None:
         raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
-def _open_folder(recipe: Recipe, chosen: Chosen, request: _Request) -> tuple[RunFolder, Source, list[str]]:
-    """The run folder, whose recipe has data.value_range as a number, the training images, and notes for the log.
+def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
+    """The run folder, whose recipe has data.value_range as a number, and notes for the log.
 
-    Raises UserError, before it looks into an image: for images that are not there, then for too few, then ConfigError
-    for more memory predicted than there is.
+    Raises UserError for a folder that the run can't have, then ConfigError for more memory predicted than there is.
     """
     data, config, said = recipe.data, chosen.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        source = training_images(data, recipe.eval.val_share, holds_out_by_line(request.path))
-        recipe.check_count(len(source))
         cache_gib, found = fitting_cache(data.cache_gib, source)
         recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if found else recipe
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
@@ -145,7 +145,8 @@ def _open_folder(recipe: Recipe, chosen: Chosen, request: _Request) -> tuple[Run
             chosen.check_fits()
     folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
     folder.agree()
-    return folder, source, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found, *ranges]
+    found += unused_classes(recipe, source)
+    return folder, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found, *ranges]
 
 
 def _build(
@@ -169,7 +170,7 @@ def _build(
     last_step = folder.last_step(epoch_steps, max_steps)
     ends = f"--max_steps {max_steps}" if max_steps else f"length {recipe.length}"
     begin.check_ahead(last_step, str(folder.path), ends)
-    notes = [*begin.notes, *check_lengths(recipe, epoch_steps)]
+    notes = [*begin.notes, *check_lengths(recipe, epoch_steps, last_step)]
 
     # What is learned, and what is done between steps.
     evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)

@@ -46,7 +46,7 @@ UNITS = ("steps", "epochs", "images")
 
 MOST_PASSES = 2000
 """The most often that LightlyTrain advises to see an image; `train` and `advise` say it of longer runs."""
-LEAST_IMAGES = 100
+LEAST_IMAGES, FEW_IMAGES = 100, 2000
 """The smallest number of images to learn from: `advise` refuses fewer, `train` warns."""
 
 

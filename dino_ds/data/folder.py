@@ -270,7 +270,7 @@ def describe_missing(root: Path) -> str:
     if near:
         return f"{root} does not exist. Did you mean {parent / near[0]}?"
     existing = next((folder for folder in root.parents if os.path.isdir(folder)), Path("/"))
-    return f"{root} does not exist ({existing.absolute()} does); give an existing folder of images"
+    return f"{root} does not exist (its part {existing.absolute()} does): give a folder of images"
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:

@@ -12,6 +12,8 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 
 _LEAST_EVALUATIONS = 10
+_FEW_TEST_IMAGES = 400
+"""Test images below which chance moves k-NN by 5 points and more."""
 
 
 @dataclass
@@ -150,11 +152,12 @@ class Best:
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
 
-    chance: of who guesses; began_as: words for the network before training; advice: what helps a teacher that is worse
-    than raw pixels.
+    chance: of who guesses; images: number of test images; began_as: words for the network before training; advice: what
+    helps a teacher that is worse than raw pixels.
     """
 
     chance: float = 0.0
+    images: int = 0
     began_as: str = "untrained network"
     advice: list[str] = field(default_factory=lambda: ["train longer (--length)", "on more images"])
     raw: float | None = None
@@ -169,6 +172,13 @@ class Knn:
         """Take the values of an evaluation."""
         self.step, self.latest, self.raw = step, latest, raw
         self.untrained = latest if step == 0 else self.untrained
+
+    def notes(self) -> list[str]:
+        """A note on how far chance moves the accuracy where test images are few: two standard errors of a half."""
+        if not 0 < self.images < _FEW_TEST_IMAGES:
+            return []
+        margin = 100 / math.sqrt(self.images)
+        return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
 
     def metrics(self) -> dict[str, float]:
         assert self.latest is not None and self.raw is not None

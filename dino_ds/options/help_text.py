@@ -94,7 +94,8 @@ def _short_page(command: Command) -> str:
         *_rows([*map(_row, own.values()), *rows], 120),
         "",
     ]
-    parts += [f"all {count} options: dino-ds {command.name} --help all; keys of the ds JSON: dino-ds train --help all"]
+    rest = "with the keys of the ds JSON" if command is TRAIN else "keys of the ds JSON: dino-ds train --help all"
+    parts += [f"all {count} options: dino-ds {command.name} --help all, {rest}"]
     return "\n".join([*parts, "", *_EXAMPLES.splitlines()[:3]] if command is TRAIN else parts)
 
 

@@ -208,7 +208,7 @@ def _cpu_length(data: Data) -> Row:
         why = f"the most that LightlyTrain advises; {rest}"
         return Row("length", f"{most:,} images, each {MOST_PASSES:,} times", why, {"length": f"{most} images"})
     more = ", 40 on photographs of 375 px" if not data.tiny else ", 3 times as long at 64 px" if data.side > 32 else ""
-    measured = f"11 to 23 CPU minutes on CIFAR-10{more}"
+    measured = f"about half an hour of a CPU core on CIFAR-10{more}"
     return Row("length", "600,000 images", f"{measured}; {rest}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dino_ds.config.fields import LEAST_IMAGES
+from dino_ds.config.fields import FEW_IMAGES, LEAST_IMAGES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.schema import named_values
 from dino_ds.data.base import Source, UnreadableImage
@@ -27,10 +27,9 @@ from dino_ds.planning.gpus import named_gpu
 from dino_ds.planning.measure.machine import find_gpus
 from dino_ds.planning.measure.tables import print_result
 from dino_ds.planning.rules import (
-    FEW_IMAGES,
+    FROZEN,
     Data,
     Gpus,
-    frozen_weights,
     recipe_for,
     useful_gpus,
 )
@@ -55,7 +54,7 @@ def run(options: AdviseOptions) -> None:
     if data.images < LEAST_IMAGES:
         cure = f"released weights have 3 channels, these images {data.channels}: gather more images"
         if data.color:
-            cure = f"take released features, dino-ds {_embed('vit_small_patch16_224.dino', options)}"
+            cure = f"take released features, dino-ds {_embed(options)}"
         raise ConfigError(
             f"{data.images} images are too few to learn from (LightlyTrain recommends several thousand): {cure}"
         )
@@ -66,8 +65,8 @@ def run(options: AdviseOptions) -> None:
     if count < offered.count:
         rows.insert(0, fewer_gpus(data, gpus, offered.count))
     recipe = recipe_for(data, gpus)
-    flags = _train_flags(options, recipe, rows)
-    has_tests = load_recipe(recipe, flags).eval.root is not None
+    flags = _train_flags(options, recipe, rows, images["classes"] or 0)
+    has_tests = bool(flags.keys() & {"eval.root", "eval.val_share"})
     result: dict[str, Any] = {
         "decisive": vars(data),
         "found": images,
@@ -128,12 +127,13 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
     }
 
 
-def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row]) -> dict[str, str]:
-    """Options of `dino-ds train` that the recipe does not set so itself."""
+def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], classes: int) -> dict[str, str]:
+    """Options of `dino-ds train` that the recipe does not set so itself; of images in class folders a tenth is held
+    out for k-NN where no folder of tests lies beside them."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
-    flags |= {"eval.root": str(tests)} if tests else {}
+    flags |= {"eval.root": str(tests)} if tests else {"eval.val_share": "0.1"} if classes > 1 else {}
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
@@ -151,10 +151,9 @@ def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> st
 def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> Iterator[str]:
     if data.images < FEW_IMAGES:
         yield f"{data.images:,} images are few: LightlyTrain's FAQ recommends several thousand"
-    if weights := frozen_weights(data, gpus):
+    if data.color and (not data.tiny or data.images < FEW_IMAGES):
         yield (
-            "first, without training (DINOv2's model card: good features out of the box)\n"
-            f"  dino-ds {_embed(weights, options)}"
+            f"first, without training (DINOv2's model card: good features out of the box)\n  dino-ds {_embed(options)}"
         )
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
@@ -162,7 +161,7 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> I
         named = _images(options)
         yield f"images must be read and cropped as fast as they are trained on\n  dino-ds bench workers {named}"
     if not has_tests and options.source == "folder":
-        yield "no labelled test images: hold some back, and name them with --eval.root, to see k-NN while it trains"
+        yield "no class folders, so k-NN is not measured while it trains: name labelled images with --eval.root"
     yield "if it does not learn: docs/your-data.md"
 
 
@@ -185,8 +184,8 @@ def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator
         yield "large images are slow to decode: smaller ones are made once by\n  dino-ds shard --shrink 512"
 
 
-def _embed(weights: str, options: AdviseOptions) -> str:
-    return f"embed {weights} {_images(options, '')} --out features.parquet"
+def _embed(options: AdviseOptions) -> str:
+    return f"embed {FROZEN} {_images(options, '')} --out features.parquet"
 
 
 def _page(result: Mapping[str, Any], images_of: str) -> str:

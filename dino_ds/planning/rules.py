@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from dino_ds.config.fields import MOST_PASSES
 
-FEW_IMAGES = 3000
-"""LightlyTrain's FAQ wants several thousand."""
+FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
+"""Released weights whose features are worth a look before any training, with the size of the images, for `embed`."""
 _MANY_IMAGES = 1_000_000
 """Images from which training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
 _FEW_FOR_DINO = 100_000
@@ -65,11 +65,6 @@ def released_weights(data: Data, gpus: Gpus) -> str | None:
         return None
     large = gpus.count >= 4 and data.images >= 100_000
     return f"vit_{'base' if large else 'small'}_patch16_224.dino"
-
-
-def frozen_weights(data: Data, gpus: Gpus) -> str | None:
-    """timm's name of the weights whose features are worth a look before any training; a CPU computes these too."""
-    return released_weights(data, gpus if gpus.count else Gpus(1))
 
 
 def epochs(images: int) -> int:

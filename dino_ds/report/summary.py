@@ -62,16 +62,26 @@ def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
             "--optimizer.warmup; the incidents say more."
         )
     if knn is None:
-        return "odd", "Whether it has learned is not known without labels: dino-ds eval RUN --root DIR --test_root DIR."
+        return "odd", (
+            "Whether it has learned is not known: no labelled images were held out (--eval.val_share 0.1, of class "
+            f"folders). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST."
+        )
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"
     start = knn.get("untrained", knn.get("start"))
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
-    if knn["best"] <= bar + _NOISE:
-        return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}. Train longer."
-    if knn["teacher"] < knn["best"] - max(_NOISE, _FALL * (knn["best"] - bar)):
+    tests = next((e.about.get("test_images", 0) for e in run.evaluations if e.name == "knn"), 0)
+    noise = max(_NOISE, 100 / math.sqrt(tests) if tests else 0.0)
+    if knn["best"] <= bar + noise:
+        chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
+        return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."
+    if knn["teacher"] < knn["best"] - max(noise, _FALL * (knn["best"] - bar)):
         step, best = f"{knn['best_step']:,}", percent(knn["best"])
-        remedy = "take that teacher: --weights best" if run.best else "next time keep the best: --eval.keep_best knn"
+        remedy = (
+            f"take that teacher: dino-ds embed {run.path} --weights best"
+            if run.best
+            else "next time keep the best: --eval.keep_best knn"
+        )
         return "odd", f"Falls since step {step}: k-NN was {best}, and is {newest}; {remedy}, and end earlier."
     return "good", f"Learned: k-NN is {newest}, beside {percent(bar)} {name}."
 
@@ -159,6 +169,8 @@ def reproduction(run: RunFiles) -> str:
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]
+    last = run.events.fact("length", "last_step", int)
+    files += ["--max_steps", str(last)] if last and run.planned_steps and last < run.planned_steps else []
     ranks = run.environment.get("ranks")
     several = isinstance(ranks, int) and ranks > 1
     program = ["torchrun", "--nproc_per_node", str(ranks), "dino_ds/train.py"] if several else ["dino-ds", "train"]

@@ -11,10 +11,11 @@ import torch
 
 from dino_ds.basics.durable import cache_folder
 from dino_ds.config.crops import EMA, describe_crops
-from dino_ds.config.fields import LEAST_IMAGES, MOST_PASSES
+from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import Given
+from dino_ds.data.base import Source
 from dino_ds.engine import distributed
 from dino_ds.errors import one_line
 from dino_ds.health.files import Event
@@ -123,15 +124,23 @@ def first_on_gpu(where: torch.device) -> list[str]:
     ]
 
 
+def unused_classes(recipe: Recipe, source: Source) -> list[str]:
+    """A note where the images lie in class folders, and no test images are named or held out."""
+    classes, asked = len(source.classes or ()), recipe.eval
+    if classes < 2 or asked.root or asked.val_share or asked.evals != "auto" or not recipe.data.own_files:
+        return []
+    return [f"{classes} class folders: --eval.val_share 0.1 holds a tenth of the images out, and measures k-NN on them"]
+
+
 def few_images(images: int, shown: int) -> list[str]:
     """Warnings of a run that shows too few `images`, or them too often, `shown` images in all."""
     most = MOST_PASSES * images
-    few = f"{images} images are too few to learn from (LightlyTrain recommends several thousand): dino-ds advise"
+    few = f"{images} images are few (LightlyTrain recommends several thousand): dino-ds advise says what else to do"
     often = (
         f"each of {images:,} images is shown {shown // images:,} times; LightlyTrain advises {MOST_PASSES:,} at most: "
         f'--length "{most} images"'
     )
-    return [few] * (images < LEAST_IMAGES) + [often] * (shown >= most + images)
+    return [few] * (images < FEW_IMAGES) + [often] * (shown >= most + images)
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:

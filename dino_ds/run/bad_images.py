@@ -59,7 +59,8 @@ class ImageReports:
             self._log.info(*self._saver.saving.finish())
             raise DataError(
                 f"{len(seen)} of {drawn} images are unreadable, data.max_bad_fraction {fraction:g} "
-                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or raise the fraction"
+                f"allows {limit}; their names are in {run.path / 'log.txt'}: fix or remove them, or allow more "
+                f"(--data.max_bad_fraction {math.ceil(200 * len(seen) / run.options.images) / 100:g})"
             )
 
 

@@ -51,8 +51,9 @@ def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
     return Inputs(crops, sample_keys(recipe.seed, 0, indices), synthetic_masks(recipe, images, device))
 
 
-def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
-    """Lines for the log about warm-ups that end no sooner than the run; an epoch has `epoch_steps` optimizer steps.
+def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:
+    """Lines for the log about warm-ups that end later than the run's length, or than `last_step`, at which this start
+    ends; an epoch has `epoch_steps` optimizer steps.
 
     Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
     term that never begins.
@@ -75,8 +76,11 @@ def check_lengths(recipe: Recipe, epoch_steps: int) -> list[str]:
     for term in terms_of(recipe):
         if term.weight.length is not None:
             late[f"the ramp of {term.name}'s weight"] = (term.weight.length, f"it does not reach {term.weight.end:g}")
+    ends = (
+        f"{length} is {last}" if last_step >= last else f"--max_steps ends at {last_step} (--length shortens these too)"
+    )
     return [
-        f"{name} {part} is {steps} steps, and {length} is {last}: {so}"
+        f"{name} {part} is {steps} steps, and {ends}: {so}"
         for name, (part, so) in late.items()
-        if (steps := part.in_steps(batch, epoch_steps)) > last
+        if (steps := part.in_steps(batch, epoch_steps)) > min(last, last_step)
     ]

@@ -44,7 +44,12 @@ class RunFolder:
         self.path, self.recipe, self.config = path, recipe, config
         there = holds_run(path)
         if resume is False and there:
-            raise ConfigError(f"{path} already holds a run; add --resume to continue it, or give another --run_dir")
+            how = (
+                "--resume to continue it"
+                if any(path.glob("checkpoints/step_*"))
+                else "--resume auto: it made no checkpoint"
+            )
+            raise ConfigError(f"{path} already holds a run; add {how}, or give another --run_dir")
         if resume not in (False, "auto") and not there:
             raise nothing_to_resume(path)
         if resume is False and allow_change is not None:

@@ -37,8 +37,8 @@ class TrainOptions:
     )
     resume: Annotated[Resume, BeforeValidator(_read_resume)] = option(
         False,
-        "continue --run_dir from its newest whole checkpoint, without --config by its own recipe; auto: or start; "
-        "N: from that of step N",
+        "continue --run_dir from its newest whole checkpoint, by its own recipe; N: from step N's; auto: a new run "
+        "where there is none yet",
     )
     allow_change: str | None = option(
         None, "KEY,KEY: what may differ from the checkpoint's though it changes what is learned"

@@ -97,7 +97,8 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     with pytest.raises(SystemExit) as stopped:
         main(["advise", str(place)])
     says = (
-        f"holds train/ and val/: name the images to train on, {place}/train (labelled test images: --eval.root {place}"
+        f"holds train/ and val/: name the images to train on, {place}/train (for train, labelled test images: "
+        f"--eval.root {place}"
     )
     assert stopped.value.code == 2 and says in capsys.readouterr().err
     words = ["train", "--config", "small", "--data.root", str(place), "--run_dir", str(tmp_path / "run")]
@@ -110,7 +111,8 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
 
 def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):
     notes = _advise(capsys, str(_photographs(tmp_path)))["notes"]
-    assert any(f"dino-ds embed vit_small_patch16_224.dino --root {tmp_path} --out" in note for note in notes)
+    command = f"dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root {tmp_path} --out"
+    assert any(command in note for note in notes)
 
 
 def test_what_is_wrong_with_the_images_is_said(tmp_path, capsys):
@@ -150,7 +152,7 @@ def test_slow_images_are_looked_at_for_three_seconds(monkeypatch):
     ("words", "message"),
     [
         ([], "no images are given: dino-ds advise DIR"),
-        (["{seven}"], "take released features, dino-ds embed vit_small_patch16_224.dino --root"),
+        (["{seven}"], "take released features, dino-ds embed vit_small_patch14_dinov2.lvd142m --size 224 --root"),
         (["{six}"], "7 images are too few to learn from (LightlyTrain recommends several thousand): released weights"),
         (["{broken}"], "none of the 20 images looked at can be read"),
         (["{seven}", "--gpu", "409"], "Did you mean rtx4090-24g?"),

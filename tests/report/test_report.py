@@ -114,7 +114,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
             "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %",
         ),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
-        ((), 0, "odd", "Whether it has learned is not known without labels"),
+        ((), 0, "odd", "Whether it has learned is not known: no labelled images"),
     ],
 )
 def test_the_verdict(tmp_path, accuracies, collapsed, level, says):

@@ -27,27 +27,30 @@ GRAM = {"gram.weight": "1", "gram.start": "12 steps"}
 def test_what_would_never_begin_is_refused(changes: dict[str, str], problem: str):
     """Whatever the units; 2 steps of 8 images are an epoch."""
     with pytest.raises(ConfigError, match="shorten it") as caught:
-        check_lengths(load_recipe(None, TINY | changes), 2)
+        check_lengths(load_recipe(None, TINY | changes), 2, 99)
     assert problem in str(caught.value)
 
 
 def test_what_lasts_to_the_end_is_said():
     """A warm-up or frozen prototypes: the run learns, but not as the recipe says."""
     assert (
-        check_lengths(load_recipe(None, TINY | {"model.freeze_backbone": "5 epochs", "gram.start": "0 steps"}), 2) == []
+        check_lengths(load_recipe(None, TINY | {"model.freeze_backbone": "5 epochs", "gram.start": "0 steps"}), 2, 99)
+        == []
     )
-    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps", "optimizer.warmup": "2 epochs"}), 2)
+    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps", "optimizer.warmup": "2 epochs"}), 2, 99)
     assert lines == [
         "optimizer.warmup 2 epochs is 4 steps, and length 3 steps is 3: the learning rate does not reach its peak"
     ]
     slow = {"objective.teacher_temp": "0.07", "objective.teacher_temp_warmup": "2 epochs"}
     slow |= {"objective.koleo_weight": "0.1..0.5 over 2 epochs"}
-    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps"} | slow), 2)
+    lines = check_lengths(load_recipe(None, TINY | {"length": "3 steps"} | slow), 2, 99)
     assert lines == [
         "objective.teacher_temp_warmup 2 epochs is 4 steps, and length 3 steps is 3: objective.teacher_temp 0.07 is "
         "not reached",
         "the ramp of koleo's weight 2 epochs is 4 steps, and length 3 steps is 3: it does not reach 0.5",
     ]
+    (line,) = check_lengths(load_recipe(None, TINY | {"optimizer.warmup": "2 epochs"}), 2, 3)
+    assert "--max_steps ends at 3 (--length shortens these too): the learning rate" in line
 
 
 @pytest.fixture(scope="module")
