@@ -49,10 +49,10 @@ class Origin:
     def read(run_dir: Path) -> Origin | None:
         """The origin of the run in this folder, or None if it began with nothing or its environment.json can't be
         read."""
-        found = read_environment(run_dir, ORIGIN)
+        recorded = read_environment(run_dir, ORIGIN)
         try:
-            run, run_id, stage_start = (str(found[name]) for name in ("run", "run_id", "stage_start"))
-            return Origin(run, run_id, int(found["step"]), stage_start)
+            run, run_id, stage_start = (str(recorded[name]) for name in ("run", "run_id", "stage_start"))
+            return Origin(run, run_id, int(recorded["step"]), stage_start)
         except (ValueError, KeyError, TypeError, OverflowError):
             return None
 
@@ -72,14 +72,14 @@ class Origin:
 
         A folder that is gone may be the one that is recorded, under its name.
         """
-        found = read_run_id(run)
-        is_same = str(run) == self.run if found is None else found == self.run_id
+        run_id = read_run_id(run)
+        is_same = str(run) == self.run if run_id is None else run_id == self.run_id
         if is_same and step in (None, self.step):
             return
         named = f"{run}{'' if step is None else f', step {step}'}"
-        what = "which can't be read" if found is None else f"run {found}"
+        which = "which can't be read" if run_id is None else f"run {run_id}"
         raise CheckpointError(
-            f"--from {named} ({what}), and this stage began with {self.run}, step {self.step} (run {self.run_id}): "
+            f"--from {named} ({which}), and this stage began with {self.run}, step {self.step} (run {self.run_id}): "
             "leave --from out to continue it, or begin another stage in another --run_dir"
         )
 
@@ -94,8 +94,8 @@ def read_environment(run_dir: Path, key: str) -> Any:
 
 def read_run_id(run_dir: Path) -> str | None:
     """The run id in environment.json of a folder, or None if it is not there or can't be read."""
-    found = read_environment(run_dir, "run_id")
-    return found if isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found) else None
+    run_id = read_environment(run_dir, "run_id")
+    return run_id if isinstance(run_id, str) and re.fullmatch("[0-9a-f]{1,64}", run_id) else None
 
 
 def learned(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,8 +110,8 @@ def is_free(key: str) -> bool:
 
 def _fact(key: str, name: str, default: Any) -> Any:
     """A fact that `option` of config.fields was given of a key, or `default`."""
-    found = options_of(Recipe).get(key)
-    return default if found is None else found.fact(name, default)
+    declared = options_of(Recipe).get(key)
+    return default if declared is None else declared.fact(name, default)
 
 
 def holds_out_by_line(run_dir: Path) -> bool:
@@ -167,10 +167,10 @@ def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[s
         )
 
 
-def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
+def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
     """The recipe of the run in `run_dir`, whose relative paths begin in the folder in which that was started.
 
-    given: keys that another value takes the place of; flag: the option that names other images. `notes` gets a line
+    replaced: keys whose values here are others; flag: the option that names other images. `notes` gets a line
     for each path that is so found elsewhere.
     Raises ConfigError for a file that is not a recipe, and for images that are in neither folder.
     """
@@ -178,14 +178,14 @@ def own_recipe(run_dir: Path, given: Collection[str], notes: list[str], flag: st
     folder = started_in(run_dir)
     moved = {}
     for key, value in named_values(recipe):
-        if key not in path_keys() or key in given or value is None:
+        if key not in path_keys() or key in replaced or value is None:
             continue
-        before, value = split_place(value)
+        kind, value = split_place(value)
         if not value or os.path.isabs(os.path.expanduser(value)):
             continue
         there = os.path.join(folder or "", value)
         if folder is not None and not os.path.samefile(folder, ".") and _is_there(there):
-            moved[key] = before + there
+            moved[key] = kind + there
             notes.append(f"{key} {value} is {there}: {run_dir} was started in {folder}")
         elif key == "data.root" and not recipe.data.download and ":" not in recipe.data.source and not _is_there(value):
             places = f"{folder}, where it was started, nor in {os.getcwd()}" if folder else os.getcwd()

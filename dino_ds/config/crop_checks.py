@@ -24,9 +24,6 @@ def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
     if crops.num_local:
         sizes += [(f"crops.resolutions {resolution}: local size", resolution.local_size) for resolution in several]
         sizes += [] if several else [("crops.local_size", crops.local_size)]
-    elif model.local_cls_norm:
-        why = "is for CLS tokens of local crops, and crops.num_local is 0"
-        problems += [IdleKey.of("model.local_cls_norm", "true", why)]
     sizes += [(f"crops.resolutions {resolution}: global size", resolution.global_size) for resolution in several]
     return problems + side_problems(sizes, model.backbone, patch)
 

@@ -87,17 +87,17 @@ class Resolution:
     @staticmethod
     def parse(word: str) -> Resolution:
         """Read "512/112:0.3" or "512/112/768:0.3". Raises ValueError."""
-        found = re.fullmatch(r"([1-9][0-9]{0,4})/([1-9][0-9]{0,4})(?:/([1-9][0-9]{0,4}))?:([0-9.]+)", word)
+        parts = re.fullmatch(r"([1-9][0-9]{0,4})/([1-9][0-9]{0,4})(?:/([1-9][0-9]{0,4}))?:([0-9.]+)", word)
         try:
-            share = float(found[4]) if found else math.nan
+            share = float(parts[4]) if parts else math.nan
         except ValueError:
             share = math.nan
-        if found is None or not 0 < share < 1:
+        if parts is None or not 0 < share < 1:
             raise ValueError(
                 f"resolutions: {word!r} is not GLOBAL/LOCAL:SHARE or GLOBAL/LOCAL/GRAM:SHARE, such as 512/112:0.3 for "
                 "3 of 10 steps"
             )
-        return Resolution(int(found[1]), int(found[2]), int(found[3]) if found[3] else None, share)
+        return Resolution(int(parts[1]), int(parts[2]), int(parts[3]) if parts[3] else None, share)
 
     def __str__(self) -> str:
         gram = f"/{self.gram_size}" if self.gram_size else ""
@@ -106,13 +106,15 @@ class Resolution:
 
 def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
     """The resolutions of `crops.resolutions`, whose shares are of all steps. Raises ValueError."""
-    found = tuple(Resolution.parse(word) for word in words)
-    if len(found) == 1:
-        raise ValueError(f"resolutions {found[0]}: there is one; set crops.global_size and crops.local_size instead")
-    total = sum(one.share for one in found)
-    if found and abs(total - 1) > _SHARES_TOLERANCE:
+    resolutions = tuple(Resolution.parse(word) for word in words)
+    if len(resolutions) == 1:
+        raise ValueError(
+            f"resolutions {resolutions[0]}: there is one; set crops.global_size and crops.local_size instead"
+        )
+    total = sum(step.share for step in resolutions)
+    if resolutions and abs(total - 1) > _SHARES_TOLERANCE:
         raise ValueError(f"resolutions: the shares sum to {total:g}, and must sum to 1")
-    return found
+    return resolutions
 
 
 _SHARES_TOLERANCE = 1e-6

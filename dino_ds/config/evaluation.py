@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -19,7 +19,6 @@ from dino_ds.config.fields import (
     Section,
     option,
 )
-from dino_ds.config.schema import IdleKey
 from dino_ds.config.sections import DataSection
 
 KeepBest = Literal["auto", "none", "knn", "linear", "ridge", "retrieval_map", "rankme", "val_loss"]
@@ -72,6 +71,8 @@ class EvalSection(Section):
         learned=True,
     )
     pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")
+    idle: ClassVar = {"eval.every 0": "eval.keep_best"}
+    refused: ClassVar = {"eval.every 0": "eval.val_root eval.val_share eval.stop_after"}
 
     @property
     def holds_out(self) -> bool:
@@ -81,7 +82,7 @@ class EvalSection(Section):
 
 def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
     """Settings that contradict each other, or could never have an effect."""
-    wrong, metric, never = [], section.keep_best, section.every.value == 0
+    wrong, metric = [], section.keep_best
     if section.k > section.bank_images:
         wrong.append(f"eval.k {section.k} is more than eval.bank_images {section.bank_images}")
     if section.val_root is not None and section.val_share:
@@ -95,17 +96,6 @@ def eval_problems(section: EvalSection, data: DataSection) -> list[str]:
         wrong.append(f"eval.keep_best {metric} needs {evaluation} among eval.evals")
     if evaluation not in (None, "knn") and section.evals == "auto":
         wrong.append(f"eval.keep_best {metric} needs --eval.evals {evaluation}: auto is knn alone")
-    settings = {
-        "eval.val_root": section.val_root,
-        "eval.val_share": section.val_share,
-        "eval.stop_after": section.stop_after,
-        "eval.keep_best": metric if metric not in ("auto", "none") else None,
-    }
-    wrong += [
-        IdleKey.of(name, value, "has no effect with eval.every 0")
-        for name, value in settings.items()
-        if value and never
-    ]
     if section.stop_after and metric == "none":
         wrong.append("eval.stop_after needs a metric, and eval.keep_best is none: name one, such as knn or val_loss")
     return wrong

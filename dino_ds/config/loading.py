@@ -37,7 +37,7 @@ _FAR, _SURE = 0.75, 0.85
 
 
 @dataclass
-class _Given:
+class _Settings:
     """The settings of files and of the command line, before they are checked.
 
     values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each name
@@ -52,27 +52,29 @@ class _Given:
 
     def add(self, values: Mapping[str, Any], origin: str) -> None:
         """Lay values over those before; a backbone that is named without its settings drops another network's."""
-        before = self.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
-        if (backbone := values.get("model.backbone", before)) != before:
+        current = self.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
+        if (backbone := values.get("model.backbone", current)) != current:
             others = [key for key in keys_not_of(backbone) if key in self.values and key not in values]
             dropped = {key: self.values.pop(key)[0] for key in others}
             said = [f"{key} {unquoted(value)}" for key, value in dropped.items() if value not in _UNSET]
             if said:
-                self.notes.append(f"left out for model.backbone {backbone}, as it is {before}'s: {', '.join(said)}")
+                self.notes.append(f"left out for model.backbone {backbone}, as it is {current}'s: {', '.join(said)}")
         self.values.update({name: (value, origin) for name, value in values.items()})
 
     def leave_out_idle(self, error: ValidationError) -> bool:
         """Whether keys that the user did not set have no effect beside his: they return to their defaults."""
-        problems = [line for p in error.errors() for line in getattr(p.get("ctx", {}).get("error"), "args", ())]
-        idle = [problem for problem in problems if isinstance(problem, IdleKey) and not self.is_users(problem.key)]
-        for problem in idle:
-            del self.values[problem.key]
-            self.notes.append(f"left out of the recipe: {problem.why}")
+        causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
+        lines = [line for cause in causes for line in getattr(cause, "args", ())]
+        keys = [line for line in lines if isinstance(line, IdleKey) and line.key in self.values]
+        idle = [line for line in keys if not self.is_users(line.key)]
+        for line in idle:
+            del self.values[line.key]
+            self.notes.append(f"left out of the recipe: {line.why}")
         return bool(idle)
 
     def is_users(self, key: str) -> bool:
         """Whether the command line or a file of the user's sets `key`, not a shipped recipe or the run before."""
-        origin = self.values[key][1]
+        _, origin = self.values.get(key, (None, _RUN_BEFORE))
         return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
 
     def refuse(self, name: str, where: str) -> None:
@@ -89,11 +91,10 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
     ones before, or None for the defaults. `notes` gets a line for what a recipe sets and another backbone has no use
     for, and for keys without effect that are not a shipped recipe's. Raises ConfigError with one line per problem.
     """
-    given = _collect(config, overrides)
-    recipe = _validate(given)
+    settings = _collect(config, overrides)
+    recipe = _validate(settings)
     if notes is not None:
-        idle = [line for line in idle_keys(recipe, "idle") if line.key in given.values and given.is_users(line.key)]
-        notes += [*given.notes, *(line.why for line in idle)]
+        notes += [*settings.notes, *(line.why for line in idle_keys(recipe, "idle") if settings.is_users(line.key))]
     return recipe
 
 
@@ -109,10 +110,10 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | No
 
 def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
     """The dotted names of the keys that a recipe and overrides set. Raises ConfigError as `load_recipe` does."""
-    given = _collect(config, overrides)
-    if given.problems:
-        raise ConfigError("\n".join(given.problems))
-    return frozenset(given.values)
+    settings = _collect(config, overrides)
+    if settings.problems:
+        raise ConfigError("\n".join(settings.problems))
+    return frozenset(settings.values)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -148,22 +149,22 @@ def recipe_options() -> list[Option]:
     return [*options_of(Recipe).values()]
 
 
-def _collect(config: str | None, overrides: Mapping[str, str]) -> _Given:
+def _collect(config: str | None, overrides: Mapping[str, str]) -> _Settings:
     """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file that
     can't be read."""
-    given = _Given()
+    settings = _Settings()
     for path, content in [] if config is None else read_recipe_files(config):
-        given.add(dict(_flatten(content, "", path, given)), path)
-    given.add(dict(_read_overrides(overrides, given)), COMMAND_LINE)
-    return given
+        settings.add(dict(_flatten(content, "", path, settings)), path)
+    settings.add(dict(_read_overrides(overrides, settings)), COMMAND_LINE)
+    return settings
 
 
-def _read_overrides(overrides: Mapping[str, str], given: _Given) -> Iterator[tuple[str, Any]]:
+def _read_overrides(overrides: Mapping[str, str], settings: _Settings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, its text, or None for a word that unsets it) of known names; refuse the others."""
     options = options_of(Recipe)
     for name, text in overrides.items():
         if name not in options:
-            given.refuse(name, "--")
+            settings.refuse(name, "--")
         else:
             yield name, None if text.strip().lower() in NONE_WORDS and options[name].takes_none else text
 
@@ -210,7 +211,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(tuple, lambda d, value: d.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True))
 
 
-def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> Iterator[tuple[str, Any]]:
+def _flatten(content: dict[str, Any], prefix: str, path: str, settings: _Settings) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, raw value) of known keys; refuse the others."""
     known = options_of(Recipe)
     sections = {name.split(".")[0] for name in known if "." in name}
@@ -223,11 +224,12 @@ def _flatten(content: dict[str, Any], prefix: str, path: str, given: _Given) -> 
         elif value is None and "." in name and name in words_elsewhere("options"):
             continue  # a key that the recipe of an earlier version did not set
         elif name in sections and isinstance(value, dict):
-            yield from _flatten(value, f"{name}.", path, given)
+            yield from _flatten(value, f"{name}.", path, settings)
         elif fixed := words_elsewhere("fixed_keys").get(name):
-            given.notes += [f"{name} {unquoted(value)} is left out: it is {fixed} in every run"] * (str(value) != fixed)
+            if str(value) != fixed:
+                settings.notes.append(f"{name} {unquoted(value)} is left out: it is {fixed} in every run")
         else:
-            given.refuse(name, f"{path}: ")
+            settings.refuse(name, f"{path}: ")
 
 
 def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,22 +241,22 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def _validate(given: _Given) -> Recipe:
+def _validate(settings: _Settings) -> Recipe:
     """Raises ConfigError with the lines of all problems, also of what sections make of each other.
 
     pydantic compares sections only when each is right by itself: so those that are wrong are left out, and the others
     are checked again, which says nothing of what follows from those that are `invalid`.
     """
-    nested = by_section({name: value for name, (value, _) in given.values.items()})
-    lines, invalid = list(given.problems), set(given.invalid)
+    nested = by_section({name: value for name, (value, _) in settings.values.items()})
+    lines, invalid = list(settings.problems), set(settings.invalid)
     recipe, wrong = None, {""}
     while recipe is None and wrong:
         try:
             recipe = Recipe.model_validate(nested, context={INVALID_SECTIONS: invalid})
         except ValidationError as error:
-            if given.leave_out_idle(error):
-                return _validate(given)
-            lines += problem_lines(error, given.values)
+            if settings.leave_out_idle(error):
+                return _validate(settings)
+            lines += problem_lines(error, settings.values)
             wrong = {str(problem["loc"][0]) for problem in error.errors() if problem["loc"]}
             invalid |= wrong
             nested = {name: value for name, value in nested.items() if name not in wrong}

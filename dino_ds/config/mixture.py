@@ -40,12 +40,12 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     parts = tuple(_parse_part(text) for text in texts)
     if len(parts) == 1:
         raise ValueError(f"mixture {texts[0]}: there is one source; name it as data.root instead")
-    if twice := [one.place for one in parts if [other.place for other in parts].count(one.place) > 1]:
+    if twice := [part.place for part in parts if [other.place for other in parts].count(part.place) > 1]:
         raise ValueError(f"mixture: {twice[0]} is named twice; give it once, with the sum of its shares")
-    total = sum((one.share for one in parts), Fraction(0))
+    total = sum((part.share for part in parts), Fraction(0))
     if parts and abs(total - 1) > _TOLERANCE:
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
-    return tuple(MixturePart(one.place, one.share / total, one.value_range) for one in parts)
+    return tuple(MixturePart(part.place, part.share / total, part.value_range) for part in parts)
 
 
 def _parse_part(text: str) -> MixturePart:

@@ -72,7 +72,7 @@ def _find(config: str, start: str) -> str:
         raise ConfigError(f"{start}{config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
     if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
         raise ConfigError(f"{start}{config} is a run folder: its recipe is {run}")
-    own = "" if start.startswith("--") else start
+    of_file = "" if start.startswith("--") else start
     if config.endswith((".yaml", ".yml")) or "/" in config:
         if is_file(config):
             return config
@@ -83,11 +83,11 @@ def _find(config: str, start: str) -> str:
             raise ConfigError(f"{start}{config} is a folder, not a recipe: give a shipped name or a YAML file{images}")
         near = did_you_mean(Path(config).stem, recipe_names())
         shipped = f" Shipped recipes go by name alone.{near}" if near else ""
-        raise ConfigError(f"{own}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
+        raise ConfigError(f"{of_file}{missing_file(config, ('.yaml', '.yml'))}{shipped}")
     if config not in recipe_names():
         near = did_you_mean(config, recipe_names())
         there = "dino-ds train --help lists them" if near else f"there are {', '.join(recipe_names())}"
-        raise ConfigError(f"{own}no recipe is named {config!r}: {there}; a file of your own ends in .yaml.{near}")
+        raise ConfigError(f"{of_file}no recipe is named {config!r}: {there}; a file of your own ends in .yaml.{near}")
     return str(RECIPES / f"{config}.yaml")
 
 

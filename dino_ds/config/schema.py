@@ -178,10 +178,11 @@ def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKe
             others = dict(part.split(" ") for part in case.split(", "))
             if not all(_is_so(show_value(values[other]), words) for other, words in others.items()):
                 continue
-            beside = ", ".join(f"{other} {show_value(values[other])}" for other in others).removesuffix(_NO_TERMS)
             for key in (key for name in names.split() for key in options if f"{key}.".startswith(f"{name}.")):
                 if key not in idle and values[key] != options[key].info.default:
-                    idle[key] = IdleKey.of(key, show_value(values[key]), f"has no effect with {beside}")
+                    beside = ", ".join(f"{other} {show_value(values[other])}" for other in others if other != key)
+                    why = f"has no effect with {beside.removesuffix(_NO_TERMS)}"
+                    idle[key] = IdleKey.of(key, show_value(values[key]), why)
     return list(idle.values())
 
 

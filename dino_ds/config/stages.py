@@ -40,8 +40,8 @@ class Given:
         is a stage or `by_own`; else over that of the run at `place`, else by itself. Raises ConfigError, and
         CheckpointError where a stage that is there began with another run than the one at `place`.
         """
-        own, (origin, step) = run_dir / "config.yaml", split_origin(place) if place is not None else (None, None)
-        if resumes and own.is_file() and (by_own or load_recipe(str(own), {}).stage_start is not None):
+        recorded, (origin, step) = run_dir / "config.yaml", split_origin(place) if place is not None else (None, None)
+        if resumes and recorded.is_file() and (by_own or load_recipe(str(recorded), {}).stage_start is not None):
             recipe = self.over(own_recipe(run_dir, self.overrides, self.notes), forget=False)
             if recipe.stage_start is None:
                 return recipe
@@ -205,8 +205,8 @@ def _numbers(first: str) -> list[int]:
     """Numbers of the folders of this name that hold a run, 1 for the one without a number."""
     path = Path(first)
     pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
-    found = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
-    taken = [match for folder, match in found if match and holds_run(folder)]
+    matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]
+    taken = [match for folder, match in matches if match and holds_run(folder)]
     return [int(match[1] or 1) for match in taken if match[1] != "1"]
 
 

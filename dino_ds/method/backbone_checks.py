@@ -26,12 +26,12 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
     """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
     BatchNorm that can't act on it."""
     network.backbone.check_trainable()
-    given = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
-    for side in {side: None for one in recipe.resolutions for side in crop_sizes(recipe.groups_of(one))}:
+    keys = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
+    for side in {side: None for resolution in recipe.resolutions for side in crop_sizes(recipe.groups_of(resolution))}:
         try:
             network.backbone.check_image(side, side)
         except ConfigError as error:
-            raise ConfigError(f"{error}; change {given}") from None
+            raise ConfigError(f"{error}; change {keys}") from None
     for term in terms_of(recipe):
         if term.reads_patches:
             _check_patches(term, recipe, network)
@@ -45,9 +45,9 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
     for name, kind in _LEVERS.items():
         value = getattr(performance, name)
         if value != getattr(fitting, name):
-            given = str(value).lower()
+            shown = str(value).lower()
             raise ConfigError(
-                f"dino_ds.{name} {given} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
+                f"dino_ds.{name} {shown} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
             )
     if performance.frozen_teacher != "whole" and not any(teacher.of_file for teacher in teachers_of(recipe)):
         raise ConfigError(

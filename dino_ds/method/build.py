@@ -74,15 +74,18 @@ def build_step(
 def build_network(
     recipe: Recipe,
     performance: PerformanceOptions,
-    place: Placer = lambda module: None,
+    placer: Placer = lambda module: None,
     objective: Objective | None = None,
     start: tuple[str, Weights] | None = None,
 ) -> Network:
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
-    `place` gets each module as soon as its weights are drawn: what it moves elsewhere is never in memory as a whole.
-    It gives what the terms of `objective` need, or of the recipe's where that is None. start: the name of weights, and
-    these, in the place of model.init_from's.
+    Args:
+        placer: gets each module as soon as its weights are drawn, so that the whole is never in memory where it moves
+            modules elsewhere.
+        objective: the network outputs what its terms read; None: the recipe's terms.
+        start: the name of weights and the weights, in place of model.init_from's.
+
     Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
     fit.
     """
@@ -91,19 +94,19 @@ def build_network(
     model = recipe.model
     check_backbone(recipe, network)
     if model.train != ALL:
-        place = TrainedPlacer(network, recipe.seed, place)
+        placer = TrainedPlacer(network, recipe.seed, placer)
     if start is None and model.init_from is not None:
         start = model.init_from, find_start(model, recipe.data.known_range, Normalisation.of(recipe))
     if start is not None:
         source, weights = start
-        initial = InitialWeights(network, weights, source, place, model.pos_embed_interpolation)
-        network.started_from, network.began_with, place = str(initial), initial.tensors, initial
+        initial = InitialWeights(network, weights, source, placer, model.pos_embed_interpolation)
+        network.started_from, network.began_with, placer = str(initial), initial.tensors, initial
     torch.manual_seed(recipe.seed)
     drawn = network.backbone.drawn()
     if drawn is not None:
-        take_drawn_weights(network.backbone, drawn, place)
+        take_drawn_weights(network.backbone, drawn, placer)
     for part in (*([] if drawn is not None else [network.backbone]), *network.heads().values()):
-        init_weights_in_pieces(part, place)
+        init_weights_in_pieces(part, placer)
     return network
 
 

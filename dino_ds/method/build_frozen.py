@@ -63,8 +63,8 @@ def _check(source: FrozenSource, recipe: Recipe) -> None:
     if recipe.teacher.distill != "features":
         _check_heads(source, recipe)
     elif recipe.objective.ibot_weight:
-        for name, one in ((teacher, spec), (f"model.backbone {recipe.model.backbone}", recipe.model.spec())):
-            if not one.patch_width:
+        for name, backbone_spec in ((teacher, spec), (f"model.backbone {recipe.model.backbone}", recipe.model.spec())):
+            if not backbone_spec.patch_width:
                 raise ConfigError(f"{name} gives no features of patches: set objective.ibot_weight 0")
 
 
@@ -76,8 +76,8 @@ def _check_heads(source: FrozenSource, recipe: Recipe) -> None:
     for name, ours in wanted.items():
         if name not in source.heads:
             weight = "objective.dino_weight 0" if name == HEAD else "objective.ibot_head shared"
-            theirs = ", ".join(source.heads)
-            raise ConfigError(f"{teacher} has no {name}, only {theirs}: set {weight}, or teacher.distill features")
+            heads = ", ".join(source.heads)
+            raise ConfigError(f"{teacher} has no {name}, only {heads}: set {weight}, or teacher.distill features")
         if (count := source.head(name).prototypes) != ours.prototypes:
             raise ConfigError(
                 f"{name}.prototypes {ours.prototypes} must be those of {teacher}, {count}: set "
@@ -159,19 +159,19 @@ def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
 
 def distilled(teachers: Teachers) -> dict[str, Any] | None:
     """The origin of a run's frozen teacher and the digest of its tensors, or None where it has none."""
-    found = teachers.get(FROZEN)
-    return found.about if isinstance(found, FrozenTeacher) else None
+    teacher = teachers.get(FROZEN)
+    return teacher.about if isinstance(teacher, FrozenTeacher) else None
 
 
 def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
     """Raises CheckpointError where a run would go on with another frozen teacher; its path may be another one."""
-    before = saved.frozen_teacher
-    if (before or {}).get("digest") == (now or {}).get("digest"):
+    earlier = saved.frozen_teacher
+    if (earlier or {}).get("digest") == (now or {}).get("digest"):
         return
-    was, given = ((one or {}).get("source") or "none" for one in (before, now))
-    what = f"the same path {was} with other weights" if was == given else f"teacher.source {given}, not {was}"
+    was, given = ((about or {}).get("source") or "none" for about in (earlier, now))
+    difference = f"the same path {was} with other weights" if was == given else f"teacher.source {given}, not {was}"
     raise CheckpointError(
-        f"step {saved.step} was distilled from another teacher: this start has {what}; give the one that the run "
+        f"step {saved.step} was distilled from another teacher: this start has {difference}; give the one that the run "
         "began with, or start a new run (--run_dir)"
     )
 
@@ -191,12 +191,12 @@ class FeatureTerm(Term):
         return [_tensor(teachers[FROZEN][self._feature]) for teachers in window]
 
     def loss(self, student: StudentOutputs, targets: Tensor, schedule: ScheduleValues) -> Measured:
-        found = _tensor(student[self._name])
-        with torch.autocast(found.device.type, enabled=False):
+        features = _tensor(student[self._name])
+        with torch.autocast(features.device.type, enabled=False):
             wanted = targets.float()
             if wanted.ndim == 3:
-                wanted = resized_patches(wanted, found.shape[1])
-            return Measured((1 - F.cosine_similarity(found.float(), wanted, dim=-1)).mean(), {})
+                wanted = resized_patches(wanted, features.shape[1])
+            return Measured((1 - F.cosine_similarity(features.float(), wanted, dim=-1)).mean(), {})
 
 
 def _tensor(output: object) -> Tensor:

@@ -84,18 +84,18 @@ def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) 
 
 def _log_sums(tiles: _Tiles) -> Tensor:
     """ln of the sum of exp(logits / temperature) over the rows of all ranks, (k,)."""
-    found = torch.full_like(tiles.scale, -torch.inf)
+    log_sums = torch.full_like(tiles.scale, -torch.inf)
     if tiles.fused:
         for products, scale in tiles.products():
-            found = _add_exp(found, products, scale)
+            log_sums = _add_exp(log_sums, products, scale)
     else:
         for tile in tiles:
-            largest, sums = tile.amax(dim=0), torch.zeros_like(found)
+            largest, sums = tile.amax(dim=0), torch.zeros_like(log_sums)
             for part, scratch, _ in tiles.parts(tile):
                 sums += torch.sub(part, largest, out=scratch).exp_().sum(dim=0)
-            torch.logaddexp(found, largest.add_(sums.log_()), out=found)
-    largest = max_across_ranks(found.clone())
-    return largest + sum_across_ranks((found - largest).exp()).log()
+            torch.logaddexp(log_sums, largest.add_(sums.log_()), out=log_sums)
+    largest = max_across_ranks(log_sums.clone())
+    return largest + sum_across_ranks((log_sums - largest).exp()).log()
 
 
 def _sums(tiles: _Tiles, shift: Tensor) -> Tensor:
@@ -116,9 +116,9 @@ def _sums(tiles: _Tiles, shift: Tensor) -> Tensor:
 
 
 @fused(kernels=1)
-def _add_exp(found: Tensor, products: Tensor, scale: Tensor) -> Tensor:
+def _add_exp(log_sums: Tensor, products: Tensor, scale: Tensor) -> Tensor:
     """The ln (k,) of sums of exp(logits) over rows, with those of products (r, k) too."""
-    return torch.logaddexp(found, log_sum_exp(products * scale, dim=0)[0])
+    return torch.logaddexp(log_sums, log_sum_exp(products * scale, dim=0)[0])
 
 
 @fused(kernels=2, products=2)

@@ -96,9 +96,9 @@ class EmaTeacher(Teacher):
             self._batch_norms, self._unsynced = batch_norms(self._running), unsynced_statistics(network)
         if options.compiled != "off":
             self._running.backbone.compile_segments(options.compiled)
-        theirs = buffers()
-        for name, own in self._own_buffers.items():
-            own.copy_(theirs[name])
+        student = buffers()
+        for name, tensor in self._own_buffers.items():
+            tensor.copy_(student[name])
         self._move_weights(momentum=0.0)
 
     def _updaters_of(self, masters: Sequence[Masters], parameters: dict[str, Tensor]) -> list[_EmaUpdater]:
@@ -118,16 +118,16 @@ class EmaTeacher(Teacher):
     def move(self, momentum: float) -> None:
         """teacher <- momentum * teacher + (1 - momentum) * student; every rank must call it."""
         self._move_weights(momentum)
-        theirs = self._student_buffers()
-        for name, own in self._own_buffers.items():
+        student = self._student_buffers()
+        for name, tensor in self._own_buffers.items():
             if name in self._statistics:
                 continue
-            if own.is_floating_point():
-                own.lerp_(theirs[name].to(own.dtype), 1.0 - momentum)
+            if tensor.is_floating_point():
+                tensor.lerp_(student[name].to(tensor.dtype), 1.0 - momentum)
             else:
-                own.copy_(theirs[name])
+                tensor.copy_(student[name])
         if self._rule == "ema" and self._statistics:
-            self._move_statistics({name: theirs[name] for name in self._statistics}, 1.0 - momentum)
+            self._move_statistics({name: student[name] for name in self._statistics}, 1.0 - momentum)
 
     @torch.no_grad()
     def _move_weights(self, momentum: float) -> None:
@@ -210,8 +210,8 @@ class _FlatUpdater(_EmaUpdater):
         self._masters, self._group = masters, masters[0].process_group
         assert all(m.process_group is self._group for m in masters)
         self._whole = [torch.zeros(m.numel, device=device) for m in masters]
-        for flat, own in zip(self._whole, masters, strict=True):
-            for name, offset in own.layout:
+        for flat, part in zip(self._whole, masters, strict=True):
+            for name, offset in part.layout:
                 parameter = parameters[name]
                 view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
                 view.copy_(parameter.data)
@@ -221,7 +221,7 @@ class _FlatUpdater(_EmaUpdater):
 
     def update(self, weight: float) -> None:
         masters = [
-            m.shard().to(own.device, non_blocking=True) for m, own in zip(self._masters, self._shards, strict=True)
+            m.shard().to(shard.device, non_blocking=True) for m, shard in zip(self._masters, self._shards, strict=True)
         ]
         torch._foreach_lerp_(self._shards, masters, weight)
         gather_in_place(self._whole, self._shards, self._group)

@@ -92,16 +92,16 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole
         return _fill_with_shapes(network, config)
     with distributed.raise_on_all_ranks():
         tensors = _tensors(source, network)
-    found = digest(tensors)
-    if len(set(distributed.gather_objects(found))) > 1:
+    checksum = digest(tensors)
+    if len(set(distributed.gather_objects(checksum))) > 1:
         raise CheckpointError(f"{source.name}: ranks have read different weights there")
     kind = "whole" if whole else performance.frozen_teacher
-    place = InferencePlacement(device(), DTYPES[config.precision], kind, network.backbone)
-    _fill(network, tensors, place)
-    place.finish()
+    placer = InferencePlacement(device(), DTYPES[config.precision], kind, network.backbone)
+    _fill(network, tensors, placer)
+    placer.finish()
     if performance.compile != "off" and kind == "whole":
         network.backbone.compile_segments(performance.compile)
-    return found
+    return checksum
 
 
 def options_of(source: FrozenSource, performance: PerformanceOptions) -> BackboneOptions:
@@ -120,15 +120,15 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
     """The source's tensors under the network's names. Raises CheckpointError where they are not the source's."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     only = network.backbone.training_only
-    theirs = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
+    tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
     for name in only:
         if (shape := wanted.get(f"backbone.{name}")) is not None:
-            theirs[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
+            tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
     for name, shape in adapters_in(wanted).items():
-        theirs.setdefault(name, torch.zeros(shape))  # added to the weights of a file
+        tensors.setdefault(name, torch.zeros(shape))  # added to the weights of a file
     for name in network.head_names:
-        theirs |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
-    return fit_tensors(theirs, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
+        tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
+    return fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
 def _fill_with_shapes(network: Network, config: DsConfig) -> str:
@@ -140,12 +140,12 @@ def _fill_with_shapes(network: Network, config: DsConfig) -> str:
     return ""
 
 
-def _fill(network: Network, tensors: dict[str, torch.Tensor], place: InferencePlacement) -> None:
+def _fill(network: Network, tensors: dict[str, torch.Tensor], placer: InferencePlacement) -> None:
     """Give each module its own tensors and hand it to `place`: what that moves is never in memory as a whole."""
     drawn = network.backbone.drawn()
     if drawn is not None:  # it may have buffers that no file holds
         drawn.load_state_dict({name: tensors[f"backbone.{name}"] for name in drawn.state_dict()})
-        take_drawn_weights(network.backbone, drawn, place)
+        take_drawn_weights(network.backbone, drawn, placer)
     inside = set(network.backbone.modules()) if drawn is not None else set()
     for name, module in network.named_modules():
         if module in inside:
@@ -159,4 +159,4 @@ def _fill(network: Network, tensors: dict[str, torch.Tensor], place: InferencePl
         for key, _ in list(module.named_buffers(recurse=False)):
             if f"{prefix}{key}" in tensors:
                 setattr(module, key, tensors[f"{prefix}{key}"])
-        place(module)
+        placer(module)

@@ -44,8 +44,8 @@ class GramTeacher(Teacher):
     @torch.no_grad()
     def begin_step(self, schedule: ScheduleValues) -> None:
         if GRAM in schedule.replaced:
-            own, theirs = _tensors(self.network), _tensors(self._ema)
-            torch._foreach_copy_(list(own.values()), [theirs[name] for name in own])
+            tensors, averaged = _tensors(self.network), _tensors(self._ema)
+            torch._foreach_copy_(list(tensors.values()), [averaged[name] for name in tensors])
 
     def state(self) -> dict[str, Tensor]:
         return self.network.state_dict()

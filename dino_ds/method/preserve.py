@@ -69,16 +69,16 @@ def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
     Raises CheckpointError for weights that can't be used, ConfigError for those of images of other channels.
     """
     recipe, config = parts.recipe, parts.config
-    ours, place = Normalisation.of(recipe), str(recipe.model.init_from)
+    ours, weights = Normalisation.of(recipe), str(recipe.model.init_from)
     with distributed.raise_on_all_ranks():
         if rehearsing():
             side, how = recipe.crops.global_size, recipe.model.pos_embed_interpolation
-            source = FrozenSource(place, recipe.model.spec(), side, how, {}, {}, ours)
+            source = FrozenSource(weights, recipe.model.spec(), side, how, {}, {}, ours)
         else:
-            source = find_frozen(place, "objective.preserve_weight, model.init_from")
+            source = find_frozen(weights, "objective.preserve_weight, model.init_from")
             source.check_channels(recipe.model.in_chans)
         with torch.device("meta"):
             backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
         network = Network(backbone, {}, {}, parts.objective.teacher_features(spec.name))
-    about = {"source": place, "digest": place_frozen(network, source, config)}
+    about = {"source": weights, "digest": place_frozen(network, source, config)}
     return StartTeacher(network, DTYPES[config.precision], about, source.normalisation, ours)

@@ -198,4 +198,4 @@ def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """One kernel for all tensors of a dtype: given several, torch copies one by one."""
     for dtype in {tensor.dtype for tensor in to}:
         pairs = [pair for pair in zip(to, values, strict=True) if pair[0].dtype == dtype]
-        torch._foreach_copy_([one for one, _ in pairs], [other for _, other in pairs])
+        torch._foreach_copy_([target for target, _ in pairs], [other for _, other in pairs])

@@ -7,45 +7,7 @@ from collections.abc import Iterable, Mapping
 from dino_ds.config.crops import CropGroup
 from dino_ds.errors import ConfigError
 from dino_ds.method.objective import Needs, Objective, Term
-
-OF_EVERY_RUN = frozenset(
-    [
-        "bad_images",
-        "checkpoint_gib",
-        "collapsed",
-        "constant_images",
-        "data_wait_fraction",
-        "epoch",
-        "gpu_celsius",
-        "gpu_joules_per_1000_images",
-        "gpu_memory_gib",
-        "gpu_utilization",
-        "gpu_watts",
-        "grad_norm",
-        "host_free_gib",
-        "host_memory_gib",
-        "images",
-        "images_per_second",
-        "kl",
-        "loss",
-        "loss_scale",
-        "lr",
-        "memory_gib",
-        "memory_predicted_gib",
-        "rolling_data_wait_fraction",
-        "rolling_images_per_second",
-        "save_seconds",
-        "save_stall_seconds",
-        "skipped_steps",
-        "step",
-        "teacher_momentum",
-        "teacher_temp",
-        "throughput_of_best",
-        "time",
-        "weight_decay",
-    ]
-)
-"""Keys of metrics.jsonl that no scalar of a term may have."""
+from dino_ds.method.specs.base import OF_EVERY_RUN
 
 
 def check_names(terms: Mapping[str, Term]) -> None:

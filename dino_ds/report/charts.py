@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dino_ds.method.specs.base import OF_EVERY_RUN
 from dino_ds.report.curves import Curve, Metrics
 
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
@@ -98,17 +99,6 @@ _OF_EVALUATIONS = {
     "purity_10": ("Same class among the 10 nearest images", "%"),
 }
 """Titles and units of what evaluations write; others have the name of their figure."""
-_NOT_SHOWN = {
-    "step",
-    "images",
-    "epoch",
-    "memory_predicted_gib",
-    "checkpoint_gib",
-    "throughput_of_best",
-    "collapsed",
-    "measured_anew",
-}
-_NOT_SHOWN |= {"rolling_images_per_second", "rolling_data_wait_fraction", RAW_PIXELS, CHANCE}
 _MOST_OTHERS = 60
 
 
@@ -130,7 +120,7 @@ def find_shares(keys: Iterable[str]) -> list[str]:
 
 def find_others(metrics: Metrics) -> list[str]:
     """Keys that are not in the tables: what loss terms and evaluations write."""
-    known = {series.key for series in (*LARGE, *SMALL)} | _NOT_SHOWN
+    known = {*OF_EVERY_RUN, KNN, RAW_PIXELS, CHANCE, "measured_anew"} - {"kl"}
     return [key for key in metrics.curves if key not in known]
 
 

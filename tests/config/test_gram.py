@@ -33,11 +33,11 @@ def _problem(changes: dict[str, str]) -> str:
         ({**ON, "gram.crop_size": "250"}, "gram.crop_size 250 is not a multiple of the patch size 16: use 240 or 256"),
         (
             {**EMA, "gram.crop_size": "448"},
-            "gram.crop_size 448 with gram.teacher ema, which sees the global crops: leave",
+            "gram.crop_size 448 has no effect with gram.teacher ema: leave it out",
         ),
         (
             {**EMA, "gram.refresh_every": "5 steps"},
-            "gram.refresh_every 5 steps with gram.teacher ema, which moves with",
+            "gram.refresh_every 5 steps has no effect with gram.teacher ema",
         ),
         (
             {**EMA, "teacher.source": "runs/large"},

@@ -19,8 +19,8 @@ from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.method.build import build_objective
 from dino_ds.method.objective import Needs, Objective, Term
+from dino_ds.method.specs.base import OF_EVERY_RUN
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
-from dino_ds.method.term_checks import OF_EVERY_RUN
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import ReportOptions

@@ -54,7 +54,11 @@ class GramSection(Section):
     )
     whole_batch: bool = option(False, "similarities also between patches of different images of a micro-batch")
     drop_negative: bool = option(False, "similarities below 0 count as 0")
-    refused: ClassVar = {"gram.weight 0": "gram", "gram.refresh_every 0": "gram.refreshes"}
+    refused: ClassVar = {
+        "gram.weight 0": "gram",
+        "gram.refresh_every 0": "gram.refreshes",
+        "gram.teacher ema": "gram.crop_size gram.refresh_every",
+    }
 
     @property
     def own_crop_size(self) -> int | None:
@@ -108,9 +112,10 @@ class GramSpec(TermSpec):
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Crops and replacements that its teacher can't have."""
-        if self.teacher == EMA:
-            return _ema_problems(recipe.gram, recipe.teacher.taught_by != EMA)
-        return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
+        if self.teacher != EMA:
+            return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
+        unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
+        return [] if recipe.teacher.taught_by == EMA else [f"{unseen}; take snapshot, a run or weights"]
 
 
 @dataclass(frozen=True)
@@ -183,21 +188,6 @@ def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list
         if size and not resolution.global_size <= size <= 2 * resolution.global_size:
             return [f"{name}: Gram size {size} must be 1 to 2 times the global size {resolution.global_size}"]
     return []
-
-
-def _ema_problems(gram: GramSection, distills: bool) -> list[str]:
-    problems = []
-    if gram.crop_size is not None:
-        seen = "with gram.teacher ema, which sees the global crops: leave one of them out"
-        problems.append(f"gram.crop_size {gram.crop_size} {seen}")
-    if gram.refresh_every.value:
-        moves = "with gram.teacher ema, which moves with every step: leave it out"
-        problems.append(f"gram.refresh_every {gram.refresh_every} {moves}")
-    if distills:
-        problems.append(
-            "gram.teacher ema in a distillation: the EMA teacher sees no crops then; take snapshot, a run or weights"
-        )
-    return problems
 
 
 def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
