@@ -25,12 +25,14 @@ from dino_ds.engine.device import device, set_convolutions, use_deterministic_ke
 from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.engine.schedules import Schedules, WeightSchedule
+from dino_ds.errors import ConfigError
 from dino_ds.method.backbone_checks import check_backbone, check_levers
 from dino_ds.method.build_frozen import begin_centers, find_teacher
 from dino_ds.method.networks import build_meta, optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
+from dino_ds.method.specs.own import own_terms
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
 from dino_ds.method.term_checks import check_names, check_needs
@@ -115,6 +117,9 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
     is None."""
     source = frozen or find_teacher(recipe)
     parts = TermParts(recipe, device, source)
+    for spec in own_terms(recipe.objective.terms):  # ours are checked with the recipe
+        if problems := spec.problems(recipe):
+            raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
     terms = {spec.name: spec.build(parts) for spec in terms_of(recipe)}
     check_names(terms)
     objective = Objective(terms)

@@ -338,7 +338,7 @@ _ROTARY = "vit_small_patch16_dinov3"
             "local_cls_norm True is for ViTs with rotary",
         ),
         ("resnet50", {"model__local_cls_norm": "true"}, "resnet50 has no use for it"),
-        (_ROTARY, {"model__local_cls_norm": "true", "crops__num_local": "0"}, "is for CLS tokens of local crops, and"),
+        (_ROTARY, {"model__local_cls_norm": "true", "crops__num_local": "0"}, "has no effect with crops.num_local 0"),
         (_ROTARY, {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
         (_ROTARY, {"model__pos_embed_interpolation": "antialias"}, "antialias is for ViTs with learned positions"),
         (_ROTARY, {"model__rope_jitter": "0.5"}, "model.rope_jitter"),

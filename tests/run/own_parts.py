@@ -97,6 +97,10 @@ class AnySpec(VarianceSpec):
 
     feature: str = PATCHES
     scalar: str = "variance"
+    problem: str = ""
+
+    def problems(self, recipe: Any) -> list[str]:
+        return [self.problem] * bool(self.problem)
 
     def build(self, parts: Any) -> Term:
         term = VarianceTerm(self.floor, self.teacher)

@@ -177,6 +177,7 @@ CLASHES = {
     ("feature", "patches/nope"): "which sees global, local crops and none of nope",
     ("feature", "blah"): "a feature is cls, ",
     ("feature", "masked/global"): "no patches of global crops are hidden: set crops.mask",
+    ("problem", "crops.mask none: set it dinov2"): "crops.mask none: set it dinov2",
     ("teacher", "fast"): "reads teacher fast: teachers here are ema, slow",
 }
 
