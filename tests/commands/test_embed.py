@@ -250,7 +250,7 @@ def test_the_page_s_clusters_balance_training(place, tmp_path, monkeypatch):
         ({"out": "x.csv", "what": "patches"}, r"no \.csv holds: write \.npy, \.pt or \.parquet"),
         ({"out": "/dev/null/x.npy"}, "/dev/null/x.npy can.t be written"),
         ({"size": 33}, r"images of 33 x 33 pixels: wanted are h and w that are multiples of the patch size 8"),
-        ({"root": None}, "name images: --root DIR"),
+        ({"root": None}, "name images, --root PLACE"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(place, tmp_path, changes, message, monkeypatch):
