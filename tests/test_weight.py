@@ -10,10 +10,10 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 44_400,
-    "package files": 305,
+    "package lines": 44_975,  # 575 bought images in buckets and on web servers
+    "package files": 307,  # 2 for the same
     "test lines": 39_300,
-    "recipe keys": 140,
+    "recipe keys": 141,  # data.remote_cache_gib
     "words of pages": 14_000,
     "words of notes": 8_800,  # Muon's measurements
 }

@@ -89,8 +89,19 @@ def is_file(path: str) -> bool:
         return False
 
 
+def is_url(text: str) -> bool:
+    """Whether a place is an address, such as s3://bucket/file, and not a path."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
+
+
 def unusable_text(text: str) -> str:
-    """Why `text` cannot be a path, for a message; "" if it can."""
+    """Why `text` cannot be a path, for a message; "" if it can. An address must hold no password and no signature: it
+    goes into recipes, logs and checkpoints."""
+    if is_url(text) and re.search(r"://[^/]*@|[?#]", text):
+        return (
+            f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), which would be "
+            "written into logs and checkpoints: leave it out; drivers find credentials by themselves"
+        )
     start = f"{text[:40]!r}{'...' if len(text) > 40 else ''}"
     try:
         raw = text.encode()

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image, range_at
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalisation import Normalisation
@@ -72,6 +72,10 @@ def look_at(
 class _FactsOf(Dataset[ImageFacts]):
     def __init__(self, source: Source, max_pixels: int, channels: int) -> None:
         self._source, self._max_pixels, self._channels = source, max_pixels, channels
+
+    def __getitems__(self, indices: list[int]) -> list[ImageFacts]:
+        prepare_images(self._source, indices)
+        return [self[index] for index in indices]
 
     def __getitem__(self, index: int) -> ImageFacts:
         try:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.basics.durable import replace_file, replacing
+from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.formats import ENDINGS, EXTENSIONS
@@ -52,6 +53,8 @@ def run(options: ShardOptions) -> None:
         raise ConfigError(
             f"--quality {options.quality} is of images that --shrink makes smaller: add it, or leave it out"
         )
+    if is_url(options.out):
+        raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
     images = build_source(options.source, options.root, options.split, False)
     shrink = Shrink(options.shrink, options.quality or Shrink._field_defaults["quality"])
     plan = {name: getattr(options, name) for name in ("source", "split", "shard_size", "shrink")}

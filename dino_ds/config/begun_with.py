@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.names import words_elsewhere
-from dino_ds.basics.text_file import read_object
+from dino_ds.basics.text_file import is_url, read_object
 from dino_ds.config.fields import PATH
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
@@ -137,6 +137,8 @@ def _is_same_place(key: str, old: Any, new: Any, began_in: str | None) -> bool:
     if kind != other or not there or not here:
         return False
     there, here = (os.path.expanduser(path) for path in (there, here))
+    if is_url(there) or is_url(here):
+        return there == here
     return bool(_fact(key, "by_content", False)) or os.path.realpath(
         os.path.join(began_in or "", there)
     ) == os.path.realpath(here)
@@ -181,7 +183,7 @@ def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag:
         if key not in path_keys() or key in replaced or value is None:
             continue
         kind, value = split_place(value)
-        if not value or os.path.isabs(os.path.expanduser(value)):
+        if not value or is_url(value) or os.path.isabs(os.path.expanduser(value)):
             continue
         there = os.path.join(folder or "", value)
         if folder is not None and not os.path.samefile(folder, ".") and _is_there(there):

@@ -46,7 +46,7 @@ class DataSection(Section):
     source: SourceName = option(
         "folder", f"folder (your files, as data.root), {', '.join(SOURCES[1:])}, or module:Class"
     )
-    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns too), or torchvision's data", learned=False)
+    root: PathText | None = option(None, f"{IMAGE_FORMS} (patterns, s3:// too), or torchvision's data", learned=False)
     mixture: MixtureField = option(
         (), "several sources and their shares of each epoch: mine=0.7,theirs=0.3, folders of data.root or paths"
     )
@@ -63,6 +63,7 @@ class DataSection(Section):
         "memory of each machine for decoded files, shared by its ranks; pays for small images; 0 = none",
         learned=False,
     )
+    remote_cache_gib: NotNegative = option(0.0, "disk of each machine for images of buckets; 0 = none", learned=False)
     augment: Literal["device", "worker"] = option(
         "device", "where colors and blur are done: batched on the device, or by the workers"
     )

@@ -68,6 +68,15 @@ class Source(Protocol):
         ...
 
 
+def prepare_images(source: Source, indices: Sequence[int], seconds: float | None = None) -> None:
+    """Tell a source which images are read next, if it wants to know: those that are elsewhere come together then.
+
+    seconds: time after which an image that has not come counts as lost.
+    """
+    if prepare := getattr(source, "prepare", None):
+        prepare(indices, seconds)
+
+
 class JoinedPart(NamedTuple):
     """One of the sources that a `Joined` has, at the place that was given; `value_range`: black and white of its images
     deeper than 8 bits, or None where they are the run's."""

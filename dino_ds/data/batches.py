@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
-from dino_ds.data.base import Joined, Source, UnreadableImage
+from dino_ds.data.base import Joined, Source, UnreadableImage, prepare_images
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.image_cache import CachedImage, ImageCache
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _Opened = EncodedImage | DecodedImage | CachedImage
 _CPU = torch.device("cpu")
+_OF_PATIENCE = 0.8
+"""Part of the time after which the loader is started again in which an image must come."""
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
 
@@ -144,6 +146,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Crops are written where the training process will read them: there is no other copy."""
+        self._prepare([index for _, index in keys], getattr(keys, "later", ()))
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
@@ -166,6 +169,13 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
         indices = torch.tensor([index for _, index in keys])
         return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalise, masks)
+
+    def _prepare(self, now: Sequence[int], later: Sequence[int]) -> None:
+        """Images of this batch and of this process's next one; those in the cache are not read."""
+        cache, patience = self._options.cache, self._options.patience
+        indices = (index % len(self._source) for index in (*now, *later))
+        missing = [index for index in indices if cache is None or cache.get(index) is None]
+        prepare_images(self._source, missing, patience and _OF_PATIENCE * patience)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
         """Room for the crops of a group; in a loader process, in memory that it shares with the training process."""

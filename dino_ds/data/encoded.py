@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from dino_ds.basics.text_file import opened
+from dino_ds.basics.text_file import is_url, opened
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import MAX_PIXELS, EncodedImage
 from dino_ds.data.images import in_channels
 from dino_ds.data.listing import Labels, Listing, printable
+from dino_ds.data.remote import FilePiece, Remote
 
 MAX_BYTES = 1 << 30
 """A larger file is not an image."""
@@ -62,7 +63,7 @@ class RowImages(EncodedImages):
     _ends: np.ndarray
 
     def __init__(self, files: list[str]) -> None:
-        self._files = [os.path.abspath(file) for file in files]
+        self._files = [file if is_url(file) else os.path.abspath(file) for file in files]
         self.notes: list[str] = []
 
     def __len__(self) -> int:
@@ -123,11 +124,22 @@ class ListedFiles(ListedImages):
 
     _folder: str
 
+    def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
+        """Begin to fetch images that will be read next, of those that are elsewhere."""
+        self._remote.prepare((FilePiece(path) for path in map(self._path, indices) if is_url(path)), seconds)
+
+    @functools.cached_property
+    def _remote(self) -> Remote:
+        return Remote()
+
     def read(self, index: int) -> bytes:
         """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
         try:
-            with opened(self._path(index), MAX_BYTES) as file:
-                data = file.read()
+            if is_url(path := self._path(index)):
+                data = self._remote.read(FilePiece(path))
+            else:
+                with opened(path, MAX_BYTES) as file:
+                    data = file.read()
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path, too
             raise UnreadableImage(self.name(index), getattr(error, "strerror", None) or str(error)) from None
         if not data:
@@ -145,7 +157,8 @@ class ListedFiles(ListedImages):
         return os.stat(self._path(index)).st_mtime_ns
 
     def _path(self, index: int) -> str:
-        return os.path.join(self._folder, self._names[index])
+        name = self._names[index]
+        return name if is_url(name) else os.path.join(self._folder, name)
 
 
 class NamedFiles(ListedFiles):
@@ -162,6 +175,8 @@ class NamedFiles(ListedFiles):
 
 def canonical_place(path: str, folder: str) -> str:
     """The place of a file however it is spelled: below `folder` where it lies there, else its path without links."""
+    if is_url(path):
+        return path.removeprefix(f"{folder}/")
     path = os.path.normpath(path)
     for above in (os.path.normpath(folder), _real_folder(folder)):
         if path.startswith(f"{above}{os.sep}"):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dino_ds.basics.digits import range_text
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Joined, JoinedPart, Source
+from dino_ds.data.base import Joined, JoinedPart, Source, prepare_images
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import WITH_ALPHA, ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.engine import distributed
@@ -71,6 +71,7 @@ class Sample:
 
     def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
         """`wanted`: the channels of the run; images of others are only counted. Larger ones are not read."""
+        prepare_images(source, indices := list(indices))
         for index in indices:
             try:
                 image = open_image(source, index, max_pixels, channels=wanted)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import io
 import os
 import time
 from array import array
@@ -14,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dino_ds.basics.text_file import is_url, unusable_text
 from dino_ds.data.encoded import ListedFiles, canonical_place
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out
 from dino_ds.data.images import evenly_spaced_indices
@@ -28,6 +31,7 @@ from dino_ds.data.listing import (
     label_arrays,
     printable,
 )
+from dino_ds.data.remote import FilePiece, Remote
 from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -68,21 +72,23 @@ class ListFile(ListedFiles):
     """
 
     def __init__(self, path: str) -> None:
-        listed = Path(os.path.expanduser(path)).absolute()
-        self._folder = str(listed.parent)
+        listed = path if is_url(path) else str(Path(os.path.expanduser(path)).absolute())
+        self._folder = os.path.dirname(listed)
         try:
-            now = listed.stat()
-            key = f"{listed}\n{now.st_size}\n{now.st_mtime_ns}\n{_VERSION}"
-            super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed)))
+            text = Remote().read(FilePiece(listed)) if is_url(listed) else None
+            now = os.stat(listed) if text is None else None
+            state = f"{now.st_size}\n{now.st_mtime_ns}" if now else hashlib.sha256(text or b"").hexdigest()
+            key = f"{listed}\n{state}\n{_VERSION}"
+            super().__init__(find_listing("list", key, lambda known: True, lambda: _parse(listed, text)))
         except OSError as error:
-            raise DataError(f"{printable(str(listed))} cannot be read: {error.strerror or error}") from None
+            raise DataError(f"{printable(listed)} cannot be read: {error.strerror or error}") from None
         self.notes: list[str] = self._listing.about.get("notes", [])
         if not len(self):
-            raise DataError(f"{printable(str(listed))} lists no images: {(*self.notes, 'it has no path in a line')[0]}")
+            raise DataError(f"{printable(listed)} lists no images: {(*self.notes, 'it has no path in a line')[0]}")
         some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
-        if not any(os.path.lexists(path) for path in some):
+        if not any(is_url(path) or os.path.lexists(path) for path in some):
             raise DataError(
-                f"none of {len(some)} lines looked at in {printable(str(listed))} is a file, such as "
+                f"none of {len(some)} lines looked at in {printable(listed)} is a file, such as "
                 f"{printable(some[0])}; a line is a path, absolute or relative to the list's folder, and a class only "
                 "after a tab"
             )
@@ -227,13 +233,14 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
             yield path
 
 
-def _parse(path: Path) -> Contents:
+def _parse(path: str, text: bytes | None) -> Contents:
+    """The content of a list, which is read from `path` unless its `text` is given."""
     names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
-    folder = os.fsencode(path.parent) + b"/"
-    with open(path, "rb") as lines:
+    folder = os.fsencode(os.path.dirname(path)) + b"/"
+    with open(path, "rb") if text is None else io.BytesIO(text) as lines:
         for number, line in enumerate(lines):
             if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
-                raise DataError(f"{printable(str(path))} is UTF-16: save it as UTF-8")
+                raise DataError(f"{printable(path)} is UTF-16: save it as UTF-8")
             if number == 0:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             name, _, label = line.rstrip(b"\r\n").partition(b"\t")
@@ -241,7 +248,9 @@ def _parse(path: Path) -> Contents:
             if not name.strip() or name.startswith(b"#"):
                 continue
             below = name.removeprefix(folder)
-            if is_hidden(os.path.basename(name) if below.startswith(b"/") else below):
+            if is_url(place := os.fsdecode(name)) and (problem := unusable_text(place)):
+                raise DataError(f"line {number + 1} of {printable(path)}: {problem}")
+            if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
                 hidden.append(name)
                 continue
             names.add(name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dino_ds.data.base import Joined, Source
+from dino_ds.data.base import Joined, Source, prepare_images
 from dino_ds.data.draws import draws_in
 from dino_ds.data.images import evenly_spaced_indices
 
@@ -192,6 +192,7 @@ def _contents(source: Source, chosen: list[tuple[int, int]]) -> dict[int, int]:
     read, found = getattr(source, "read", None), dict[int, int]()
     if read is None:
         return found
+    prepare_images(source, [index for _, index in chosen])
     for value, index in sorted(chosen, key=lambda pair: pair[1]):  # neighbors lie in one row group of a Parquet file
         try:
             found[value] = int.from_bytes(hashlib.blake2b(read(index), digest_size=8).digest(), "little")

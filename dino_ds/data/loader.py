@@ -10,8 +10,9 @@ from __future__ import annotations
 import bisect
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from dino_ds.data.draws import Draws, draws_in
 from dino_ds.data.feed import DataTimeout, Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
+    automatic_workers,
     handle_worker_crash,
     handle_worker_hang,
     kill_workers,
@@ -42,9 +44,11 @@ _POLL_SECONDS = 0.001
 
 class BatchKeys(list[tuple[int, int]]):
     """(epoch, index) of the images of a micro-batch, the r-th repeat of image i within an epoch as i + r * images;
-    `resolution`: the number of the one that its step has."""
+    `resolution`: the number of the one that its step has; `later`: indices of the batch that the same process gets
+    next, where that is known."""
 
     resolution = 0
+    later: tuple[int, ...] = ()
 
 
 class ResumableSampler(Sampler[BatchKeys]):
@@ -96,6 +100,16 @@ class ResumableSampler(Sampler[BatchKeys]):
         return _permutation(self._images, self._options.seed, epoch)
 
     def __iter__(self) -> Iterator[BatchKeys]:
+        """torch gives batch i to process i modulo their number; where it doesn't, only time is lost."""
+        batches, ahead = self._batches(), max(1, self._options.workers or automatic_workers())
+        waiting = deque(islice(batches, ahead))
+        for batch in batches:
+            keys = waiting.popleft()
+            keys.later = tuple(index for _, index in batch)
+            waiting.append(batch)
+            yield keys
+
+    def _batches(self) -> Iterator[BatchKeys]:
         position, permuted, order = self._first(), -1, torch.empty(0)
         micro, begun = self._options.micro_batch, self._begun
         while True:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.config.mixture import MixturePart
-from dino_ds.data.base import Joined, JoinedPart, Source
+from dino_ds.data.base import Joined, JoinedPart, Source, prepare_images
 from dino_ds.data.encoded import EncodedImages, ListedFiles
 from dino_ds.data.folder import ListFile
 from dino_ds.data.formats import split_part
@@ -37,9 +38,11 @@ class Mixture(EncodedImages, Joined):
     places with images in common, unless they `may_overlap`, of which a note tells.
     """
 
-    def __init__(self, parts: Sequence[MixturePart], root: str | None, may_overlap: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[MixturePart], root: str | None, may_overlap: bool = False, cache_gib: float = 0.0
+    ) -> None:
         self.parts = tuple(parts)
-        self.sources = [_open(part, root) for part in parts]
+        self.sources = [_open(part, root, cache_gib) for part in parts]
         self.ends = list(itertools.accumulate(map(len, self.sources)))
         overlap = self._overlap(root)
         if overlap and not may_overlap:
@@ -75,6 +78,12 @@ class Mixture(EncodedImages, Joined):
 
     def range_of(self, index: int) -> ValueRange | None:
         return self.parts[self.part_of(index)[0]].value_range
+
+    def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
+        of_part = np.searchsorted(self.ends, indices, side="right")
+        for part, source in enumerate(self.sources):
+            places = np.asarray(indices)[of_part == part] - self.first_of(part)
+            prepare_images(source, places.tolist(), seconds)
 
     def read(self, index: int) -> bytes:
         source, place = self._find(index)
@@ -140,6 +149,8 @@ class Mixture(EncodedImages, Joined):
 def place_of(part: MixturePart, root: str | None) -> str:
     """The path or pattern of a part's images. Raises ConfigError for a relative one without data.root."""
     place = os.path.expanduser(part.place)
+    if is_url(place):
+        return place
     if root is None and not os.path.isabs(place):
         raise ConfigError(
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
@@ -156,9 +167,9 @@ def _real_places(path: str, source: EncodedImages) -> list[str]:
     return [os.path.realpath(file) + (f":{inside}" if inside else "") for file in files]
 
 
-def _open(part: MixturePart, root: str | None) -> EncodedImages:
+def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:
     try:
-        return open_files(place_of(part, root))
+        return open_files(place_of(part, root), cache_gib)
     except DataError as error:
         raise DataError(f"data.mixture: {part.place}: {error}") from None
 

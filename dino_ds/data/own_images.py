@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Collection
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
@@ -57,7 +58,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
 def _holds_images(root: str, source: str) -> bool:
     """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
     path, _ = split_part(os.path.expanduser(root))
-    if source == "photos":
+    if source == "photos" or is_url(root):
         return True  # those of the package have no root
     if not os.path.isdir(path):
         return path.lower().endswith(ENDINGS)

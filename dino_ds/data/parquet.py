@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
+from dino_ds.data.remote import find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
@@ -32,13 +34,18 @@ class ParquetImages(RowImages):
     file can't be read, has no such column, or has row groups that are too large.
     """
 
-    def __init__(self, files: list[str]) -> None:
-        parquet = import_parquet()
+    def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
+        import_parquet()
         super().__init__(files)
+        self._elsewhere = list[tuple[Any, ...]]()
+        if is_url(files[0]):
+            states = find_states(files)
+            remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
+            self._elsewhere = [(remote, *state) for state in states]
         first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
         for number, file in enumerate(self._files):
             try:
-                opened = parquet.ParquetFile(file)
+                opened = _parquet_file(self._place(number))
                 if number == 0:
                     schema = opened.schema_arrow
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
@@ -78,7 +85,9 @@ class ParquetImages(RowImages):
         place = np.searchsorted(self._groups[:, 0], index, side="right") - 1
         first, group = self._groups[place].tolist()
         try:
-            data = _read_group(self._files[self._find(index)[0]], group, self._column)[index - first].as_py()
+            data = _read_group(self._place(self._find(index)[0]), group, self._column)[index - first].as_py()
+        except DataError:
+            raise
         except Exception as error:  # as above
             raise UnreadableImage(self.name(index), f"Parquet: {one_line(error, 200)}") from None
         if isinstance(data, dict):
@@ -86,6 +95,10 @@ class ParquetImages(RowImages):
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
+
+    def _place(self, number: int) -> tuple[Any, ...]:
+        """A file, and the way to it, its size and its tag where it is elsewhere."""
+        return (self._files[number], *(self._elsewhere[number] if self._elsewhere else ()))
 
 
 def import_parquet() -> Any:
@@ -98,10 +111,10 @@ def import_parquet() -> Any:
 
 
 @lru_cache(maxsize=1)  # neighbouring rows cost one read; more groups would be too much memory in each worker
-def _read_group(file: str, group: int, column: str) -> Any:
+def _read_group(place: tuple[Any, ...], group: int, column: str) -> Any:
     import pyarrow
 
-    return pyarrow.chunked_array(_read_parts(_open_parquet(file), group, column))
+    return pyarrow.chunked_array(_read_parts(_open_parquet(place), group, column))
 
 
 def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
@@ -133,9 +146,12 @@ def _has_bytes(opened: Any, group: int, column: str) -> bool:
     return any(part.null_count < len(part) for part in values)
 
 
-@lru_cache(maxsize=_OPEN_FILES)
-def _open_parquet(file: str) -> Any:
-    return import_parquet().ParquetFile(file)
+def _parquet_file(place: tuple[Any, ...]) -> Any:
+    file, *elsewhere = place
+    return import_parquet().ParquetFile(open_remote(elsewhere[0], file, elsewhere[1:], 0) if elsewhere else file)
+
+
+_open_parquet = lru_cache(maxsize=_OPEN_FILES)(_parquet_file)
 
 
 def _image_column(schema: Any, file: str) -> str:

@@ -15,12 +15,14 @@ import numpy as np
 
 from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
-from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, SOURCES
+from dino_ds.basics.text_file import is_url
+from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, SOURCES
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
 from dino_ds.data.listing import printable
 from dino_ds.data.raster import band_axis
+from dino_ds.data.remote import check_url, find_files
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
@@ -31,30 +33,24 @@ TRAIN_FOLDERS, TEST_FOLDERS = (
     for names in ("train training", "test testing val valid validation")
 )
 """Names of the folders of a data set's parts."""
-_COPY = {
-    "s3": "aws s3 sync {} DIR",
-    "gs": "gcloud storage rsync -r {} DIR",
-    "http": "wget {}, and unpack what comes",
-    "https": "wget {}, and unpack what comes",
-}
-"""The command that copies to a disk, by the scheme of an address."""
-
 _HUB_SETS = re.compile(
-    r"(hf://(datasets/)?|https?://(www\.)?huggingface\.co/datasets/)"
+    r"(https?://(www\.)?huggingface\.co/datasets/)"
     r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
 """An address of a data set; old ones have no owner, and files of it may follow."""
 _SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
 
 
-def open_files(root: str) -> EncodedImages:
+def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
     """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}); HDF5 files
-    may be followed by the name of a dataset (file.h5:/images).
+    may be followed by the name of a dataset (file.h5:/images). cache_gib: disk for images that are elsewhere.
 
     A folder of ARCHIVES, without images or folders beside them, is read as these. Raises DataError.
     """
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
+    if is_url(path):
+        return _open_remote(path, root, part, cache_gib)
     if not os.path.lexists(path) and re.search(r"[*?\[{]", path):
         return _open_all(expand(path), root, part)
     if os.path.isfile(path):
@@ -79,6 +75,9 @@ def check_photos(source: str, root: str | None) -> None:
 def check_root(root: str, key: str = "data.root") -> None:
     """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
     path, _ = split_part(os.path.expanduser(root))
+    if is_url(path) and not _HUB_SETS.match(root):
+        check_url(root, key)
+        return
     if os.path.isfile(path) and not path.lower().endswith(ENDINGS):
         raise DataError(_wrong_file(path, root, key))
     if os.path.isdir(path) and _is_empty(path):
@@ -139,8 +138,9 @@ def expand(pattern: str) -> list[str]:
     for number, path in enumerate(_braces(pattern)):
         if number >= _MAX_FILES:
             raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
-        matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(path) else [path]
-        if not matches or not os.path.isfile(matches[0]):
+        find = find_files if is_url(path) else lambda path: sorted(glob.glob(path, recursive=True))
+        matches = list(find(path)) if glob.has_magic(path) else [path]
+        if not matches or not (is_url(path) or os.path.isfile(matches[0])):
             missing.append(path)
             if len(missing) >= _MAX_MISSING:
                 break
@@ -177,7 +177,22 @@ def _options(inner: str) -> Iterator[str] | None:
     return iter(inner.split(",")) if "," in inner else None
 
 
-def _open_all(paths: list[str], root: str, part: str | None = None) -> EncodedImages:
+def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
+    """A list, archives, or the archives right in a folder that are elsewhere."""
+    if path.lower().endswith(".txt"):
+        return ListFile(path)
+    paths = expand(path)
+    if paths == [path] and not path.lower().endswith(tuple(ARCHIVES)):
+        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(tuple(ARCHIVES))]
+    if not paths or paths[0].lower().endswith(HDF5):
+        raise DataError(
+            f"data.root {root}: an address is of .tar or .parquet files, a folder right in which they are, or a .txt "
+            "list that names single images; other files are read on a disk: copy them"
+        )
+    return _open_all(paths, root, part, cache_gib=cache_gib)
+
+
+def _open_all(paths: list[str], root: str, part: str | None = None, **options: float) -> EncodedImages:
     wrong = next((path for path in paths if Path(path).suffix.lower() not in ARCHIVES), None)
     if wrong is not None:
         raise DataError(_wrong_file(wrong, root))
@@ -185,7 +200,7 @@ def _open_all(paths: list[str], root: str, part: str | None = None) -> EncodedIm
     if others:
         kinds = " and ".join([ending, *others])
         raise DataError(f"data.root {root} holds both {kinds} files: give one kind, as a pattern")
-    opened: EncodedImages = by_name(ARCHIVES[ending])(paths, *([] if part is None else [part]))
+    opened: EncodedImages = by_name(ARCHIVES[ending])(paths, *([] if part is None else [part]), **options)
     return opened
 
 
@@ -230,7 +245,7 @@ def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
 
 
 def _advise_elsewhere(text: str) -> str | None:
-    """Advice for the name of a data set on the Hub or in a bucket; None for any other text."""
+    """Advice for the name of a data set on the Hub; None for any other text."""
     found = hub_id(text)
     if found is None and (address := _HUB_SETS.match(text)):
         found = address["name"]
@@ -239,8 +254,4 @@ def _advise_elsewhere(text: str) -> str | None:
             f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
             f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
         )
-    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", text)
-    if scheme is None:
-        return None
-    copy = _COPY.get(scheme[1] or "")
-    return f"is not a local path: mount or copy it{f' ({copy.format(text)})' if copy else ''}, then give"
+    return "is not a local path: mount or copy it, then give" if text.startswith("pipe:") else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import os
 from array import array
 from collections import Counter
@@ -14,11 +15,13 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
-from dino_ds.data.tar_members import Members
+from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
+from dino_ds.data.tar_members import Members, size_and_time
 from dino_ds.errors import DataError
 
 CLASSES = "classes.txt"
@@ -40,21 +43,28 @@ class TarShards(ListedImages):
     what of the shards can't be read. Raises DataError if there are no images.
 
     Args:
-        shards: paths of the files.
+        shards: paths of the files, or addresses.
         kind: the images of a key that are taken, such as input.png of KEY.input.png; None for all.
+        cache_gib: disk for images of shards that are elsewhere.
     """
 
     _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
 
-    def __init__(self, shards: list[str], kind: str | None = None) -> None:
-        shards = [os.path.abspath(shard) for shard in shards]
-        build = functools.partial(_index, shards, kind)
+    def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
+        self._is_remote = is_url(shards[0])
+        shards = shards if self._is_remote else [os.path.abspath(shard) for shard in shards]
+        now: Sequence[list[int] | None] = find_states(shards) if self._is_remote else [None] * len(shards)
+        build = functools.partial(_index, shards, kind, now)
         key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION)))
-        super().__init__(find_listing("shards", key, _is_current, build))
-        self.notes: list[str] = self._listing.about["notes"]
+        super().__init__(find_listing("shards", key, functools.partial(_is_current, now), build))
+        self.notes: list[str] = [*self._listing.about["notes"]]
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
+        if self._is_remote:
+            states = self._states.tolist()
+            self._remote, note = remote_with_room(shards, states, int(self._size.sum()), cache_gib)
+            self.notes += note
 
     def _open(self, listing: Listing) -> None:
         super()._open(listing)
@@ -67,6 +77,8 @@ class TarShards(ListedImages):
             raise UnreadableImage(self.name(index), "empty file")
         if size > MAX_BYTES:
             raise UnreadableImage(self.name(index), f"{size} bytes, {MAX_BYTES} are allowed")
+        if self._is_remote:
+            return self._remote.read(self._piece(index))
         try:
             file = _open_shard(self._shards[shard], *self._states[shard].tolist())
             data = os.pread(file.fileno(), size, int(self._offset[index]))
@@ -75,6 +87,17 @@ class TarShards(ListedImages):
         if len(data) != size:
             raise UnreadableImage(self.name(index), "shard: cut off since it was indexed")
         return data
+
+    def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
+        """Begin to fetch images that will be read next, where the shards are elsewhere."""
+        if self._is_remote:
+            few = [index for index in indices if 0 < self.file_bytes(index) <= MAX_BYTES]
+            self._remote.prepare(map(self._piece, few), seconds)
+
+    def _piece(self, index: int) -> FilePiece:
+        shard = int(self._shard[index])
+        size, tag = self._states[shard].tolist()
+        return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index))
 
     def name(self, index: int) -> str:
         return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
@@ -95,13 +118,13 @@ def _open_shard(path: str, size: int, time: int) -> io.FileIO:
     Raises OSError, also where the file is no longer the one that was indexed.
     """
     file = io.FileIO(path)
-    if _state(os.fstat(file.fileno())) != [size, time]:
+    if size_and_time(os.fstat(file.fileno())) != [size, time]:
         file.close()
         raise OSError("changed since it was indexed")
     return file
 
 
-def _index(shards: Sequence[str], kind: str | None) -> Contents:
+def _index(shards: Sequence[str], kind: str | None, now: Sequence[list[int] | None]) -> Contents:
     """One row an image: `shard`, `offset`, `size`, names and labels; one row a shard: its name, size and time.
 
     A shard that is cut off or damaged gives what stands before the damage; about["notes"] says which.
@@ -112,7 +135,7 @@ def _index(shards: Sequence[str], kind: str | None) -> Contents:
     kinds, texts = Counter[bytes](), 0
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
-        for path, found in zip(shards, pool.map(lambda path: Members(path, kind), shards), strict=True):
+        for path, found in zip(shards, pool.map(Members, shards, itertools.repeat(kind), now), strict=True):
             packed.add(os.fsencode(path))
             for name, place in found.images.items():
                 names.add(name)
@@ -167,7 +190,8 @@ def _class_arrays(
     whole = all(text.isdigit() for text in texts)
     texts.sort(key=int if whole else None)
     try:
-        names = Path(shards[0]).with_name(CLASSES).read_bytes().splitlines()
+        place = os.path.join(os.path.dirname(shards[0]), CLASSES)
+        names = (Remote().read(FilePiece(place)) if is_url(place) else Path(place).read_bytes()).splitlines()
     except OSError:
         names = []
     called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
@@ -177,19 +201,17 @@ def _class_arrays(
     return label_arrays([numbers[text] for text in texts], of_images, called)
 
 
-def _is_current(listing: Listing) -> bool:
-    """Whether every shard has the size and time it was indexed with."""
+def _is_current(now: Sequence[list[int] | None], listing: Listing) -> bool:
+    """Whether every shard has the size and time it was indexed with; `now`: those of shards that are elsewhere."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
+    if now[0] is not None:
+        return states.tolist() == list(now)
 
     def same(i: int) -> bool:
         try:
-            return _state(os.stat(shards[i])) == states[i].tolist()
+            return size_and_time(os.stat(shards[i])) == states[i].tolist()
         except OSError:
             return False
 
     with ThreadPoolExecutor(_THREADS) as pool:
         return all(pool.map(same, range(len(shards)), chunksize=64))
-
-
-def _state(found: os.stat_result) -> list[int]:
-    return [found.st_size, found.st_mtime_ns]

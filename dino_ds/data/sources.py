@@ -56,14 +56,16 @@ def training_source(data: DataSection, may_overlap: bool = False) -> Source:
 def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
     """The images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture` do."""
     if not data.mixture:
-        return build_source(data.source, data.root, "train", data.download)
+        return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, may_overlap)
+    return Mixture(data.parts, data.root, may_overlap, data.remote_cache_gib)
 
 
-def build_source(source: str, root: str | None, split: Literal["train", "test"], download: bool) -> Source:
-    """The images of one split.
+def build_source(
+    source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
+) -> Source:
+    """The images of one split; cache_gib: disk for those that are elsewhere.
 
     A user's own files or class are taken whole, whatever the split: name another root for tests. Raises DataError where
     nothing can be read, ConfigError for an unknown source, a class that is not a source, or a root of the photographs.
@@ -83,7 +85,7 @@ def build_source(source: str, root: str | None, split: Literal["train", "test"],
         what = "holds the images" if source == "folder" else f"keeps {source}"
         raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {what}")
     if source == "folder":
-        return open_files(root)
+        return open_files(root, cache_gib)
     images: Source = by_name("data.named_sets:TorchvisionImages")(source, root, split, download)
     return images
 
@@ -192,6 +194,8 @@ class Part:
         if name.startswith("_") or name in ("whole", "others", "notes"):  # of an object that is being unpickled
             raise AttributeError(name)
         found = getattr(self.whole, name)
+        if name == "prepare":
+            return lambda indices, seconds=None: found(self._indices[indices].tolist(), seconds)
         return self._forwarded(found) if name in _FORWARDED else found
 
     def _forwarded(self, method: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -210,7 +214,7 @@ def training_images(data: DataSection, share: float, as_listed: bool = False) ->
             "eval.val_share is for one source whose images are drawn equally often, not for data."
             f"{'mixture' if data.mixture else 'balance'}: give eval.val_root, a folder of other images"
         )
-    return split_off(build_source(data.source, data.root, "train", data.download), data.root, share, as_listed)[0]
+    return split_off(recipe_images(data), data.root, share, as_listed)[0]
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
@@ -219,7 +223,7 @@ def held_out_images(recipe: Recipe, train: Source) -> Source | None:
     root, data = recipe.eval.val_root, recipe.data
     if isinstance(train, Part) and recipe.eval.val_share:
         return train.others
-    return None if root is None else build_source(data.source, root, "train", data.download)
+    return None if root is None else build_source(data.source, root, "train", data.download, data.remote_cache_gib)
 
 
 def labelled_test(train: Source) -> Part | None:

@@ -14,6 +14,7 @@ from typing import BinaryIO
 from dino_ds.data.base import what_else_it_is
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
+from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -31,19 +32,18 @@ class Members:
     """The images of one shard in their order, each with its place (offset, size) and its class.
 
     `problems` says what could not be read, `others` names files of other kinds, unless an image of the same key is
-    beside them.
+    beside them. state: size and tag of a shard that is elsewhere.
     """
 
-    def __init__(self, path: str, kind: str | None) -> None:
+    def __init__(self, path: str, kind: str | None, state: list[int] | None = None) -> None:
         self.size, self.time = -1, 0
         self.images, self.others = dict[bytes, tuple[int, int]](), list[bytes]()
         self._kind = kind and os.fsencode(kind)
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
         self._repeated, self._special, self._texts = list[bytes](), list[bytes](), list[bytes]()
         try:
-            with open(path, "rb") as file:
-                state = os.fstat(file.fileno())
-                self.size, self.time = state.st_size, state.st_mtime_ns
+            with open(path, "rb") if state is None else open_remote(Remote(), path, state) as file:
+                self.size, self.time = state or size_and_time(os.fstat(file.fileno()))
                 self.problems = [self._walk(file)]
                 if not self._classes:
                     self._read_jsons(file)
@@ -82,7 +82,7 @@ class Members:
                         return f"what follows its end mark at byte {begin} is no tar" if begin and end < 0 else problem
                     begin = _after_zeros(file, archive.offset)
             except (tarfile.TarError, ValueError, OverflowError, RecursionError, MemoryError, EOFError) as error:
-                return _describe_damage(os.pread(file.fileno(), _BLOCK, 0), end, one_line(error))
+                return _describe_damage(_read_at(file, _BLOCK, 0), end, one_line(error))
         return None
 
     def _note_member(self, file: BinaryIO, member: tarfile.TarInfo) -> None:
@@ -99,7 +99,7 @@ class Members:
             elif self._kind in (None, _ending(name)):
                 self.images[name] = place
         elif lower.endswith(b".cls") and member.size <= _MAX_LABEL_BYTES:
-            text = os.pread(file.fileno(), member.size, member.offset_data).strip()
+            text = _read_at(file, member.size, member.offset_data).strip()
             self._classes.setdefault(_stem(name), text.replace(b"\0", b"?"))
         elif lower.endswith(b".json") and member.size <= _MAX_JSON_BYTES:
             self._jsons.setdefault(_stem(name), place)
@@ -114,7 +114,7 @@ class Members:
             if number == _JSON_LOOKED_AT and not self._classes:
                 return
             try:
-                found = json.loads(os.pread(file.fileno(), size, offset))
+                found = json.loads(_read_at(file, size, offset))
                 value = next(found[name] for name in LABEL_NAMES if name in found)
             except (ValueError, TypeError, StopIteration, RecursionError):
                 continue
@@ -143,6 +143,15 @@ class Members:
         return Counter(_ending(name) for name in self.images if keys[_key(name)] > 1)
 
 
+def size_and_time(found: os.stat_result) -> list[int]:
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _read_at(file: BinaryIO, size: int, offset: int) -> bytes:
+    file.seek(offset)
+    return file.read(size)
+
+
 def _key(name: bytes) -> bytes:
     """WebDataset's: the path up to the first dot of the file's name."""
     folder, slash, base = name.rpartition(b"/")
@@ -161,7 +170,7 @@ def _stem(name: bytes) -> bytes:
 
 def _look_at_end(file: BinaryIO, offset: int) -> str | None:
     """tarfile ends in silence at a damaged header, and where the file ends between two members."""
-    block = os.pread(file.fileno(), _BLOCK, offset)
+    block = _read_at(file, _BLOCK, offset)
     if block == bytes(_BLOCK):
         return None
     return f"damaged at byte {offset}" if block else "ends without a tar's end mark, so it may be cut off"
@@ -170,7 +179,7 @@ def _look_at_end(file: BinaryIO, offset: int) -> str | None:
 def _after_zeros(file: BinaryIO, offset: int) -> int | None:
     """The first block after an end mark that is not empty, as where archives were joined by cat; None for none."""
     for _ in range(_MOST_ZEROS):
-        part = os.pread(file.fileno(), _ZEROS, offset)
+        part = _read_at(file, _ZEROS, offset)
         if rest := part.lstrip(b"\0"):
             return offset + (len(part) - len(rest)) // _BLOCK * _BLOCK
         offset += len(part)

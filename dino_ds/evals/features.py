@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange
 from dino_ds.data.workers import main_module_left_out, stop_workers, worker_options
@@ -196,6 +196,10 @@ class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
         """Image, its place and label, or the text that names an unreadable one."""
         return self._item(i, self._transform)
+
+    def __getitems__(self, items: list[Any]) -> list[tuple[Tensor, int, int] | str]:
+        prepare_images(self._source, [self._indices[item if isinstance(item, int) else item[1]] for item in items])
+        return [self[item] for item in items]
 
     def _item(self, i: int, transform: Callable[[Any], Tensor]) -> tuple[Tensor, int, int] | str:
         try:

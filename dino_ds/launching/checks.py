@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.ports import port_is_free
+from dino_ds.basics.text_file import is_url
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.launching.hostfile import Host
@@ -191,6 +192,8 @@ def _count_images(root: str) -> int:
     from dino_ds.data.root import expand
 
     path, _ = split_part(os.path.expanduser(root))
+    if is_url(path):
+        return 1  # the ranks look at it
     try:
         if not os.path.isdir(path):
             return min(_MOST_ENTRIES, len(expand(path)))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.config.chosen_weights import NEWEST, chosen_model
 from dino_ds.config.ds_config import find_ds_config, load_ds_config
 from dino_ds.config.loading import load_recipe
@@ -110,6 +111,8 @@ def _read_train(
     place, note = options.run_dir, ""
     if not options.run_dir:
         place, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
+    if is_url(place):
+        raise ConfigError(f"--run_dir {place} is not a folder: keep a run on a disk, then copy its folder there")
     options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
     given, run_dir = Given(config, overrides, [note] if note else []), Path(options.run_dir)
     alone, resumes = config is None and options.from_ is None, options.resume is not False

@@ -16,7 +16,7 @@ import numpy as np
 from dino_ds.config.fields import FEW_IMAGES, LEAST_IMAGES
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.schema import named_values
-from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image
 from dino_ds.data.root import check_split, test_folder
 from dino_ds.data.sources import build_source
@@ -101,7 +101,9 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
     most, begin = load_recipe(None, {}).data.max_pixels, time.monotonic()
     sizes, channels, types = list[tuple[int, int]](), Counter[int](), set[str]()
     unreadable = looked_at = 0
-    for index in np.random.default_rng(0).permutation(len(source))[:sample].tolist():
+    chosen = np.random.default_rng(0).permutation(len(source))[:sample].tolist()
+    prepare_images(source, chosen[:_LEAST_SAMPLE])
+    for index in chosen:
         looked_at += 1
         try:
             image = open_image(source, index, most)

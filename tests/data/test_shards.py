@@ -61,7 +61,7 @@ def test_patterns_that_find_too_little_or_too_much_are_named(tmp_path):
     with pytest.raises(DataError, match="at least 1000 of its files are not there"):
         read("/nowhere/{0..99999}{0..99999}.tar")
     assert time.process_time() - begin < 20
-    for root in ("https://host/a.tar", "s3://bucket/{0..9}.tar", "pipe:cat a.tar"):
+    for root in ("ftp://host/a.tar", "pipe:cat a.tar"):
         with pytest.raises(DataError, match="not a local path"):
             read(root)
 
@@ -93,7 +93,7 @@ def test_labels_come_from_folders_where_there_is_no_cls(tmp_path):
 def count_walks(monkeypatch) -> list[str]:
     walked: list[str] = []
     find = shards_module.Members
-    monkeypatch.setattr(shards_module, "Members", lambda path, kind: walked.append(path) or find(path, kind))
+    monkeypatch.setattr(shards_module, "Members", lambda path, *rest: walked.append(path) or find(path, *rest))
     return walked
 
 

@@ -1,0 +1,96 @@
+"""Servers of files for tests: one over HTTP that does what a test asks of it, and moto's S3."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+class Served(ThreadingHTTPServer):
+    """A folder over HTTP with byte ranges and ETags.
+
+    faults: what the next requests meet, each once: a status, "drop", "cut" or a number of seconds as text; delay:
+    seconds that every request takes; bytes_sent and requests count what was asked for. dead: every connection is
+    dropped.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.folder, self.faults, self.delay, self.dead = folder, list[object](), 0.0, False
+        self.ranges, self.retry_after = True, "0"
+        self.bytes_sent, self.requests = 0, Counter[str]()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # the client is gone
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Served
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        server, path = self.server, self.server.folder / self.path.lstrip("/")
+        with server.lock:
+            server.requests[self.path] += 1
+            fault = server.faults.pop(0) if server.faults else None
+        time.sleep(server.delay)
+        if server.dead or fault == "drop":
+            self.close_connection = True
+            return None
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if isinstance(fault, int):
+            return self._answer(fault, b"", {"Retry-After": server.retry_after})
+        if path.is_dir():
+            names = "".join(f'<a href="{one.name}">{one.name}</a>' for one in sorted(path.iterdir()))
+            return self._answer(200, names.encode(), {"Content-Type": "text/html"})
+        if not path.is_file():
+            return self._answer(404, b"", {})
+        data = path.read_bytes()
+        headers = {"ETag": f'"{hashlib.md5(data).hexdigest()}"'}
+        part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if part is None or not server.ranges:
+            return self._answer(200, data, headers, fault == "cut")
+        first, last = int(part[1]), min(int(part[2]), len(data) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        return self._answer(206, data[first : last + 1], headers, fault == "cut")
+
+    def _answer(self, status: int, data: bytes, headers: dict[str, str], cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data[: len(data) // 2] if cut else data)
+        self.close_connection = self.close_connection or cut
+        with self.server.lock:
+            self.server.bytes_sent += len(data)
+
+
+@contextmanager
+def serving(folder: Path, port: int = 0) -> Iterator[Served]:
+    with Served(folder, port) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

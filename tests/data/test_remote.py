@@ -1,0 +1,315 @@
+"""Images that are elsewhere: the same ones in the same order as from a copy, whatever the network does."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from dino_ds.basics.text_file import unusable_text
+from dino_ds.config.crops import dino_groups
+from dino_ds.config.mixture import MixturePart
+from dino_ds.data.base import UnreadableImage, prepare_images
+from dino_ds.data.batches import LoaderOptions
+from dino_ds.data.feed import Position
+from dino_ds.data.loader import Loader
+from dino_ds.data.mixture import Mixture
+from dino_ds.data.multicrop import MultiCrop
+from dino_ds.data.remote import FilePiece
+from dino_ds.data.remote_cache import RemoteCache, _opened
+from dino_ds.data.root import open_files
+from dino_ds.errors import DataError
+from tests.data.files import encoded, members, photo, png, read
+from tests.data.servers import serving
+from tests.data.test_shards import pack
+
+SHARDS, IN_SHARD = 12, 3
+IMAGES = SHARDS * IN_SHARD
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Shards with classes beside single images, a list of these and Parquet files."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("served")
+    files = [encoded(photo(40 + n, 30), "JPEG") for n in range(IMAGES)]
+    random = np.random.default_rng(0)
+    noise = [random.bytes(40_000) for _ in range(IN_SHARD)]  # a footer is then read without the images
+    for shard in range(SHARDS):
+        content = dict[str, bytes]()
+        for n in range(shard * IN_SHARD, (shard + 1) * IN_SHARD):
+            content |= {f"{n:03d}.jpg": files[n], f"{n:03d}.cls": str(n % 2).encode()}
+        pack(folder / f"set/{shard:03d}.tar", content)
+        (folder / f"{shard}.jpg").write_bytes(files[shard])
+        pyarrow.parquet.write_table(
+            pyarrow.table({"image": files[shard * IN_SHARD :][:IN_SHARD], "other": noise}),
+            _made(folder / f"rows/{shard}.parquet"),
+        )
+    (folder / "set/classes.txt").write_text("cat\ndog\n")
+    (folder / "list.txt").write_text("".join(f"{n}.jpg\tc{n % 2}\n" for n in range(SHARDS)))
+    return folder
+
+
+def _made(path):
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+@pytest.fixture
+def server(folder):
+    with serving(folder) as server:
+        yield server
+
+
+def contents(source):
+    return [source.read(index) for index in range(len(source))]
+
+
+def batches(source, count, workers=0, samples=0, patience=None):
+    how = LoaderOptions(global_batch=8, micro_batch=4, workers=workers, patience=patience)
+    crops = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.1, 0.4), 2), "low_res")
+    loader = Loader(source, crops, how, Position(0, samples))
+    found = []
+    try:
+        for batch in islice(loader, count):
+            found.append((batch.names, {name: crops.clone() for name, crops in batch.crops.items()}))
+    finally:
+        loader.close()
+    return found
+
+
+def check_alike(found, expected):
+    for (names, crops), (others, same) in zip(found, expected, strict=True):
+        assert [os.path.basename(name) for name in names] == [os.path.basename(name) for name in others]
+        assert all(torch.equal(crops[name], same[name]) for name in crops)
+
+
+@pytest.mark.parametrize(
+    "place", ["set", "set/{000..011}.tar", "set/*.tar", "list.txt", "rows", "rows/{0..11}.parquet"]
+)
+def test_a_server_gives_the_images_of_its_folder(server, folder, place):
+    local, remote = read(folder / place), read(f"{server.url}/{place}")
+    assert members(remote) == members(local)
+    assert (remote.classes, remote.labels) == (local.classes, local.labels)
+    assert contents(remote) == contents(local)
+
+
+@pytest.mark.parametrize("place", ["set", "rows"])
+def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path):
+    first = open_files(f"{server.url}/{place}", 1.0)
+    assert contents(first) == contents(read(folder / place))
+    server.requests.clear()
+    again = pickle.loads(pickle.dumps(first))
+    prepare_images(again, range(len(again)))
+    assert contents(again) == contents(first)
+    assert not server.requests
+    for file in (tmp_path / "cache/remote").glob("*.part"):  # as a disk may damage them
+        data = bytearray(file.read_bytes())
+        data[1000:1100] = bytes(100)
+        file.write_bytes(data)
+    assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / place))
+    assert server.requests
+
+
+def test_the_cache_keeps_to_its_size_and_drops_what_is_oldest(tmp_path):
+    piece, data = FilePiece("s3://b/a.tar", 1 << 20, 7, 512, 9000), os.urandom(9000)
+    old, new = RemoteCache(40_000), RemoteCache(40_000)
+    for cache, url in ((old, "s3://b/old.tar"), (new, "s3://b/new.tar")):
+        cache.make_room([FilePiece(url, 1 << 20, 7)], 30_000)
+        for begin in range(0, 300 * 1024, 10240):
+            cache.put(piece._replace(url=url, begin=begin), data)
+        used = sum(512 * file.stat().st_blocks for file in (tmp_path / "cache/remote").glob("*.part"))
+        assert 18_000 < used < 50_000
+        assert cache.get(piece._replace(url=url, begin=0)) == data
+    _opened.cache_clear()  # a file that is open stays until it is closed
+    assert old.get(piece._replace(url="s3://b/old.tar", begin=0)) is None
+    assert new.get(piece._replace(url="s3://b/new.tar", begin=0, tag=8)) is None
+
+
+def test_the_loader_gives_the_same_crops_and_resumes_at_any_batch(server, folder):
+    server.delay = 0.01
+    mixed = [MixturePart("set", 0.5), MixturePart("list.txt", 0.5)]
+    for local, remote in (
+        (read(folder / "set"), open_files(f"{server.url}/set", 1.0)),
+        (Mixture(mixed, str(folder)), Mixture([MixturePart(f"{server.url}/set", 0.5), mixed[1]], str(folder))),
+    ):
+        expected = batches(local, 12)
+        check_alike(batches(remote, 12, workers=2), expected)
+        check_alike(batches(remote, 4, samples=16), expected[4:8])
+
+
+def test_an_epoch_asks_for_little_more_than_its_images_and_for_neighbors_together(server):
+    remote = read(f"{server.url}/set")
+    server.requests.clear()
+    server.bytes_sent = 0
+    batches(remote, IMAGES // 4)
+    size = sum(remote.file_bytes(index) for index in range(IMAGES))
+    assert server.bytes_sent <= 1.3 * size  # one more batch is ahead at the end; of a real epoch that is nothing
+    remote = read(f"{server.url}/set")
+    server.requests.clear()
+    prepare_images(remote, range(IMAGES))
+    contents(remote)
+    assert server.requests.total() == SHARDS
+
+
+@pytest.mark.parametrize(
+    "faults", [[503, 429], ["drop"] * 2, ["cut"], [500, "cut", "drop", 503]], ids=["status", "drop", "cut", "several"]
+)
+def test_faults_that_pass_change_nothing(server, folder, faults):
+    local, remote = read(folder / "set"), read(f"{server.url}/set")
+    server.faults = [*faults]
+    assert remote.read(4) == local.read(4)
+    assert not server.faults
+
+
+def test_a_server_that_asks_for_time_gets_it(server):
+    remote = read(f"{server.url}/set")
+    server.faults, server.retry_after = [429], "1"
+    begin = time.monotonic()
+    assert remote.read(4)
+    assert 1 <= time.monotonic() - begin < 10
+
+
+def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
+    remote = read(f"{server.url}/set")
+    server.dead = True
+    with pytest.raises(DataError, match=r"set/\d+\.tar can't be read, tried \d+ times in \d+ s \(Server") as caught:
+        batches(remote, 1, patience=3.0)
+    assert "\n" not in str(caught.value)
+    server.dead, server.faults = False, [400] * IMAGES
+    with pytest.raises(DataError, match=r"set/\d+\.tar can't be read, tried 1 times in \d s \(HTTP 400\)"):
+        batches(remote, 1, workers=1)
+
+
+def test_an_answer_that_never_comes_is_given_up(server):
+    remote = read(f"{server.url}/set")
+    server.faults = [30.0] * 10
+    remote.prepare([4], 1.0)
+    with pytest.raises(DataError, match="no answer"):
+        remote.read(4)
+
+
+def test_a_shard_that_is_replaced_or_gone_is_never_read_as_another(tmp_path):
+    for name in ("0.tar", "1.tar"):
+        pack(tmp_path / "set" / name, {"a.png": png(1), "b.png": png(2)})
+    with serving(tmp_path) as server:
+        remote = read(f"{server.url}/set/{{0..1}}.tar")
+        pack(tmp_path / "set/0.tar", {"a.png": png(3), "b.png": png(4)})
+        with pytest.raises(DataError, match="is another file than when"):
+            remote.read(0)
+        (tmp_path / "set/1.tar").unlink()
+        with pytest.raises(DataError, match=r"1\.tar is gone or"):
+            remote.read(3)
+        with pytest.raises(DataError, match=r"1 of 2 files are not there, such as .*/1\.tar"):
+            read(f"{server.url}/set/{{0..1}}.tar")
+        again = read(f"{server.url}/set/0.tar")
+        assert again.load(0).getpixel((0, 0)) == (3, 0, 0)
+
+
+def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
+    (tmp_path / "mine.txt").write_text(f"{server.url}/0.jpg\n{server.url}/none.jpg\n{folder}/1.jpg\n")
+    source = read(tmp_path / "mine.txt")
+    assert source.read(0) == (folder / "0.jpg").read_bytes()
+    assert source.read(2) == (folder / "1.jpg").read_bytes()
+    with pytest.raises(UnreadableImage, match="not there"):
+        source.read(1)
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("ftp://host/a.tar", "nor one of s3://"),
+        ("gs://bucket/a.tar", "gs:// needs gcsfs: pip install gcsfs"),
+        ("{}/empty", "an address is of .tar or .parquet files"),
+        ("{}/a.h5:/images", "read on a disk: copy them"),
+        ("{}/none.tar", "1 of 1 files are not there"),
+    ],
+)
+def test_places_that_cannot_be_read_are_named(server, folder, place, error):
+    (folder / "empty").mkdir(exist_ok=True)
+    with pytest.raises(Exception, match=error):
+        read(place.format(server.url))
+
+
+def test_a_server_without_ranges_is_named(server):
+    server.ranges = False
+    with pytest.raises(DataError, match="no ranges of bytes"):
+        read(f"{server.url}/set/000.tar")
+
+
+@pytest.mark.parametrize("url", ["https://me:secret@host/a.tar", "https://host/a.tar?X-Amz-Signature=secret"])
+def test_credentials_are_refused_and_not_repeated(url, tmp_path):
+    (tmp_path / "list.txt").write_text(f"{url}\n")
+    for text in (url, str(tmp_path / "list.txt")):
+        with pytest.raises(DataError, match="drivers find credentials by themselves") as caught:
+            read(text)
+        assert "secret" not in str(caught.value)
+    assert "secret" not in unusable_text(url)
+
+
+@pytest.fixture(scope="module")
+def bucket(folder):
+    """The folder in a bucket of moto's server, which the driver finds as it finds any."""
+    boto3 = pytest.importorskip("boto3")
+    pytest.importorskip("s3fs")
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name, value in (("ACCESS_KEY_ID", "key"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+            patch.setenv(f"AWS_{name}", value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="images")
+        for path in filter(os.path.isfile, map(str, folder.rglob("*"))):
+            client.upload_file(path, "images", os.path.relpath(path, folder))
+        yield client
+    server.stop()
+
+
+@pytest.mark.parametrize("place", ["set", "set/*.tar", "set/{003..001}.tar", "list.txt", "rows/*.parquet"])
+def test_a_bucket_gives_the_images_of_its_folder(bucket, folder, place):
+    local, remote = read(folder / place), open_files(f"s3://images/{place}", 1.0)
+    assert members(remote) == members(local)
+    assert remote.labels == local.labels
+    prepare_images(remote, range(5))
+    assert contents(remote) == contents(local)
+
+
+def test_an_object_that_is_replaced_is_noticed(bucket):
+    bucket.put_object(Bucket="images", Key="more/0.tar", Body=_tar(1))
+    remote = read("s3://images/more/0.tar")
+    bucket.put_object(Bucket="images", Key="more/0.tar", Body=_tar(2))
+    with pytest.raises(DataError, match="is another file than when"):
+        remote.read(0)
+    assert read("s3://images/more/0.tar").load(0).getpixel((0, 0)) == (2, 0, 0)
+    with pytest.raises(DataError, match="not there"):
+        read("s3://images/more/1.tar")
+    with pytest.raises(DataError, match="not there"):
+        read("s3://other/more/1.tar")
+
+
+def _tar(value):
+    import io
+    import tarfile
+
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        info = tarfile.TarInfo("a.png")
+        info.size = len(png(value))
+        archive.addfile(info, io.BytesIO(png(value)))
+    return stream.getvalue()
