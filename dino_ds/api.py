@@ -30,7 +30,6 @@ from dino_ds.options.reading import words_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from dino_ds.run.train_options import TrainOptions
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]
@@ -95,15 +94,13 @@ def train(
     max_steps: int | None = None,
     resume: bool | int | Literal["auto"] = False,
     callbacks: Sequence[Callable[[int, dict[str, Any]], object]] = (),
-    ranks: int | None = None,
     **options: Any,
 ) -> Run:
-    """`dino-ds train`: train in this process, or in `ranks` processes beside it, and return the run.
+    """`dino-ds train`: train in this process, and return the run.
 
     options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
     keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
     as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
-    With `ranks` there are none.
 
     Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
@@ -113,20 +110,7 @@ def train(
     own["resume"] = None if resume is False else resume
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    words = words_of(COMMANDS["train"], own, options)
-    if ranks is None:
-        return Run(_train_here(words, callbacks))
-    if callbacks:
-        raise ConfigError("callbacks are called in this process: leave ranks out, or read the run's metrics afterwards")
-    from dino_ds.launching.child import launch_from_python
-
-    with as_it_was():
-        launch = ["launch", *words_of(COMMANDS["launch"], {"ranks": ranks, "skip_checks": True}, {}), "--", *words]
-        asked = prepare(launch)[2]["train"]
-        folder = _folder(asked["options"])
-        launch += [] if run_dir else [f"--run_dir={asked['options'].run_dir}"]
-        launch_from_python(launch)
-    return Run(folder)
+    return Run(_train_here(words_of(COMMANDS["train"], own, options), callbacks))
 
 
 def embed(
@@ -171,11 +155,11 @@ def evaluate(
     return done[0].to_json()
 
 
-def report(run: Place, *, compare: Sequence[Place] | None = None, out: Place | None = None) -> Path:
-    """`dino-ds report`: write the HTML page of a run, or of several, and return its path. Raises ConfigError."""
+def report(run: Place, *, out: Place | None = None) -> Path:
+    """`dino-ds report`: write the HTML page of a run, and return its path. Raises ConfigError."""
     from dino_ds.report.command import write_page
 
-    return write_page(_prepare("report", {"run": run, "compare": compare, "out": out}, {})[0])[0]
+    return write_page(_prepare("report", {"run": run, "out": out}, {})[0])[0]
 
 
 def plan(
@@ -213,7 +197,7 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
             raise caller.error
         if stopped:
             raise Stopped(f"{stopped}; the same with resume=True continues it")
-        return _folder(chosen)
+        return Path(os.path.abspath(chosen.run_dir))  # the program may change its working folder later
 
 
 def _listed(files: Sequence[Place], folder: Path) -> Path:
@@ -229,10 +213,6 @@ def _listed(files: Sequence[Place], folder: Path) -> Path:
     return place
 
 
-def _folder(options: TrainOptions) -> Path:
-    return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
-
-
 def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A command's options and files."""
     command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
@@ -244,7 +224,7 @@ def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> t
 def _one_at_a_time() -> Iterator[None]:
     """Two runs in one process would draw from the same random generators. Raises ConfigError."""
     if not _TRAINING.acquire(blocking=False):
-        raise ConfigError("this process is training already: wait for the end, or give ranks=1 for one of its own")
+        raise ConfigError("this process is training already: wait for the end, or start another process")
     try:
         yield
     finally:

@@ -25,8 +25,8 @@ def as_it_was() -> Iterator[None]:
         adopt_ranks(os.environ)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ConfigError(
-                "this process is one of several that a launcher has started: call this in one process, and let it "
-                "start the others by ranks=N; or give the launcher the command in place of this program"
+                "this process is one of several that a launcher has started: call this in one process, or give the "
+                "launcher the command in place of this program"
             )
         yield
     finally:

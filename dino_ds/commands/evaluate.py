@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from dino_ds.basics.digits import short
+from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import read_object
 from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
@@ -37,8 +38,7 @@ _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
 _CONCERNS = {
     **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
     **dict.fromkeys(("k", "temperature"), ("knn",)),
-    **dict.fromkeys(("epochs", "batch"), ("linear-sgd",)),
-    "workers": (*_OF_IMAGES, "oxford", "paris", "copydays"),
+    "workers": (*_OF_IMAGES, "oxford", "paris"),
     "benchmark_root": BENCHMARKS,
 }
 """Option -> the evaluations that it changes something of; others are of all."""
@@ -86,7 +86,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     if of_images:
         sources = [source for source in context.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")])
+        context.note([*notes, *note_on_shared(options.root, options.test_root, "--test_root")])
         context.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:
@@ -114,7 +114,7 @@ def _check_unused(options: EvalOptions) -> None:
 
 def _settings(options: EvalOptions) -> Settings:
     """The settings that are given; others have the defaults of Settings."""
-    names = ("size", "temperature", "images", "epochs", "batch", "workers")
+    names = ("size", "temperature", "images", "workers")
     given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
     given["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
     return Settings(**{name: value for name, value in given.items() if value is not None})
@@ -161,7 +161,7 @@ def _check_places(model: str, out: str | None) -> None:
     for place in places:
         try:
             found = read_object(place) if place.is_file() else {}
-            if out and place is places[0] and not found.keys() <= {*EVALUATIONS}:
+            if out and place is places[0] and not found.keys() <= {*EVALUATIONS, *words_elsewhere("evaluations")}:
                 raise ValueError("it holds something else than results of dino-ds eval")
         except (OSError, ValueError) as error:
             raise _not_written(place, error) from None

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dino_ds.basics.durable import why_not_writable
 from dino_ds.basics.names import sidecar_of
-from dino_ds.config.loading import by_section, load_recipe
-from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import flat_values
+from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Home, home_of
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
@@ -101,17 +98,4 @@ def _results(home: Home) -> dict[str, Any]:
         return {"evaluations": evaluations}
     parts = [name_images("folder", part.place) for part in recipe.data.parts]
     data = " and ".join(parts) or name_images(recipe.data.source, recipe.data.root)
-    return {"evaluations": evaluations, "data": data, "recipe": _public(recipe)}
-
-
-_LEARNED = ("length", "data.global_batch")
-_OF_A_MACHINE = re.compile(r"data\.|eval\.|[^.]+$")
-"""Keys that say where and how a run is made; those of other sections say what is learned, as _LEARNED does."""
-
-
-def _public(recipe: Recipe) -> dict[str, Any]:
-    """Settings other than the defaults that change what is learned, as a recipe; without paths of this machine."""
-    usual, own = flat_values(Recipe()), flat_values(recipe)
-    changed = {key: value for key, value in own.items() if value != usual.get(key)}
-    found = {key: value for key, value in changed.items() if key in _LEARNED or not _OF_A_MACHINE.match(key)}
-    return by_section({key: value for key, value in found.items() if not re.search(r"[/\\~]", str(value))})
+    return {"evaluations": evaluations, "data": data}

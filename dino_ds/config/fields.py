@@ -203,8 +203,8 @@ def _once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-Benchmark = Literal["oxford", "paris", "copydays", "davis"]
-Evaluation = Literal["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics", Benchmark]
+Benchmark = Literal["oxford", "paris", "davis"]
+Evaluation = Literal["knn", "linear", "ridge", "few-shot", "retrieval", "statistics", Benchmark]
 BENCHMARKS: tuple[str, ...] = get_args(Benchmark)
 EVALUATIONS: tuple[str, ...] = get_args(Evaluation)
 

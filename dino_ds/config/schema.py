@@ -89,15 +89,9 @@ class Option:
         return any(part is types.NoneType for part, _ in self.members)
 
     @property
-    def takes_words(self) -> bool:
-        """Whether several words of the command line are its value."""
-        part, limits = self.members[0]
-        return get_origin(part) is tuple and not limits
-
-    @property
     def takes_list(self) -> bool:
         """Whether its value is several parts with commas between them."""
-        return get_origin(self.members[0][0]) is tuple and not self.takes_words
+        return get_origin(self.members[0][0]) is tuple
 
     def read(self, value: Any, show: Callable[[Any], str] = as_written) -> Any:
         """A value as the type has it, from what a file or the command line says. Raises ValueError that says why not;

@@ -1,9 +1,8 @@
 """Cuts crops out of images: for training from one that is decoded no larger than they need, for evaluations as DINO's
-k-NN and linear probe do."""
+k-NN does."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
-from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, sample_box, to_tensor
+from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, to_tensor
 from dino_ds.data.normalisation import Normalisation
 
-_PROBE_SCALE = (0.08, 1.0)
 _FLAT = 16
 """Times the side of a crop, above which the rest of an image is not enlarged only to be cut off: it might not fit."""
 _SHRINKS = (8, 4, 2)
@@ -114,24 +112,6 @@ class EvalCrop:
             box = (left, top, min(right, image.width), min(bottom, image.height))
             return image.resize((self.size, self.size), BICUBIC, box=box)
         return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
-
-
-class RandomCrop:
-    """Training crop of DINO's linear probe: of 8 to 100 % of the area, bilinear, flipped every second time."""
-
-    def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self.channels, self._normalisation = size, len(normalisation.mean), normalisation
-
-    def __call__(self, image: Image.Image | np.ndarray, seed: int) -> Tensor:
-        """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32. The seed decides."""
-        rng = random.Random(seed)
-        width, height = image.size if isinstance(image, Image.Image) else image.shape[1::-1]
-        box, flip = sample_box(rng, width, height, _PROBE_SCALE), rng.random() < 0.5
-        return _normalised(image, lambda plane: self._cut(plane, box, flip), self._normalisation)
-
-    def _cut(self, image: Image.Image, box: Box, flip: bool) -> Image.Image:
-        crop = image.crop(box).resize((self.size, self.size), Image.Resampling.BILINEAR)
-        return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if flip else crop
 
 
 def _normalised(

@@ -34,7 +34,7 @@ class Settings:
     ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side, or None
     for the model's; images: most training images, and test images unless `test_images` is given, or None for all;
     workers: loader processes per rank, or None for a number that fits the cores; benchmark_root: folder of DAVIS and
-    the like; epochs and batch (images of all ranks) of classifiers trained by gradient descent; value_range: the range
+    the like; value_range: the range
     of images deeper than 8 bits, or None, and they are unreadable.
     """
 
@@ -46,8 +46,6 @@ class Settings:
     test_images: int | None = None
     workers: int | None = None
     benchmark_root: Path | None = None
-    epochs: int = 100
-    batch: int = 256
     value_range: ValueRange | None = None
 
 

@@ -7,18 +7,12 @@ filipradenovic/revisitop, as facebookresearch/dino `eval_image_retrieval.py`.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
-from dino_ds.basics.hashing import crop_seed
-from dino_ds.data.cutting import RandomCrop
-from dino_ds.data.normalisation import Normalisation
 from dino_ds.engine import distributed
 
 # Similarities held at once: 128 MiB. Fewer rows make the product slower.
@@ -184,39 +178,3 @@ def _drawn(rows: Tensor, most: int, seed: int) -> Tensor:
         return rows
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     return rows[order[:most].to(rows.device)]
-
-
-@torch.no_grad()
-def alignment(first: Tensor, second: Tensor) -> float:
-    """Mean squared distance of the unit-length features of two crops of each image, (n, d) each: 0 for equal.
-
-    Source: arXiv 2005.10242.
-    """
-    return float((F.normalize(first.float(), dim=-1) - F.normalize(second.float(), dim=-1)).square().sum(dim=-1).mean())
-
-
-@torch.no_grad()
-def label_purity(features: Tensor, labels: Tensor, k: int) -> float:
-    """Mean percentage of the k nearest others (n, d) of each image, by cosine, that have its label (n,); k < n.
-
-    Every rank must call it with the same rows; each searches for its share.
-    """
-    mine = torch.arange(distributed.rank(), len(labels), distributed.world_size(), device=labels.device)
-    same = torch.zeros((), dtype=torch.long, device=labels.device)
-    for rows in mine.split(4096):
-        _, index = nearest(features[rows], features, k + 1)
-        others = index != rows[:, None]
-        others[others.all(dim=1), -1] = False  # equal features may hide the image itself: then any k of them
-        same += ((labels[index] == labels[rows, None]) & others).sum()
-    return 100.0 * float(distributed.sum_across_ranks(same)) / (k * len(labels))
-
-
-class TwoCrops:
-    """Image -> two random crops of it, stacked (2, c, size, size); they follow from its pixels and the seed."""
-
-    def __init__(self, size: int, normalisation: Normalisation, seed: int) -> None:
-        self._crop, self._seed = RandomCrop(size, normalisation), seed
-
-    def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
-        content = zlib.crc32(np.ascontiguousarray(image).tobytes())
-        return torch.stack([self._crop(image, crop_seed(self._seed, i, content)) for i in range(2)])

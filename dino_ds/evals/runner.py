@@ -110,7 +110,8 @@ class EvalRunner(AtStep):
         runner.knn.advice += changes_that_help(recipe)
         unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
-        runner._notes += [*problem, *runner.knn.notes(), *note_on_shared(names, train, test, "eval.root")]
+        shared = note_on_shared(data.root if data.own_files else None, settings.root, "eval.root")
+        runner._notes += [*problem, *runner.knn.notes(), *shared]
         return runner
 
     def _check(self, name: str) -> None:

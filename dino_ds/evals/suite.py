@@ -16,30 +16,18 @@ import torch
 from torch import Tensor
 
 from dino_ds.config.fields import BENCHMARKS
-from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.normalisation import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
-from dino_ds.evals.copydays import copydays
 from dino_ds.evals.davis import davis
-from dino_ds.evals.knn import (
-    TwoCrops,
-    alignment,
-    class_retrieval,
-    feature_statistics,
-    knn_accuracies,
-    label_purity,
-)
+from dino_ds.evals.knn import class_retrieval, feature_statistics, knn_accuracies
 from dino_ds.evals.landmarks import oxford, paris
 from dino_ds.evals.linear import fit_linear, fit_ridge
-from dino_ds.evals.linear_sgd import linear_sgd
 
 _FEW_SHOT_FRACTIONS = (0.01, 0.1)
 _FEW_SHOT_DRAWS = 3
 _RETRIEVAL_IMAGES = 5000
-_ALIGNMENT_IMAGES = 2000
-_PURITY_NEIGHBOURS = 10
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
 """Results are percentages unless its docstring says otherwise."""
@@ -111,34 +99,19 @@ def retrieval(context: EvalContext) -> dict[str, float]:
 
 
 def statistics(context: EvalContext) -> dict[str, float]:
-    """Deviation, RankMe, uniformity, alignment of two random crops (no labels needed); label purity of neighbours"""
-    source, settings = context.any_source, context.settings
-    crops = context.compute(
-        lambda pairs: context.backbone.features(pairs.flatten(0, 1)).unflatten(0, (-1, 2)),
-        source,
-        evenly_spaced_indices(len(source), min(_ALIGNMENT_IMAGES, context.test_limit or len(source))),
-        TwoCrops(context.size, context.backbone.normalisation, settings.seed),
-    ).features
-    images = context.any_images
-    found = feature_statistics(images.features, settings.seed)
-    found["alignment"] = alignment(crops[:, 0], crops[:, 1])
-    if images.classes and len(images.labels) > 1:
-        k = min(_PURITY_NEIGHBOURS, len(images.labels) - 1)
-        found[f"purity_{k}"] = label_purity(images.features, images.labels, k)
-    return found
+    """Deviation, RankMe and uniformity of the features; no labels needed"""
+    return feature_statistics(context.any_images.features, context.settings.seed)
 
 
 EVALUATIONS: dict[str, Evaluation] = {
     "knn": knn,
     "linear": linear,
-    "linear-sgd": linear_sgd,
     "ridge": ridge,
     "few-shot": few_shot,
     "retrieval": retrieval,
     "statistics": statistics,
     "oxford": oxford,
     "paris": paris,
-    "copydays": copydays,
     "davis": davis,
 }
 
@@ -154,7 +127,7 @@ def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> Eval
     Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, where there are no
     images or labels for it, or no benchmark.
     """
-    methods = dict.fromkeys(("features", "patch_tokens", "last_tokens"))
+    methods = dict.fromkeys(("features", "patch_tokens"))
     sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
     no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalisation=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)

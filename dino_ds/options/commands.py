@@ -27,9 +27,8 @@ declare_command(
 class ReportOptions:
     """one HTML file about a run: curves, evaluations, pictures, memory against plan, how to reproduce it"""
 
-    run: str | None = option(None, "the run folder", bare=True)
-    compare: tuple[str, ...] | None = option(None, "other run folders, side by side with it")
-    out: str | None = option(None, "the .html file", shown="RUN/report.html, or RUN/compare.html")
+    run: str = option(..., "the run folder", bare=True)
+    out: str | None = option(None, "the .html file", shown="RUN/report.html")
     json: Json = False
 
 

@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError
 from dino_ds.options.definition import Command
 
 _NOTHING_MEANT = "options are written --key value"
-_WITHOUT_NAME = {"root": "images are given with", "compare": "other runs are given with", "out": "what is written with"}
+_WITHOUT_NAME = {"root": "images are given with", "out": "what is written with"}
 """Options whose name people leave out."""
 
 

@@ -92,7 +92,7 @@ def drop_local_rank(argv: Sequence[str]) -> list[str]:
 
 
 def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (flag without dashes, value) from `--key value`, `--key=value` and switches; a pair a word of a list."""
+    """Yield (flag without dashes, value) from `--key value`, `--key=value` and switches."""
     bare, strays, known = list(command.bare), list[str](), command.known_options
     read: tuple[str, str] | None = None
     while words:
@@ -116,8 +116,6 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
         elif words and not _is_flag(words[0]):
             read = name, words.pop(0)
             yield read
-            while name in known and known[name].takes_words and words and not _is_flag(words[0]):
-                yield name, words.pop(0)
         else:
             yield name, ""
     if strays:
@@ -170,8 +168,6 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
-    elif fixed is not None and fixed.takes_words:
-        flags.fixed[key] = (*flags.fixed.get(key, ()), value)
     elif key in target:
         problems.append(f"--{name} is given twice: {as_written(str(target[key]))} and {as_written(value)}")
     elif fixed is None:

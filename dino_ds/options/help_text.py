@@ -146,7 +146,7 @@ def _stages(key: Option) -> str:
 
 def _row(option: Option) -> tuple[str, str, str]:
     one = "N" if option.type.startswith(("integer", "number")) else "X"
-    several = " X X ..." if option.takes_words else f" {one},{one}" if option.takes_list else f" {one}"
+    several = f" {one},{one}" if option.takes_list else f" {one}"
     return f"--{option.name}{'' if option.is_switch else several}", option.default, meaning(option)
 
 

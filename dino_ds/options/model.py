@@ -37,8 +37,6 @@ class EvalOptions:
     k: Listed[Count] | None = option(None, "numbers of neighbours of knn", shown="10,20,100,200")
     temperature: Positive | None = option(None, "knn weighs neighbours by exp(similarity / temperature)", shown="0.07")
     images: Count | None = option(None, "images of each set, at most", shown="all")
-    epochs: Count | None = option(None, "passes of linear-sgd over the training images", shown="100")
-    batch: Count | None = option(None, "images of its steps, over all processes", shown="256")
     workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
     out: str | None = option(None, "JSON file for the results", shown="RUN/evaluations.json of a run")
     json: Json = False

@@ -35,10 +35,8 @@ class Chart:
     unit: str
     lines: Sequence[Line]
     levels: Mapping[str, float]
-    x_unit: str = "steps"
     zero: bool = False
     small: bool = False
-    legend: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,19 +93,16 @@ _OF_EVALUATIONS = {
     "feature_std": ("Spread of features: 0 collapsed, 1 even", ""),
     "rankme": ("Directions that features use (RankMe)", ""),
     "uniformity": ("Uniformity of features, lower is more even", ""),
-    "alignment": ("Distance between two crops of an image", ""),
-    "purity_10": ("Same class among the 10 nearest images", "%"),
 }
 """Titles and units of what evaluations write; others have the name of their figure."""
 _MOST_OTHERS = 60
 
 
-def find_series(runs: Sequence[Metrics]) -> list[Series]:
+def find_series(metrics: Metrics) -> list[Series]:
     """The small charts: the loss terms' scalars and what later versions write, SMALL, evaluations while training."""
-    keys = dict.fromkeys(key for metrics in runs for key in find_others(metrics))
+    keys, titles = find_others(metrics), metrics.titles
     names = [key.removeprefix(EVALUATED) for key in keys if key.startswith(EVALUATED)]
     evaluated = [Series(f"{EVALUATED}{name}", *_OF_EVALUATIONS.get(name, (name, ""))) for name in names]
-    titles = {name: title for metrics in runs for name, title in metrics.titles.items()}
     shares = [Series(key, f"Images from {key.removeprefix(SHARE)}", "%", factor=100) for key in find_shares(keys)]
     scalars = [Series(key, *title_of_scalar(key, titles)) for key in keys if not key.startswith((EVALUATED, SHARE))]
     return [*scalars[:_MOST_OTHERS], *SMALL, *shares[:_MOST_OTHERS], *evaluated[:_MOST_OTHERS]]

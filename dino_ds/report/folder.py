@@ -114,17 +114,6 @@ class RunFiles:
             return None
         return self.recipe.length.in_steps(self.recipe.data.global_batch, 0)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Recipe, ds JSON and machine by dotted name, for comparisons."""
-        settings = flat_values(self.recipe) if self.recipe else {}
-        settings |= flatten(self.ds, "ds.")
-        settings |= {key: self.environment[key] for key in ("ranks", "devices", "cuda") if key in self.environment}
-        versions = self.environment.get("versions")
-        if isinstance(versions, dict):
-            settings |= {f"{name} version": text for name, text in versions.items()}
-        return settings
-
 
 def read_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run, or one that has written no metrics."""

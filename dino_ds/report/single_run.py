@@ -122,7 +122,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
     """The charts in the order of the page; curves that never change are text."""
-    small = [series for series in find_series([metrics]) if len(series.curve(metrics).finite)]
+    small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
     large = {
         "learning": [knn_chart(metrics), loss_chart(metrics)],

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import yaml
-
 from dino_ds import __version__
 from dino_ds.basics.digits import range_text
 from dino_ds.models.specs.backbones import BACKBONES
@@ -44,8 +42,7 @@ _ON_SIZES = (
 def model_card(model: Backbone, folder: str) -> str:
     """Text of the card: what the model is, how timm and transformers load `folder`, and what it scored.
 
-    Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images,
-    "recipe" has the settings of the training.
+    Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """
     spec, about, side = model.network.spec, model.about, model.image_size
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
@@ -70,13 +67,9 @@ def model_card(model: Backbone, folder: str) -> str:
 
 
 def _training(about: dict[str, Any]) -> str:
-    """Text on the training: how long, on which images, and the settings that are not the defaults."""
+    """Text on the training: how long, and on which images."""
     images = f" of {about['data']}" if "data" in about else ""
-    text = f"\nTrained for {about['step']} steps = {about['images']} images{images}." if "step" in about else ""
-    if not about.get("recipe"):
-        return text
-    settings = yaml.safe_dump(about["recipe"], sort_keys=False, allow_unicode=True).rstrip()
-    return f"{text}\n\nSettings that differ from dino_ds's defaults:\n\n```yaml\n{settings}\n```"
+    return f"\nTrained for {about['step']} steps = {about['images']} images{images}." if "step" in about else ""
 
 
 def _name(model: Backbone) -> str:

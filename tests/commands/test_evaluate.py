@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +16,7 @@ from PIL import Image
 from dino_ds.cli.main import main
 from dino_ds.commands import evaluate
 from dino_ds.commands.evaluate import run
-from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import EVALUATIONS, draw_balanced
@@ -33,7 +30,7 @@ from tests.weights.test_weights import _backbone
 DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
 
 
-LABELLED = ["knn", "linear", "linear-sgd", "ridge", "few-shot", "retrieval", "statistics"]
+LABELLED = ["knn", "linear", "ridge", "few-shot", "retrieval", "statistics"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +68,6 @@ def _run(place, evals="knn", **changes):
     names = evals.split(",")
     given = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test"), "workers": 0}
     given |= {"k": (1, 5) if "knn" in names else None}
-    given |= dict(zip(("epochs", "batch"), (2, 8) if "linear-sgd" in names else (None, None), strict=True))
     run(EvalOptions(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes}))
 
 
@@ -102,43 +98,22 @@ def test_every_evaluation_gives_numbers(made, labelled):
 
 
 def test_test_images_that_are_training_images_are_said(place, capsys):
-    """By content, whatever the folders are called; k-NN with k 1 is 100 % there without any learning."""
+    """k-NN with k 1 is 100 % there without any learning."""
     _run(place, root=str(place / "test"), k=(1,))
     output, told = capsys.readouterr()
     assert json.loads(output)["results"]["knn"]["results"]["knn_1"] == 100
-    assert "9 of 9 test images looked at are training images too, such as " in told
-    assert "a score on them says nothing about new images; name others with --test_root" in told
+    assert f"the test images are the training images, {place / 'test'}: a score on them says nothing" in told
     _run(place, k=(1,))
-    assert "training images too" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("change", "shared"),
-    [
-        (lambda folder: None, 24),
-        (lambda folder: shutil.rmtree(folder / "class1"), 16),
-        (lambda folder: [path.rename(folder / path.name) for path in folder.glob("*/*")], 24),
-        (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
-    ],
-)
-def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, shared):
-    root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
-    change(root)
-    train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
-    (note,) = note_on_shared(["knn"], train, test, "--test_root")
-    assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
-    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
-    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
+    assert "are the training images" not in capsys.readouterr().err
 
 
 def test_statistics_and_retrieval_need_one_set_of_images(place):
     _run(place, "statistics", root=str(place / "plain"), test_root=None)
     found = _results(place)["statistics"]
-    assert found.keys() == {"feature_std", "rankme", "uniformity", "alignment"} and found["alignment"] > 0
+    assert found.keys() == {"feature_std", "rankme", "uniformity"}
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
     _run(place, "statistics,retrieval", test_root=None)  # labelled ones, whatever they are called
     results = read_results(place / "results.json")
-    assert any(name.startswith("purity_") for name in results["statistics"]["results"])
     assert 0 < results["retrieval"]["results"]["retrieval_map"] < 100
 
 
@@ -176,8 +151,7 @@ def test_labelled_images_and_benchmarks_in_one_command(place):
 @pytest.mark.parametrize(
     ("evals", "changes", "words"),
     [
-        ("knn", {"epochs": 3}, "--epochs changes nothing of knn: it is for linear-sgd; add one to --evals, or leave"),
-        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, copydays, davis"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis; add one to --evals"),
         ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
     ],
 )

@@ -341,7 +341,6 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     ]
     assert errors("shard", "a", "b")[0].endswith("--root a; unexpected word 'b': what is written with --out b")
     assert errors("eval", "a", "knn") == ["unexpected word 'knn': write --evals knn"]
-    assert errors("report", "a", "b") == ["unexpected word 'b': other runs are given with --compare b"]
     assert errors("eval", "a", "--model", "b") == ["--model is given twice: 'a' and 'b'"]
     assert errors("export", "x", "--format", "tensorrt")[0].endswith("--format onnx, and trtexec builds the engine")
 

@@ -34,7 +34,7 @@ from dino_ds.engine.lars import Lars, Layer, Shard
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.muon import Matrix, Muon, Slice
 from dino_ds.engine.process import leave
-from dino_ds.evals import knn, linear, linear_sgd
+from dino_ds.evals import knn, linear
 from dino_ds.method.build import build_objective, build_schedules
 from dino_ds.method.ema import EmaTeacher, TeacherOptions, _PartitionedUpdater
 from dino_ds.method.networks import build_meta
@@ -305,17 +305,6 @@ def labelled() -> tuple[Tensor, Tensor]:
     return torch.randn(64, 8, generator=generator).to(CUDA), (torch.arange(64) % 4).to(CUDA)
 
 
-def _sgd(features: Tensor, labels: Tensor) -> None:
-    probes = linear_sgd.Probes([(1, False)], 8, 4, linear_sgd.RATES, 0, CUDA)
-    settings = SimpleNamespace(epochs=1, batch=64)
-    context: Any = SimpleNamespace(settings=settings, device=CUDA, give_up=lambda: False)
-    batches = [(0, torch.zeros(64, 3, 2, 2), labels)]
-    described = mock.patch.object(linear_sgd, "_describe", return_value=lambda images: features)
-    with described, mock.patch.object(linear_sgd, "augmented_batches", return_value=batches):
-        linear_sgd._train(context, probes, 8)
-    probes.accuracies(features, labels)
-
-
 def _linear(features: Tensor, labels: Tensor) -> None:
     with mock.patch.object(linear, "_MAX_STEPS", 2):
         linear.fit_linear(features, labels, 4)
@@ -331,17 +320,15 @@ INT64, FP32, FP64 = torch.int64, torch.float32, torch.float64
 EVALUATIONS: dict[str, tuple[Callable[[Tensor, Tensor], object], list[tuple[str, torch.dtype]]]] = {
     "knn": (lambda x, y: knn.knn_accuracies(x, y, x, y, (1, 5), 0.07), [("allreduce", INT64)]),
     "retrieval": (knn.class_retrieval, [("allreduce", FP64)]),
-    "purity": (lambda x, y: knn.label_purity(x, y, 3), [("allreduce", INT64)]),
     "ridge": (lambda x, y: linear.fit_ridge(x, y, 4), [("allreduce", FP32)]),
     "linear": (_linear, [("broadcast", FP32), ("allreduce", FP32)]),
-    "sgd": (_sgd, [("allreduce", FP32), ("allgather", FP32), ("allgather", INT64)]),
     "metrics": (_metrics, [("allreduce", FP32)]),
 }
 
 
 @pytest.mark.parametrize("name", EVALUATIONS)
 def test_collectives_of_evaluations(name):
-    """And of reading metrics. Features are gathered by what gathers the batches of "sgd"."""
+    """And of reading metrics."""
     evaluate, expected = EVALUATIONS[name]
     with values_on_gpu() as collectives:
         evaluate(*labelled())
@@ -366,5 +353,5 @@ def test_no_other_file_sends_tensors():
     assert {name for name, text in texts.items() if helpers.search(text)} == {
         "engine/deepspeed_engine.py", "method/ema.py", "method/step.py", "method/koleo.py", "method/centering.py",
         "method/coding_rate.py", "run/metrics.py", "evals/knn.py", "evals/linear.py",
-        "evals/linear_sgd.py", "evals/features.py",
+        "evals/features.py",
     }  # fmt: skip

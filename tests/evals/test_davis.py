@@ -20,7 +20,7 @@ from dino_ds.evals.davis import (
     region_similarity,
 )
 from dino_ds.evals.suite import EVALUATIONS
-from tests.evals.tiny import clips, context_of, copies, label_map, landmarks
+from tests.evals.tiny import clips, context_of, label_map, landmarks
 from tests.ranks import run_on_ranks
 
 
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "make", "size"),
-    [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("copydays", copies, 24), ("davis", clips, 64)],
+    [("paris", lambda root: landmarks(root, "rparis6k"), 64), ("davis", clips, 64)],
 )
 def test_two_ranks_give_what_one_gives(name, make, size, tmp_path):
     """Of every benchmark; three clips on two ranks are unequal shares."""

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
-from dino_ds.data.normalisation import IMAGENET
-from dino_ds.evals.knn import (
-    TwoCrops,
-    alignment,
-    average_precision,
-    class_retrieval,
-    feature_statistics,
-    label_purity,
-    rank_database,
-)
+from dino_ds.evals.knn import average_precision, class_retrieval, feature_statistics, rank_database
 from tests.ranks import run_on_ranks
 
 pytestmark = pytest.mark.numerical
@@ -50,39 +40,6 @@ def test_definitions():
     assert found["feature_std"] == pytest.approx(float(np.std(unit.numpy(), axis=0).mean()) * 5**0.5, rel=1e-5)
     pairs = [math.exp(-2 * float((unit[i] - unit[j]).square().sum())) for i in range(30) for j in range(i)]
     assert found["uniformity"] == pytest.approx(math.log(sum(pairs) / len(pairs)), rel=1e-5)
-
-
-def test_alignment():
-    x = torch.randn(9, 4)
-    assert alignment(x, 3 * x) == pytest.approx(0, abs=1e-6)
-    assert alignment(x, -x) == pytest.approx(4, rel=1e-5)
-
-
-def _purity(k=4):
-    features = torch.randn(41, 3, generator=torch.Generator().manual_seed(3))
-    return features, torch.arange(41) % 3, label_purity(features, torch.arange(41) % 3, k)
-
-
-def test_label_purity():
-    """Against a list of all others sorted by cosine, and over ranks: 21 and 20 images."""
-    features, labels, found = _purity()
-    same = 0
-    for i in range(41):
-        others = sorted((j for j in range(41) if j != i), key=lambda j: -torch.cosine_similarity(*features[[i, j]], 0))
-        same += sum(int(labels[j] == labels[i]) for j in others[:4])
-    assert found == pytest.approx(100 * same / (4 * 41))
-    assert [result[2] for result in run_on_ranks(_purity)] == [found, found]
-
-
-def test_an_image_gives_two_random_crops():
-    pixels = np.random.default_rng(0).integers(0, 256, (2, 40, 50, 3), dtype=np.uint8)
-    images = [Image.fromarray(image) for image in pixels]
-    crops = TwoCrops(16, IMAGENET, seed=1)
-    first = crops(images[0])
-    assert first.shape == (2, 3, 16, 16) and not torch.equal(first[0], first[1])
-    assert torch.equal(first, crops(images[0])) and not torch.equal(first, TwoCrops(16, IMAGENET, seed=2)(images[0]))
-    crops._crop = lambda image, seed: torch.tensor([seed % 2**32])
-    assert len({int(seed) for image in images for seed in crops(image)}) == 4  # each image has crops of its own
 
 
 def _retrieval():

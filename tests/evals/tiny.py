@@ -32,9 +32,6 @@ class Colors:
     def features(self, images: Tensor) -> Tensor:
         return self.patch_tokens(images).mean(dim=(1, 2))
 
-    def last_tokens(self, images: Tensor, blocks: int) -> Tensor:
-        return torch.cat((self.features(images)[:, None], self.patch_tokens(images).flatten(1, 2)), dim=1)[None]
-
 
 def context_of(root: Path | None, **settings: object) -> EvalContext:
     return EvalContext(
@@ -72,17 +69,6 @@ def landmarks(root: Path, dataset: str = "roxford5k") -> Path:
     content = {"gnd": truth, "imlist": names, "qimlist": ["query_0", "query_1"]}
     (folder / f"gnd_{dataset}.json").write_text(json.dumps(content))
     return folder
-
-
-def copies(root: Path) -> Path:
-    """Three originals, a strong copy of two, and JPEGs of bad quality."""
-    for i in range(3):
-        photo(root / "original" / f"20{i:02d}00.jpg", [[i, i + 1]])
-        photo(root / "jpegqual" / "3" / f"20{i:02d}00.jpg", [[i, i + 1]], side=39)
-        photo(root / "distractors" / f"other{i}.jpg", [[5, i]])
-    photo(root / "strong" / "200001.jpg", [[0, 1], [0, 1]])
-    photo(root / "strong" / "200202.jpg", [[2, 3, 3]])
-    return root
 
 
 def clips(root: Path, names: tuple[str, ...] = ("walk", "run", "sit"), frames: int = 6) -> Path:

@@ -1,4 +1,4 @@
-"""`dino-ds report`: what is on the page, with parts missing, with hostile names; side by side; input that can't be."""
+"""`dino-ds report`: what is on the page, with parts missing, with hostile names; input that can't be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
 from dino_ds.report.charts import summarise_knn
 from dino_ds.report.command import run
-from dino_ds.report.compare import draw_comparison, names_of
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.single_run import draw_run
@@ -48,10 +47,9 @@ class _Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def _report(folder, *more, out=None, json=False):
-    run(ReportOptions(run=str(folder), compare=tuple(str(path) for path in more) or None, out=out, json=json))
-    page = folder / ("compare.html" if more else "report.html")
-    return _Page(page.read_text(encoding="utf-8"))
+def _report(folder):
+    run(ReportOptions(run=str(folder)))
+    return _Page((folder / "report.html").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -136,8 +134,6 @@ def test_a_run_that_was_cut_is_stopped_and_its_figures_have_their_steps(tmp_path
     assert "stopped at 30 of 100" in page.text and "newest, step 20 70.0 %" in page.text
     line = capsys.readouterr().out
     assert line.startswith("stopped ") and "step 30 of 100, loss" in line and "k-NN 70.0 % at step 20" in line
-    both = _report(folder, make_run(tmp_path / "whole")).text
-    assert "state stopped at 30 of 100 finished" in both and "k-NN at step 20 100" in both
 
 
 @pytest.mark.usefixtures("no_charts")
@@ -240,52 +236,10 @@ def test_a_name_is_never_taken_for_html(tmp_path):
     (folder / "evaluations.json").write_text(json.dumps({evil: {"results": {f"{evil}b": 1}, "date": evil}}))
     (folder / "environment.json").write_text(json.dumps({"versions": {evil: evil}, "command": [evil], evil: evil}))
     save_picture(folder / f"pictures/{evil}.png".replace("/img", ""))
-    other = make_run(tmp_path / f"other {evil}b")
-    for page in (_report(folder), _report(folder, other)):
-        assert not {"a", "iframe", "object", "script"} & set(page.tags)
-        assert evil in page.text
-        assert all(address.startswith(("data:", "#")) for address in page.addresses)
-
-
-def _write_results(folder, results):
-    content = {name: {"results": figures} for name, figures in results.items()}
-    (folder / "evaluations.json").write_text(json.dumps(content))
-
-
-@pytest.mark.usefixtures("no_charts")
-def test_runs_side_by_side(tmp_path, capsys):
-    one = make_run(tmp_path / "a/run")
-    two = make_run(tmp_path / "b/run", recipe={"optimizer.lr": "0.002"})
-    _write_results(two, {"knn": {"knn_10": 80.0}, "linear": {"linear_train": 99}, "statistics": {"rankme": 17}})
-    (two / "metrics.jsonl").write_text(
-        (two / "metrics.jsonl").read_text().replace('"weight_decay": 0.04', '"weight_decay": 0.1')
-    )
-    page = _report(one, two)
-    assert "a/run" in page.text and "b/run" in page.text
-    assert "optimizer.lr 0.0005 0.002" in page.text
-    assert "waiting for data 20.0 % 20.0 %" in page.text and "62.0 % / 35.3 % / 5.6 %" in page.text
-    # Flat curves are drawn where they differ.
-    assert "Weight decay" in page.text and "Teacher temperature" not in page.text
-    assert "data.global_batch" not in page.text
-    best = re.findall(r'class="best">([^<]+)', (one / "compare.html").read_text())
-    assert best == ["80"]  # equal accuracies of the curves have no best
-    other = make_run(tmp_path / "c/run", recipe={"eval.k": "5"})
-    _write_results(other, {"knn": {"knn_10": 70.0}})
-    _report(one, other)
-    assert 'class="best"' not in (one / "compare.html").read_text()  # of other settings: nothing to compare
-    capsys.readouterr()
-    run(ReportOptions(compare=(str(one), str(two)), out=str(tmp_path / "c.html"), json=True))
-    found = json.loads(capsys.readouterr().out)
-    assert [facts["run"] for facts in found["runs"]] == [str(one), str(two)]
-
-
-def test_other_batches_are_compared_by_images_and_other_data_is_said(tmp_path):
-    one = make_run(tmp_path / "a")
-    two = make_run(tmp_path / "b", recipe={"data.global_batch": "128", "eval.k": "5"})
-    page = _report(one, two)
-    assert "different images or settings (eval.k)" in page.text and {"images", "12.5k"} <= set(page.words)
-    (two / "config.yaml").unlink()
-    assert "12.5k" not in _report(one, two).words
+    page = _report(folder)
+    assert not {"a", "iframe", "object", "script"} & set(page.tags)
+    assert evil in page.text
+    assert all(address.startswith(("data:", "#")) for address in page.addresses)
 
 
 def test_input_that_is_no_run(tmp_path, capsys):
@@ -296,7 +250,7 @@ def test_input_that_is_no_run(tmp_path, capsys):
     started.mkdir()
     (started / "config.yaml").write_text("seed: 0\n")
     for words, says in (
-        ([], "give a run folder"),
+        ([], "no run is given"),
         ([tmp_path / "none"], "does not exist"),
         ([file], "it is a file"),
         ([empty], "neither config.yaml nor metrics.jsonl"),
@@ -304,10 +258,7 @@ def test_input_that_is_no_run(tmp_path, capsys):
         ([run_dir, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run_dir, "--out", tmp_path / "no/x.html"], "can't be written"),
         ([run_dir, "--out", file / "x.html"], "can't be written"),
-        ([run_dir, "--compare", run_dir], "named twice"),
-        (["--compare", run_dir], "others with --compare"),
-        ([run_dir, "--compare", empty], "neither config.yaml"),
-        ([run_dir, "--compare"], "--compare has no value"),
+        ([run_dir, "--compare", run_dir], "tensorboard --logdir runs"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(["report", *map(str, words)])
@@ -399,7 +350,7 @@ def test_figures_of_a_run():
 
 @pytest.mark.usefixtures("no_charts")
 def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
-    """Its loss, its targets' entropy and KL, and a scalar with a name of its own: on the page, in JSON and compared."""
+    """Its loss, its targets' entropy and KL, and a scalar with a name of its own: on the page and in JSON."""
     folder = make_run(tmp_path / "run")
     own = {"toy_teacher_entropy": 1.5, "spread": 0.25, "toy_cross_entropy": 2.0, "toy_loss": 2.5, "flat_loss": 3.25}
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -414,7 +365,6 @@ def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
     for title in titles:
         assert page.count(f"<figcaption><b>{title}</b>") == 1, title
     assert {key for key in summarise(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
-    assert "Loss of toy: cross-entropy" in draw_comparison([run, read_run(make_run(tmp_path / "other"))])
 
 
 def test_what_a_folder_says(tmp_path):
@@ -429,5 +379,3 @@ def test_what_a_folder_says(tmp_path):
     lock.acquire()
     assert read_run(folder).state == "running"
     lock.release()
-    other = make_run(tmp_path / "other/run")
-    assert names_of([run, read_run(other)]) == [f"{tmp_path.name}/run", "other/run"]

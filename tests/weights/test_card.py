@@ -11,7 +11,6 @@ import yaml
 from PIL import Image
 
 from dino_ds.commands.export import run as dino_ds_export
-from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.errors import ConfigError
 from dino_ds.options.model import ExportOptions
 from dino_ds.weights.export import export_safetensors
@@ -48,7 +47,7 @@ def test_what_a_card_says(run):
     assert "# ViT/8 64 x 2, trained with DINO" in card  # timm's name has other sizes
     assert "| knn | knn_10 | 76.25 | 3 | 2880 / 936 |" in card and "| linear | top1 | 80 | 2 |" in card
     assert "| davis | knn_10 |" in card and "knn_20" not in card and "3 steps = 24 images of birds/train" in card
-    assert "optimizer:\n  lr: 0.001" in card and str(run) not in card and "secret" not in card
+    assert str(run) not in card and "secret" not in card
 
 
 @pytest.mark.slow
@@ -78,19 +77,6 @@ def test_results_that_can_not_be_read_are_one_line(run):
     with pytest.raises(ConfigError, match=r"evaluations\.json can't be read .*fix or remove it"):
         _card(run)
     assert not (run / "out").exists()
-
-
-def test_the_settings_on_a_card_are_a_recipe(run):
-    """Numbers, ranges, lengths and words under their sections: `--config` takes the YAML as it stands."""
-    given = {"optimizer.lr": "0.001", "crops.global_scale": "0.3,0.9", "length": "40 epochs", "model.heads": "2"}
-    given |= {"model.layer_scale": "1e-5", "crops.num_local": "2", "head.batch_norm": "true"}
-    given |= {"objective.centering": "sinkhorn"}
-    recipe = load_recipe(None, given)
-    (run / "config.yaml").write_text(dump_recipe(recipe))
-    text = _card(run).partition("```yaml")[2].partition("```")[0]
-    (run / "again.yaml").write_text(text)
-    again = load_recipe(str(run / "again.yaml"), {})
-    assert again == recipe and yaml.safe_load(text)["optimizer"]["lr"] == 0.001
 
 
 @pytest.mark.parametrize("name", [".", "teacher.safetensors"])
