@@ -116,8 +116,7 @@ def _train(recipe: Recipe, request: _Request) -> None:
                 folder, notes = _open_folder(recipe, source, chosen, request)
                 run, saver, more_notes = _build(folder, source, request, chosen.predicted_gib)
             with closing(run.log):
-                hours = chosen.hours(run.step.schedules.steps)
-                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *hours, *notes])
+                announce(run, folder, chosen, request.given, [*more_notes, *lock.notes, *notes])
                 feed = functools.partial(
                     build_prefetcher, folder.recipe, source, chosen.config.micro_batch, run.step.engine.device
                 )

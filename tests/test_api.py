@@ -300,7 +300,7 @@ def test_what_can_t_name_a_model_is_refused(given):
         ({"json": True}, ConfigError, "not an option in Python"),
         ({"config": "vits16", "data.root": "/is/not/there"}, DataError, "does not exist"),
         ({"callbacks": print}, ConfigError, "a list of functions"),
-        ({"ranks": 2}, ConfigError, "dino-ds launch --ranks N"),
+        ({"ranks": 2}, ConfigError, "--ranks: unknown option: the launcher starts the processes"),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ CLOSURE_OF_THE_LOOP = (58, 8_456)
 launches of a step on a GPU."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
 LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "colour", "blur")}
-LONG_SIGNATURES["api.py:train"] = "the options that most calls give, by name"
 """Functions of more than six parameters, and why."""
 KIND_QUESTIONS = 8
 """Times that the package may ask of which kind a backbone or its spec is."""

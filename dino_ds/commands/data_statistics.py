@@ -195,7 +195,7 @@ def _counts(values: Iterator[str]) -> dict[str, int]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Text for a terminal: what `summarise` found, with source, root, value_range, misfits, enlarged_crops, sheet."""
+    """Text for a terminal: what `summarise` found, with source, root, value_range, misfits, sheet."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -218,12 +218,6 @@ def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if found["channels"]:
         yield "channels", _channel_flags(found["channels"])
         yield "", found["channels"]["advice"]
-    for name, crops in found["enlarged_crops"].items():
-        yield (
-            "enlarged" if name == "global" else "",
-            f"{crops['fraction']:.1%} of {name} crops hold fewer pixels than the {crops['size']} x {crops['size']} "
-            "that the network gets",
-        )
     yield "sheet", found["sheet"]
     if found["shown"]:
         yield "", f"shown: {found['shown']}"

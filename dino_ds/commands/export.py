@@ -1,4 +1,4 @@
-"""`dino-ds export`: the teacher or student of a run, or any file of weights, in the form another program wants."""
+"""`dino-ds export`: the teacher of a run, or any file of weights, in the form another program wants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Home, home_of
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
-from dino_ds.options.model import ExportedNetwork, ExportOptions
+from dino_ds.options.model import ExportOptions
 
 if TYPE_CHECKING:
     from dino_ds.weights.load import Backbone
@@ -39,14 +39,13 @@ def run(options: ExportOptions) -> None:
     write, ending = FORMATS[options.format]
     source = Path(os.path.expanduser(options.model))
     home = home_of(options.model)
-    default = home.place(options.weights, ending) if source.is_dir() else source.with_name(source.stem + ending)
+    default = home.place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
     place = Path(os.path.expanduser(options.out)) if options.out else default
     _check_place(source, options.format, place)
-    network: ExportedNetwork = "student" if options.weights == "student" else "teacher"
-    backbone = load(options.model, heads=options.heads, backbone=options.backbone, network=network)
+    backbone = load(options.model, heads=options.heads, backbone=options.backbone)
     if options.adapters is not None:
         backbone.add_adapters(options.adapters)
-    backbone.about |= _results(home) if options.weights == "teacher" else {}
+    backbone.about |= _results(home)
     how, notes = write(backbone, place), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm"):

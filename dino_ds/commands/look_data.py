@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -54,7 +53,6 @@ _MARGIN = 0.6
 _ORIGINAL, _GLOBAL = 3, 2
 """Columns of the grid that an image and a global crop take; a local crop takes one."""
 _NAME = 90
-_DRAWN_IMAGES = 2000
 _CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
 """Options of crops that the title names if they differ from the preset's."""
 
@@ -149,23 +147,6 @@ def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[s
         "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
         **summary,
         "channels": measured and {"mean": measured.mean, "std": measured.std, "advice": advice},
-        "enlarged_crops": _enlarged(facts, recipe),
-    }
-
-
-def _enlarged(facts: list[ImageFacts], recipe: Recipe) -> dict[str, dict[str, float]]:
-    """The share of crops with fewer pixels than the network gets, among crops drawn for up to 2,000 images."""
-    multicrop = MultiCrop.of(recipe)
-    small: dict[str, list[bool]] = {group.name: [] for group in multicrop.groups}
-    for fact in [fact for fact in facts if fact.problem is None][:_DRAWN_IMAGES]:
-        sampled = multicrop.sample(fact.width, fact.height, crop_seed(recipe.seed, 0, fact.index))
-        for (group, _), crop in zip(multicrop.crops, sampled, strict=True):
-            left, top, right, bottom = crop.box
-            small[group.name].append((right - left) * (bottom - top) < group.size**2)
-    return {
-        group.name: {"size": group.size, "fraction": float(np.mean(small[group.name]))}
-        for group in multicrop.groups
-        if small[group.name]
     }
 
 

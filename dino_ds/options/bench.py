@@ -71,12 +71,3 @@ class BenchBatchSizeOptions:
     steps: Count = option(3, "optimizer steps measured per size")
     threads: Count | None = option(None, "threads of each process on a CPU", shown="its share of the cores")
     json: Json = False
-
-
-@command("bench workers", "dino_ds.planning.bench.workers:run", "measure", takes_recipe=True, needs_images=True)
-class BenchWorkersOptions:
-    """images/s for 0, 1, 2, 4, ... loader processes, and how many to take"""
-
-    seconds: Positive = option(15.0, "measured for each number of processes, in 3 interleaved rounds")
-    max_workers: Count | None = option(None, "largest number of processes", shown="the cores, shared over the GPUs")
-    json: Json = False

@@ -93,7 +93,6 @@ class DoctorOptions:
     """what would stop a training on this machine and with this installation, each problem with its remedy"""
 
     run_dir: str = option("runs", "folder that runs go to")
-    quick: bool = option(False, "do not look at the images")
     json: Json = False
 
 

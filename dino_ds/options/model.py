@@ -6,14 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dino_ds.config.chosen_weights import WeightsName
 from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
 from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
 EmbedWhat = Literal["cls", "mean", "patches"]
-ExportedNetwork = Literal["teacher", "student"]
-"""The newest teacher or student of a run, or those of a checkpoint; the other words are `Weights`."""
 ExportForm = Literal["safetensors", "timm", "onnx", "adapters"]
 
 _Source = Annotated[
@@ -74,14 +71,12 @@ class PicturesOptions:
 
 @command("export", "dino_ds.commands.export:run", "export", check="dino_ds.commands.export:check")
 class ExportOptions:
-    """a run's teacher or student, or any weights, as safetensors, a folder for timm and transformers, or ONNX"""
+    """a run's teacher, or any weights, as safetensors, a folder for timm and transformers, or ONNX"""
 
     model: Model
     format: ExportForm = option(..., "one of")
     out: str | None = option(None, "file or folder to write", shown="beside the weights")
-    weights: ExportedNetwork | WeightsName = option(
-        "teacher", "of a run or checkpoint: teacher (the newest) or student; of a run: best or step_N"
-    )
+    weights: Weights = "newest"
     adapters: str | None = option(None, "file of --format adapters (LoRA), put onto these weights")
     heads: Heads = None
     backbone: str | None = option(

@@ -82,7 +82,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
         raise ConfigError("\n".join(problems))
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
-    if hasattr(options, "model") and getattr(options, "weights", NEWEST) not in (NEWEST, "teacher", "student"):
+    if hasattr(options, "model") and getattr(options, "weights", NEWEST) != NEWEST:
         chosen = chosen_model(options.model, options.weights)  # from here on it is a path as one may give it
         options = dataclasses.replace(options, model=chosen, weights=command.known_options["weights"].info.default)
     if flags.train is not None:

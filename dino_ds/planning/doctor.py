@@ -11,11 +11,9 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from json import dumps
 from typing import Any
-
-from packaging.requirements import Requirement
 
 from dino_ds.config.ds_config import resolve_ds_config
 from dino_ds.config.ds_values import DsConfig
@@ -68,25 +66,24 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         import torch
 
         from dino_ds.planning.doctor_gpu import look_at_parts
-        from dino_ds.planning.doctor_machine import look_at_images, look_at_machine
+        from dino_ds.planning.doctor_machine import look_at_machine
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Batch sizes depend on machines that are not looked at.
         kept = {key: value for key, value in ds.items() if key not in _BATCH_KEYS}
         config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
-        yield from look_at_compilers(config)
+        yield from look_at_compiler(config)
         yield from look_at_machine(config, recipe, options.run_dir)
         yield from look_at_parts(torch.cuda.device_count())
-        yield from () if options.quick else look_at_images(recipe)
 
 
 def look_at_software() -> Iterator[Finding]:
-    """Python and the packages, against what the installed package asks for; the imports that training does."""
+    """Python and the packages, whose versions `pip check` compares; the imports that training does."""
     least, most = (".".join(map(str, pair)) for pair in _PYTHONS)
     cure = f"Python {least} to {most} is needed: make PYTHON=python{most} setup"
     fits = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
     yield judge("python", f"{platform.python_version()} ({sys.executable})", cure, not fits, FAILURE)
-    yield from look_at_versions()
+    yield judge("software", ", ".join(f"{name} {_version(name) or 'absent'}" for name in _SHOWN))
     # Only the first that does not load: the others need it.
     for name, cure in _LOAD_CURES.items():
         try:
@@ -101,25 +98,6 @@ def look_at_software() -> Iterator[Finding]:
             return
 
 
-def look_at_versions() -> Iterator[Finding]:
-    """Packages that are absent or of versions that dino_ds can't work with."""
-    try:
-        asked = [Requirement(text) for text in requires("dino_ds") or ()]
-    except PackageNotFoundError:
-        text = "dino_ds is not installed, so its requirements can't be compared"
-        yield judge("software", text, "pip install -e . in the checkout")
-        return
-    fits = True
-    for wanted in (one for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})):
-        name, here = wanted.name, _version(wanted.name)
-        if not here or not wanted.specifier.contains(here, prereleases=True):
-            fits = False
-            text = f"{name} {here}, and {name}{wanted.specifier} is needed" if here else f"{name} is not installed"
-            yield judge("software", text, f"pip install '{wanted}'", level=FAILURE)
-    if fits:
-        yield judge("software", ", ".join(f"{name} {_version(name) or 'absent'}" for name in _SHOWN))
-
-
 def _version(name: str) -> str:
     """The version of an installed package, or ""."""
     with suppress(PackageNotFoundError):
@@ -127,18 +105,9 @@ def _version(name: str) -> str:
     return ""
 
 
-def look_at_compilers(config: DsConfig) -> Iterator[Finding]:
-    """Compilers that the ds config needs; most need none."""
+def look_at_compiler(config: DsConfig) -> Iterator[Finding]:
+    """The compiler that a compiled step needs."""
     if config.performance.compile != "off":
         path = shutil.which("g++")
         cure = "dino_ds.compile needs a compiler: apt-get install g++"
         yield judge("compilers", f"g++ {path or 'absent'}", cure, not path, FAILURE)
-    zero, able = config.raw["zero_optimization"], False
-    if zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients"):
-        from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-        with warnings.catch_warnings(), suppress(Exception):  # an operator asks other tools, which may raise anything
-            warnings.simplefilter("ignore")
-            able = bool(ALL_OPS["quantizer"].is_compatible(verbose=False))
-        cure = "quantized ZeRO++ needs it: install the CUDA toolkit (nvcc), g++ and ninja"
-        yield judge("ops", f"quantizer {'can' if able else 'cannot'} be built", cure, not able, FAILURE)

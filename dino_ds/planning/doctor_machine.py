@@ -1,22 +1,16 @@
-"""Findings of `doctor` about the machine: GPUs, memory, limits of processes, disks, network, and the images."""
+"""Findings of `doctor` about the machine: GPUs, memory, limits of processes, disks and network."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
-import random
 import resource
 import shutil
 import socket
 import tempfile
-import threading
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,22 +19,15 @@ from dino_ds.basics.durable import cache_folder
 from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import UnreadableImage
-from dino_ds.data.decode import open_image
-from dino_ds.data.find_range import with_value_range
-from dino_ds.data.sources import training_source
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.distributed import usable_cores
-from dino_ds.errors import DataError, UserError, one_line
+from dino_ds.errors import DataError, one_line
 from dino_ds.planning.measure.machine import VisibleGpu, find_gpus
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
 _SHARED_MEMORY, _INFINIBAND = "/dev/shm", Path("/sys/class/infiniband")
 _FILES = 4096
-_SAMPLE, _SAMPLE_SECONDS = 64, 2.0
-"""Images that are decoded, and the longest time for it."""
-_SUM_SECONDS = 30
 
 
 def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[Finding]:
@@ -140,7 +127,7 @@ def _disk(what: str, path: Path, wanted: int) -> Finding:
 
 
 def look_at_network() -> Iterator[Finding]:
-    """The libraries of collectives, the machine's own name, where gloo listens, and a sum of two ranks."""
+    """The libraries of collectives, and whether the machine's own name has an address that others reach."""
     nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else "no NCCL"
     lacking = torch.cuda.is_available() and not dist.is_nccl_available()
     yield judge("network", f"gloo, {nccl}", "several GPUs need NCCL: install a torch built with it", lacking)
@@ -153,55 +140,3 @@ def look_at_network() -> Iterator[Finding]:
     else:
         cure = "alone that is fine; among several machines put its real address into /etc/hosts"
         yield judge("network", f"{name} is {address} to itself", cure, ipaddress.ip_address(address).is_loopback)
-    problem = sum_with_gloo()
-    cure = "name an interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-    yield judge("network", f"gloo: {problem or 'two ranks sum a tensor'}", cure, bool(problem), FAILURE)
-
-
-def sum_with_gloo() -> str:
-    """All-reduce a tensor between two gloo ranks that are threads of this process; "" or what went wrong."""
-    store, sums = dist.HashStore(), [0.0, 0.0]
-    problems: list[str] = []
-
-    def take_part(rank: int) -> None:
-        ones = torch.ones(1000)
-        try:
-            group: Any = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=_SUM_SECONDS))
-            group.allreduce([ones]).wait()
-        except Exception as error:
-            problems.append(one_line(error, 300))
-        sums[rank] = float(ones.sum())
-
-    ranks = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(2 * _SUM_SECONDS)
-    return (
-        problems[0] if problems else "" if sums == [2000.0, 2000.0] else "the sum is wrong: test this machine's memory"
-    )
-
-
-def look_at_images(recipe: Recipe) -> Iterator[Finding]:
-    """Whether training would accept the images, and the share of a random sample that can't be decoded."""
-    data = recipe.data
-    if data.source == "folder" and not data.root and not data.mixture:
-        yield judge("data", "not looked at: give --data.root")
-        return
-    try:
-        source = training_source(data)
-        recipe, _ = with_value_range(recipe, source)
-    except UserError as error:
-        yield judge("data", f"data.source {data.source}", str(error), level=FAILURE)
-        return
-    begin, done, good = time.monotonic(), 0, 0
-    for index in random.sample(range(len(source)), min(_SAMPLE, len(source))):
-        done += 1
-        with suppress(UnreadableImage):
-            open_image(source, index, data.max_pixels, recipe.data.known_range, recipe.model.in_chans).values()
-            good += 1
-        if time.monotonic() - begin > _SAMPLE_SECONDS:
-            break
-    cure = "`dino-ds look-data` names them; data.max_bad_fraction is how many a run takes"
-    text = f"{len(source):,} images" + (f"; {done - good} of {done} can't be read" if good < done else "")
-    yield judge("data", text, cure, good < done)

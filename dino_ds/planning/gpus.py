@@ -102,17 +102,6 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
     return Gpu("a GPU", memory_gib)
 
 
-def installed_gpu(name: str, memory_gib: float) -> Gpu:
-    """The card that torch calls `name`, with the table's peak where the name has one of its models as a word; not a
-    slice of it, nor a variant with another peak."""
-    words = re.sub(r"(\d) (ti|super)\b", r"\1\2", re.sub(r"\brtx (?=\d)", "rtx", name.lower()))
-    is_less = re.search(r"\b(mig|laptop|mobile|max-q)\b|h[12]00 (pcie|nvl)|v100-pcie", words)
-    known = () if is_less else tuple(GPUS.values())
-    same = [gpu for gpu in known if re.search(rf"\b{gpu.name.partition('-')[0]}\b", words)]
-    nearest = min(same, key=lambda gpu: abs(gpu.memory_gib - memory_gib), default=None)
-    return dataclasses.replace(nearest, memory_gib=memory_gib) if nearest else Gpu(name, memory_gib)
-
-
 def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
     """The least and the most hours that so many FLOPs of one card take by `REACHED`; None where its peak is unknown."""
     if gpu.tflops is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.kept import share
 from dino_ds.costs.memory import GIB, Memory, estimate_memory
-from dino_ds.costs.step_costs import count_parameters, mean_flops, student_facts
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, NotEstimated
 from dino_ds.health.files import Event
 from dino_ds.models.specs.trained import ALL, describe_trained
 from dino_ds.planning.fit import FILLED, micro_batches, with_batch, with_margins
-from dino_ds.planning.gpus import Cluster, Gpu, describe_hours, installed_gpu
+from dino_ds.planning.gpus import Cluster, Gpu
 from dino_ds.planning.host import Machine, find_machine, needed_bytes
 from dino_ds.planning.recommend import recommend
 from dino_ds.run.doors import Chosen
@@ -76,7 +75,6 @@ def choose_ds_config(
         trained=_trained_part(recipe),
         predicted_gib=memory.gib if memory else None,
         check_fits=lambda: check_fits(recipe, start, machine),
-        hours=lambda steps: expected_hours(recipe, start.config, steps),
     )
 
 
@@ -179,52 +177,21 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
         return None
 
 
-def expected_hours(recipe: Recipe, config: DsConfig, steps: int) -> list[str]:
-    """A note on the hours of so many steps on rank 0's GPU; none without one, or where its peak is not known."""
-    import torch
-
-    from dino_ds.engine.device import device
-
-    if device().type != "cuda" or distributed.rank() != 0:
-        return []
-    about = torch.cuda.get_device_properties(device())
-    gpu = installed_gpu(about.name, about.total_memory / GIB)
-    try:
-        flops = steps * config.accumulation * sum(mean_flops(recipe, config, on_gpu=True).values())
-    except NotEstimated:
-        return []
-    return [] if gpu.tflops is None else [describe_hours(gpu, flops, f"{steps} steps")]
-
-
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
-    """Raises ConfigError, with the flags that fit, where more is predicted than a GPU or the host has."""
-    problem = _problem(recipe, start.config, machine)
-    if not problem:
-        return
-    if flags := _fitting(recipe, start, machine):
-        cure = "add " + " ".join(f"--ds.{key} {value}" for key, value in flags.items())
-    else:
-        cure = "take a smaller model, smaller crops or fewer prototypes"
+    """Raises ConfigError, with what takes less, where more is predicted than a GPU or the host has."""
+    if problem := _problem(recipe, start.config, machine):
+        images, cures = recipe.data.global_batch // machine.ranks, list[str]()
         if start.is_named and machine.card_gib is not None:
-            cure = f"leave --ds_config out, for one that the planner chooses, or {cure}"
-    raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
-
-
-def _fitting(recipe: Recipe, start: Start, machine: Machine) -> dict[str, str]:
-    """First overrides that make an oversized start fit; {} for none."""
-
-    def fits(flags: Mapping[str, str]) -> bool:
-        ds = change_ds_config(dict(start.ds), start.path, flags)
-        try:
-            return not _problem(recipe, _resolve(recipe, ds, start.path, machine), machine)
-        except ConfigError:
-            return False
-
-    for choices in _smaller(recipe, start, machine):
-        # A smaller batch takes less, and each one takes a rehearsal: first whether any fits, then which is the largest.
-        if choices and fits(choices[-1]):
-            return choices[bisect.bisect_left(choices[:-1], True, key=fits)]
-    return {}
+            cures.append("leave --ds_config out, for one that the planner chooses")
+        smaller = [n for n in micro_batches(recipe.data.global_batch, machine.ranks) if n < start.config.micro_batch]
+        if smaller:
+            cures.append(
+                f"add --ds.{_MICRO} {smaller[0]} --ds.{_ACCUMULATION} {images // smaller[0]}, or fewer at once"
+            )
+        if not start.config.checkpoint_blocks:
+            cures.append("add --ds.activation_checkpointing.number_checkpoints auto")
+        cure = "; ".join([*cures, "take a smaller model, smaller crops or fewer prototypes"])
+        raise ConfigError(f"{start.path} {problem}: {cure}; --allow_oversize starts it all the same")
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
@@ -243,17 +210,3 @@ def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
         room = f"{machine.host_gib:.1f}{'' if machine.card_gib else ' to take (90 % of what is free)'}"
         return f"needs {host:.1f} GiB of host memory by prediction{ranks}, and there are {room}"
     return ""
-
-
-def _smaller(recipe: Recipe, start: Start, machine: Machine) -> Iterator[list[dict[str, str]]]:
-    """Overrides to try, the largest micro-batch first: smaller micro-batches, then recomputed blocks too."""
-    config = start.config
-    images = recipe.data.global_batch // machine.ranks
-    stage = {"zero_optimization.stage": "2"} if config.stage == 1 and config.precision != "fp32" else {}
-    recompute = {} if config.checkpoint_blocks else {"activation_checkpointing.number_checkpoints": "auto"}
-    for more in ({}, *filter(None, [recompute])):
-        yield [
-            {_MICRO: str(size), _ACCUMULATION: str(images // size), **(stage if size < images else {}), **more}
-            for size in micro_batches(recipe.data.global_batch, machine.ranks)
-            if size < config.micro_batch or (more and size == config.micro_batch)
-        ]

@@ -25,8 +25,7 @@ class Chosen:
 
     said: how it was chosen, or "" where it was named; memory: the line of the log about it; trained: the part of the
     weights that is trained, in words, "" for all; predicted_gib: of a rank, None where it is not estimated;
-    check_fits: raises ConfigError, with what fits, where more memory is predicted than there is; hours: notes on the
-    hours of so many steps.
+    check_fits: raises ConfigError, with what fits, where more memory is predicted than there is.
     """
 
     config: DsConfig
@@ -35,7 +34,6 @@ class Chosen:
     trained: str
     predicted_gib: float | None
     check_fits: Callable[[], None]
-    hours: Callable[[int], list[str]]
 
 
 def choose_ds_config(

@@ -20,7 +20,7 @@ from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.model import ModelSection
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import A, B, adapters_in, merged
-from dino_ds.weights.find import NetworkName, checkpoint_of, is_checkpoint, unmerged_parts
+from dino_ds.weights.find import checkpoint_of, is_checkpoint, unmerged_parts
 from dino_ds.weights.frozen import digest
 from dino_ds.weights.read import read_file
 from dino_ds.weights.sidecar import recipe_of
@@ -43,7 +43,7 @@ class Adapters:
         return {ALPHA: self.alpha, BASE: self.base}
 
 
-def find_adapters(place: str, network: NetworkName = "teacher") -> Adapters:
+def find_adapters(place: str) -> Adapters:
     """The adapters of a run or a checkpoint at `place`. Raises CheckpointError where there are none."""
     path = Path(os.path.expanduser(place))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
@@ -52,8 +52,8 @@ def find_adapters(place: str, network: NetworkName = "teacher") -> Adapters:
             f"{place}: adapters lie in checkpoints: give a run that still has that of its teacher, or RUN/checkpoints/"
             "step_N; take another --format for weights without any"
         )
-    saved = open_checkpoint(folder, "" if network == "student" else WHOLE)
-    backbone, model = unmerged_parts(saved, network)["backbone"], recipe_of(saved.manifest).model
+    saved = open_checkpoint(folder, WHOLE)
+    backbone, model = unmerged_parts(saved)["backbone"], recipe_of(saved.manifest).model
     tensors = adapters_in(backbone)
     if not tensors:
         raise CheckpointError(

@@ -17,7 +17,7 @@ tags: {tags}
 ---
 # {name}, trained with {objective} by dino_ds
 
-{sizes}, native images of {side} pixels. The {whose} backbone, FP32, without the projection head.{training}
+{sizes}, native images of {side} pixels. The EMA teacher's backbone, FP32, without the projection head.{training}
 
 ```python
 import timm
@@ -53,7 +53,6 @@ def model_card(model: Backbone, folder: str) -> str:
         objective=_objective(model),
         sizes=spec.sizes.capitalize() if model.is_vit else f"{model.title}, width {spec.width}, stride {spec.stride}",
         side=side,
-        whose="student's" if about.get("network") == "student" else "EMA teacher's",
         training=_training(about),
         folder=folder,
         width=spec.width,

@@ -117,7 +117,7 @@ def export_adapters(model: Backbone, out: Path) -> str:
 
     Raises CheckpointError for a model without any.
     """
-    adapters = find_adapters(model.source, model.about.get("network", "teacher"))
+    adapters = find_adapters(model.source)
     _write_file(
         out, lambda file: safetensors.torch.save_file(adapters.tensors, file, metadata={"format": "pt"}), adapters.facts
     )

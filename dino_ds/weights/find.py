@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import threading
@@ -10,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 
 from dino_ds.basics.names import nearest, step_name, suggestion
@@ -20,7 +18,6 @@ from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpo
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.chosen_weights import missing_model
 from dino_ds.config.loading import load_recipe
-from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line
 from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
@@ -31,24 +28,19 @@ from dino_ds.weights.read import network_weights, read_weights
 from dino_ds.weights.sidecar import about_checkpoint, read_facts, recipe_of
 from dino_ds.weights.tensors import Weights, checked, has_rope
 
-NetworkName = Literal["teacher", "student"]
 _SECONDS = 5.0
 """Time that the hub has to answer."""
 
 
-def find_weights(
-    place: str | os.PathLike[str], asked: ForeignSpec | None = None, network: NetworkName = "teacher"
-) -> Weights:
+def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
     """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
-    which may be downloaded. network: the one that is taken of a run or checkpoint; no other place has a student.
+    which may be downloaded.
 
     A run's heads and mask token lie in its checkpoints. asked: the network that somebody says it is, if no file does;
     MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
     checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(place))
-    if network == "student":
-        return _of_checkpoint(path if is_checkpoint(path) else _checkpoint_with_student(path), asked, network)
     there = os.path.exists(path)  # False, too, for a name that no disk takes
     if not there and _may_be_downloaded(str(place)):
         return _from_timm(str(place))
@@ -102,24 +94,15 @@ def _near_checkpoints(path: Path) -> str:
     return f"{what}: give one of them, such as {steps[-1]}"
 
 
-def _checkpoint_with_student(run: Path) -> Path:
-    """The checkpoint that a run's teacher.safetensors was written with. Raises CheckpointError if there is none."""
-    if not (run / "config.yaml").is_file():
-        raise CheckpointError(f"{one_line(run, 300)} has no student: give a run folder or RUN/checkpoints/step_N")
-    if (folder := checkpoint_of(run)) is None:
-        raise CheckpointError(f"{run} has no student: the checkpoint of its teacher's step is gone; give another one")
-    return folder
-
-
-def _of_checkpoint(folder: Path, asked: ForeignSpec | None, network: NetworkName = "teacher") -> Weights:
-    """A network of one checkpoint with its heads, described as teacher.json would."""
-    saved = open_checkpoint(folder, WHOLE if network == "teacher" else "")
+def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
+    """The teacher of one checkpoint with its heads, described as teacher.json would."""
+    saved = open_checkpoint(folder, WHOLE)
     with naming(folder):
-        parts = network_parts(saved, network)
+        parts = network_parts(saved)
         backbone = parts.pop("backbone")
-        facts = about_checkpoint(saved.manifest, network)
+        facts = about_checkpoint(saved.manifest)
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
-    weights = replace(network_weights(folder, backbone, facts, network, asked, trusted), heads=parts)
+    weights = replace(network_weights(folder, backbone, facts, asked, trusted), heads=parts)
     weights.check_beside(folder)
     return weights
 
@@ -181,38 +164,22 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
     return Weights("dino_ds", backbone, parts, mask_token=mask_token, local_norm=local)
 
 
-def _student_tensors(saved: SavedCheckpoint) -> dict[str, Tensor]:
-    """The student's FP32 weights, put together from the parts of all ranks, and its buffers; named student.NAME.
-
-    Those that are never trained are the teacher's.
-    """
-    parameters, tensors = SavedParameters(saved), saved.whole()
-    for name, tensor in list(tensors.items()):
-        if name.startswith("teacher."):
-            tensors.setdefault(f"student.{name.removeprefix('teacher.')}", tensor)
-    for name, shape in parameters.shapes.items():
-        parts = [values for _, values in parameters.read(MASTER, name, 0, math.prod(shape))]
-        tensors[f"student.{name}"] = torch.cat(parts).view(shape)
-    return tensors
-
-
-def network_parts(saved: SavedCheckpoint, network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
-    """The tensors of a network's backbone and of its heads in a checkpoint, by the part's name; adapters are added to
+def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
+    """The tensors of the teacher's backbone and of its heads in a checkpoint, by the part's name; adapters are added to
     the weights that they are of."""
-    parts = unmerged_parts(saved, network)
+    parts = unmerged_parts(saved)
     if adapters_in(parts["backbone"]):
         parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
     return parts
 
 
-def unmerged_parts(saved: SavedCheckpoint, network: NetworkName = "teacher") -> dict[str, dict[str, Tensor]]:
+def unmerged_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
     """The same with adapters (LoRA) apart, as they are trained."""
-    whole = saved.whole() if network == "teacher" else _student_tensors(saved)
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
-    for name, tensor in whole.items():
+    for name, tensor in saved.whole().items():
         owner, _, rest = name.partition(".")
         part, _, inside = rest.partition(".")
-        if owner == network:
+        if owner == "teacher":
             parts.setdefault(part, {})[inside] = tensor
     return parts
 
@@ -250,7 +217,7 @@ def _from_timm(name: str) -> Weights:
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
     about: dict[str, Any] = {"timm_name": base, **timm_statistics(config)}
     try:
-        network = split_network(tensors, "teacher")
+        network = split_network(tensors)
         backbone = checked(network.backbone)
         if has_rope(backbone) and base not in VITS:
             raise CheckpointError("its rotary positions are another kind")

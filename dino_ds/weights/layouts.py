@@ -33,15 +33,15 @@ _PLAIN = "last_layer.weight"
 """Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
 
 
-def split_network(tensors: dict[str, Tensor], network: str) -> Weights:
-    """Backbone and heads of `network` (teacher or student) among the tensors of a file, whatever wraps them.
+def split_network(tensors: dict[str, Tensor]) -> Weights:
+    """Backbone and heads of the teacher among the tensors of a file, whatever wraps them.
 
     Prefixes of DDP and torch.compile are dropped. The backbone is what lies next to the patch embedding; its heads are
     `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError for no ViT, or several
     and none called so.
     """
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
-    prefix = _prefix(tensors, network)
+    prefix = _prefix(tensors)
     owner = prefix.removesuffix("backbone.")
     mask, cls = tensors.get(f"{prefix}mask_token"), tensors.get(f"{prefix}cls_token")
     if mask is not None and cls is not None and mask.numel() == cls.numel():
@@ -66,7 +66,7 @@ def split_network(tensors: dict[str, Tensor], network: str) -> Weights:
     return Weights(kind, _backbone(backbone), heads, notes=unused(others), mask_token=mask)
 
 
-def _prefix(tensors: dict[str, Tensor], network: str) -> str:
+def _prefix(tensors: dict[str, Tensor]) -> str:
     found = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
     if not found:
         names = sorted(tensors)
@@ -74,9 +74,9 @@ def _prefix(tensors: dict[str, Tensor], network: str) -> str:
             f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}; "
             "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
         )
-    chosen = [prefix for prefix in found if network in prefix] if len(found) > 1 else found
+    chosen = [prefix for prefix in found if "teacher" in prefix] if len(found) > 1 else found
     if len(chosen) != 1:
-        raise CheckpointError(f"it holds several networks, and not one {network}: {few(found)}; save one of them alone")
+        raise CheckpointError(f"it holds several networks, and not one teacher: {few(found)}; save one of them alone")
     return chosen[0]
 
 

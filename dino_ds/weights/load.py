@@ -33,7 +33,7 @@ from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.specs.foreign_backbones import ForeignSpec, foreign_spec
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.adapters import put_on
-from dino_ds.weights.find import NetworkName, find_weights
+from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
 from dino_ds.weights.normalisation import normalisation_of, range_of
 
@@ -191,7 +191,6 @@ def load(
     device: str | torch.device = "cpu",
     heads: int | None = None,
     backbone: str | None = None,
-    network: NetworkName = "teacher",
     weights: str = "newest",
 ) -> Backbone:
     """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
@@ -200,14 +199,14 @@ def load(
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
     so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
     152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. `network`: "student" takes that of a checkpoint, of a run the newest. A timm name downloads the
+    of the run folder. A timm name downloads the
     weights if they are not in the cache. `weights`: of a run folder, "best" or "step_N" in place of "newest". Raises
     CheckpointError for anything else, and where heads or the backbone must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = chosen_model(path, weights)
-    given = find_weights(path, None if backbone is None else _asked(str(backbone)), network)
+    given = find_weights(path, None if backbone is None else _asked(str(backbone)))
     named = "Vision Transformer" if given.spec is None else given.spec.title
     try:
         if backbone not in (None, named):

@@ -40,20 +40,18 @@ Content = tuple[dict[str, Tensor], dict[str, Any]]
 """The tensors of a file, and what else in it tells of their architecture."""
 
 
-def read_weights(
-    path: Path, network: str = "teacher", asked: ForeignSpec | None = None, trusted: str | None = None
-) -> Weights:
-    """`path` a file or a Hugging Face folder; `network` teacher or student, where a checkpoint holds both.
+def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | None = None) -> Weights:
+    """`path` a file or a Hugging Face folder; of a checkpoint that holds teacher and student the teacher.
 
     asked: the network that somebody says it is of; trusted: MODULE:CLASS that may be imported in addition to `asked`.
     Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
     where a file is not the one that the JSON next to it describes.
     """
-    tensors, about = _read_folder(path) if path.is_dir() else read_file(path, network)
+    tensors, about = _read_folder(path) if path.is_dir() else read_file(path)
     if path.is_dir():
         about = read_json(path / "config.json")
     if not is_huggingface(tensors):
-        return network_weights(path, tensors, about, network, asked, trusted)
+        return network_weights(path, tensors, about, asked, trusted)
     with naming(path):
         _check_huggingface(about)
         stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
@@ -67,14 +65,13 @@ def network_weights(
     place: Path,
     tensors: dict[str, Tensor],
     about: dict[str, Any],
-    network: str,
     asked: ForeignSpec | None,
     trusted: str | None,
 ) -> Weights:
     """One network among `tensors`, which were read at `place`, described by `about`; the others as of `read_weights`.
     Raises CheckpointError."""
     with naming(place):
-        weights = _of_network(tensors, about, network, asked, (trusted, asked.name if asked else None))
+        weights = _of_network(tensors, about, asked, (trusted, asked.name if asked else None))
     return _with_numbers(place, weights)
 
 
@@ -89,7 +86,6 @@ def _with_numbers(place: Path, weights: Weights) -> Weights:
 def _of_network(
     tensors: dict[str, Tensor],
     about: dict[str, Any],
-    network: str,
     asked: ForeignSpec | None,
     trusts: Sequence[str | None],
 ) -> Weights:
@@ -98,7 +94,7 @@ def _of_network(
     other = other_network(tensors, about, asked, trusts) if is_said_to_be_other else None
     if other is None:
         try:
-            return _of_vit(tensors, about, network)
+            return _of_vit(tensors, about)
         except CheckpointError:
             if asked is not None:
                 known = f"neither a {asked.name} nor a Vision Transformer that dino_ds knows"
@@ -109,8 +105,8 @@ def _of_network(
     return other
 
 
-def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any], network: str) -> Weights:
-    found = split_network(tensors, network)
+def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
+    found = split_network(tensors)
     kind, own, notes = found.kind, found.backbone, found.notes
     if is_dinov3(own):
         kind, (own, facts, more) = "dinov3", from_dinov3(own)
@@ -159,25 +155,25 @@ def _read_folder(folder: Path) -> Content:
             "or a file of weights"
         )
     if found.suffix != ".json":
-        return read_file(found, "teacher")
+        return read_file(found)
     parts = read_json(found).get("weight_map")
     named = [*parts.values()] if isinstance(parts, dict) else []
     if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
         raise CheckpointError(f"{found} names no files of weights beside it")
     tensors: dict[str, Tensor] = {}
     for part in sorted(set(named)):
-        tensors |= read_file(folder / part, "teacher")[0]
+        tensors |= read_file(folder / part)[0]
     return tensors, {}
 
 
-def read_file(path: Path, network: str = "teacher") -> Content:
+def read_file(path: Path) -> Content:
     """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
     while path.is_file():
         verified = path.stat()
         if placeholder := find_placeholder(str(path)):
             raise CheckpointError(f"{path} is {placeholder}")
         facts = read_sidecar(path)
-        tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path, network)
+        tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
         if path.is_file() and os.path.samestat(path.stat(), verified):
             return tensors, facts
         # else a run that is at work has replaced it between the two readings
@@ -204,8 +200,8 @@ _STAND_INS = (
 )
 
 
-def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
-    """The tensors of `network` (teacher or student) in a file.
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    """The tensors of the teacher in a file.
 
     Raises CheckpointError for what is not a torch file, and for one that holds more than data.
     """
@@ -217,12 +213,12 @@ def _read_torch(path: Path, network: str) -> dict[str, Tensor]:
     if not is_torch:
         raise CheckpointError(f"{path} is not a file of weights: neither .safetensors nor torch's (.pth, .pt)")
     content = _load_torch(path)
-    for key in (network, "model", "state_dict"):
+    for key in ("teacher", "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(t, Tensor) for t in content.values()):
         keys = ", ".join(map(str, content))[:120] if isinstance(content, dict) else type(content).__name__
-        raise CheckpointError(f"{path} holds no weights of a {network}: it is {keys}")
+        raise CheckpointError(f"{path} holds no weights of a teacher: it is {keys}")
     return {str(name): tensor for name, tensor in content.items()}
 
 

@@ -158,12 +158,9 @@ def about_teacher(
     }
 
 
-def about_checkpoint(saved: Manifest, network: str = "teacher") -> dict[str, Any]:
+def about_checkpoint(saved: Manifest) -> dict[str, Any]:
     """The content that teacher.json would have, written from this checkpoint. Raises CheckpointError."""
-    about = about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
-    if network == "student" and "load" in about:
-        about["load"] = about["load"].replace("teacher.safetensors", "student.safetensors")
-    return about if network == "teacher" else about | {"network": network}
+    return about_teacher(recipe_of(saved), saved.frozen_teacher, saved.step, saved.versions)
 
 
 def recipe_of(saved: Manifest) -> Recipe:

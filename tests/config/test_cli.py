@@ -301,10 +301,10 @@ def test_wrong_flags_stop_before_anything_starts(typed: str, says: str, errors: 
         ("train --stages a,b --run_dir r", "train --config B --from RUN_A --run_dir RUN_B"),
         ("simulate-goodput --mtbf_hours 24", "--save_every auto, the default, takes the interval"),
         ("bench scaling --ranks 2", "torchrun --nproc_per_node N -m dino_ds bench step measures the step on N ranks"),
-        ("find-workers --data.root x", "dino-ds bench workers measures loader processes"),
+        ("find-workers --data.root x", "dino-ds bench step --data --data.workers N"),
         ("find-batch-size", "dino-ds bench batch-size measures which micro-batches fit"),
         ("convert x --out y", "dino-ds train --resume --run_dir RUN continues on any number of ranks"),
-        ("convert x --out y --student", "dino-ds export CHECKPOINT --format safetensors --weights student"),
+        ("convert x --out y --student", "dino-ds export CHECKPOINT --format safetensors takes the teacher out"),
         ("unshard --root x --out y", "tar xf SHARD.tar -C FOLDER takes the images out"),
         ("completion bash", "dino-ds train --help all lists every option"),
         ("eval m --evals knn,voc", "Segmentation: python -m dino_ds.examples.finetune_segmentation"),
@@ -326,7 +326,8 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
 
 def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("find-workers") == [
-        "'find-workers' is not a command: dino-ds bench workers measures loader processes"
+        "'find-workers' is not a command: dino-ds bench step --data --data.workers N shows how long a step waits for "
+        "images; unless given they fit the cores"
     ]
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
@@ -386,7 +387,6 @@ def test_choices_and_defaults_that_are_only_shown_are_those_of_the_tools():
     assert choices["pictures", "only"] == KINDS
     shown = {option.name: option.fact("shown") for option in COMMANDS["eval"].own_options}
     settings = {"k": ",".join(map(str, Settings().ks)), "temperature": str(Settings().temperature)}
-    settings |= {"epochs": str(Settings().epochs), "batch": str(Settings().batch)}
     assert {name: shown[name] for name in settings} == settings
 
 

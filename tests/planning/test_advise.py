@@ -85,7 +85,6 @@ def test_small_images_and_other_channels_are_trained_from_scratch(tmp_path, monk
     found = _advise(capsys, "--source", "photos", "--gpu", "t4-16g")
     recipe = _accepted(found["command"])
     assert recipe.data.source == "photos" and recipe.model.init_from is None and recipe.crops.augment == "low_res"
-    assert any("bench workers --data.source photos" in note for note in found["notes"])
 
 
 def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_on(tmp_path, capsys):

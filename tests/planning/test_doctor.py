@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
@@ -44,7 +43,7 @@ def test_the_page_of_this_machine(tmp_path, capsys):
     by_topic = {finding["topic"]: finding for finding in result["findings"]}
     assert result["trains"], result
     assert torch.__version__.split("+")[0] in by_topic["software"]["text"]
-    assert by_topic["data"]["text"] == "20 images" and by_topic["network"]["text"] == "gloo: two ranks sum a tensor"
+    assert by_topic["network"]["text"].startswith(socket.gethostname())
     assert all(finding["remedy"] for finding in result["findings"] if finding["level"] != "ok")
     assert torch.cuda.is_available() or by_topic["gpu"]["text"].startswith("no GPU")
     doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs")), **files)
@@ -126,18 +125,13 @@ def test_a_driver_without_a_gpu_for_torch_stops(monkeypatch, tmp_path):
     assert found.level == "FAIL" and ("too old" in found.text or torch.version.cuda is None)
 
 
-def test_software_that_does_not_fit_is_named(monkeypatch):
-    asked = ["torch>=99", "a_package_that_is_absent", "numpy>=1", 'pyarrow>=999; extra == "parquet"']
-    monkeypatch.setattr(doctor, "requires", lambda name: asked)
-    wrong, absent = doctor.look_at_versions()
-    assert (wrong.level, wrong.remedy) == ("FAIL", "pip install 'torch>=99'") and "torch>=99 is needed" in wrong.text
-    assert (absent.level, absent.text) == ("FAIL", "a_package_that_is_absent is not installed")
+def test_a_compiler_that_is_absent_is_named(monkeypatch):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     compiled = types.SimpleNamespace(
         performance=types.SimpleNamespace(compile="default"), raw={"zero_optimization": {}}
     )
-    assert _levels(doctor.look_at_compilers(compiled)) == ["FAIL"]
-    assert _levels(doctor.look_at_compilers(_resolved("zero0_fp32.json"))) == []
+    assert _levels(doctor.look_at_compiler(compiled)) == ["FAIL"]
+    assert _levels(doctor.look_at_compiler(_resolved("zero0_fp32.json"))) == []
 
 
 def test_small_shared_memory_limits_and_a_closed_folder_are_named(monkeypatch, tmp_path):
@@ -151,31 +145,7 @@ def test_small_shared_memory_limits_and_a_closed_folder_are_named(monkeypatch, t
     assert doctor_machine._disk("runs", tmp_path / "a/b", 1).level == "FAIL"
 
 
-@pytest.mark.parametrize(
-    ("files", "level", "says"),
-    [
-        (None, "FAIL", "does not exist"),
-        ({"1.tif": np.full((4, 4), -5, np.int32)}, "FAIL", "give --data.value_range"),
-        ({"a.png": None, "b.png": None}, "FAIL", "none of the images looked at can be read"),
-        ({"a.png": np.zeros((9, 9, 3), np.uint8), "b.png": None}, "warn", "2 images; 1 of 2 can't be read"),
-    ],
-    ids=["no folder", "signed", "broken", "one broken"],
-)
-def test_images_that_training_would_stop_at_are_named(files, level, says, tmp_path):
-    place = tmp_path / "images"
-    for name, pixels in (files or {}).items():
-        place.mkdir(exist_ok=True)
-        if pixels is None:
-            (place / name).write_bytes(b"not an image")
-        else:
-            Image.fromarray(pixels).save(place / name)
-    (found,) = doctor_machine.look_at_images(load_recipe(None, {"data.root": str(place)}))
-    assert found.level == level and says in found.text + found.remedy
-
-
-def test_names_and_interfaces_that_others_can_t_reach_are_named(monkeypatch):
+def test_a_name_that_others_can_t_reach_is_named(monkeypatch):
     monkeypatch.setattr(doctor_machine.socket, "gethostbyname", lambda name: "127.0.1.1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
-    _, name, gloo = doctor_machine.look_at_network()
+    _, name = doctor_machine.look_at_network()
     assert name.level == "warn" and "/etc/hosts" in name.remedy
-    assert gloo.level == "FAIL" and "no_such_interface" in gloo.text

@@ -12,7 +12,7 @@ from dino_ds.costs.step_costs import count_parameters
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.planning.fit import fit, fit_with, largest_micro_batch, micro_batches
-from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu, hours, installed_gpu
+from dino_ds.planning.gpus import GPUS, Cluster, Gpu, describe_hours, find_gpu, hours
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
 from dino_ds.planning.recommend import SHAPES, ds_of, recommend, write_ds
 
@@ -138,28 +138,6 @@ def test_a_name_of_several_cards_or_none_is_refused_with_the_nearest(name, hint)
     with pytest.raises(ConfigError, match=f"^--gpu {name}: this card is not in the table: ") as caught:
         find_gpu(name)
     assert str(caught.value).endswith(hint) or hint in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("torch_name", "gib", "card"),
-    [
-        ("NVIDIA A100-SXM4-80GB", 79.2, "a100-80g"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "a100-40g"),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx4090-24g"),
-        ("NVIDIA L4", 22.0, "l4-24g"),
-        ("Tesla T4", 14.6, "t4-16g"),
-        ("NVIDIA GeForce RTX 2080 Ti", 10.7, "rtx2080ti-11g"),
-        ("NVIDIA RTX A6000", 47.4, "a6000-48g"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100-80g"),
-        ("NVIDIA H100 PCIe", 79.1, None),
-        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, None),
-        ("NVIDIA A10G", 22.1, None),
-        ("AMD Instinct MI300X", 191.0, None),
-    ],
-)
-def test_the_peak_of_an_installed_card_is_the_table_s_or_unknown(torch_name, gib, card):
-    gpu = installed_gpu(torch_name, gib)
-    assert gpu.memory_gib == gib and gpu.tflops == (card and GPUS[card].tflops)
 
 
 def test_hours_are_flops_over_a_part_of_the_peak():

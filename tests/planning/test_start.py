@@ -9,7 +9,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 import dino_ds.planning.start as start_module
 from dino_ds.config.ds_config import change_ds_config, load_ds_config, resolve_ds_config
@@ -22,18 +21,15 @@ from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.planning.fit import FILLED, fit
 from dino_ds.planning.measure import machine
-from dino_ds.planning.measure.trial import resolve
 from dino_ds.planning.start import (
     Machine,
     check_fits,
     choose_ds_config,
-    expected_hours,
     find_machine,
     named_start,
     planned_start,
     resumed_start,
 )
-from tests.planning.measure.tiny import tiny_ds, tiny_recipe
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, train_tiny
 
@@ -70,29 +66,16 @@ def test_what_is_chosen_fits(machine):
     assert start.config.micro_batch * start.config.accumulation * machine.ranks == recipe.data.global_batch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["zero0_fp32", "zero1_bf16", "zero3_bf16_offload"])
-def test_what_is_too_large_is_refused_with_flags_that_fit(name):
+def test_what_is_too_large_is_refused_with_what_takes_less():
     small = dataclasses.replace(RTX3090, card_gib=4.0)
-    recipe, start = _given(name, small, **{"model.depth": "2"})
-    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB by prediction, and the GPU has 4.0: add --ds.") as caught:
+    recipe, start = _given("zero1_bf16", small, **{"model.depth": "2"})
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB by prediction, and the GPU has 4.0: leave --ds") as caught:
         check_fits(recipe, start, small)
-    words = str(caught.value).partition(": add ")[2].partition(";")[0].split()
+    words = str(caught.value).partition("add ")[2].partition(",")[0].split()
     flags = {key.removeprefix("--ds."): value for key, value in zip(words[::2], words[1::2], strict=True)}
     ds = change_ds_config(dict(start.ds), start.path, flags)
-    assert fit(recipe, ds, start.path, 1, 4.0).fits
-    # Nothing is accumulated in low precision.
     config = resolve_ds_config(ds, start.path, recipe.data.global_batch, 1, parameters=count_parameters(recipe))
-    assert config.precision == "fp32" or config.raw["data_types"]["grad_accum_dtype"] == "fp32"
-
-
-def test_where_no_batch_helps_the_planner_or_a_smaller_model_is_named():
-    tiny = dataclasses.replace(RTX3090, card_gib=1.0)
-    recipe, start = _given("zero2_bf16", tiny, **{"model.depth": "1"})
-    with pytest.raises(
-        ConfigError, match=r"leave --ds_config out, for one that the planner chooses, or take a smaller"
-    ):
-        check_fits(recipe, start, tiny)
+    assert config.micro_batch == start.config.micro_batch // 2 and "number_checkpoints auto; take" in str(caught.value)
 
 
 def test_the_host_s_memory_counts_too():
@@ -182,17 +165,3 @@ def test_images_that_are_missing_or_too_few_are_said_before_the_memory(tmp_path)
     assert message.rstrip().endswith(f"dino-ds advise '{images}'")
     message = train_tiny(tmp_path, tmp_path / "run", changes={**large, "data.source": "cifar10"})
     assert "data.download" in message and "memory" not in message and not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("card", "said"), [("NVIDIA L4", 1), ("a new card", 0)])
-def test_hours_are_said_of_a_card_whose_peak_is_known(card, said, monkeypatch):
-    """On a CPU nothing is said."""
-    recipe = tiny_recipe()
-    config = resolve(recipe, tiny_ds(0), "test.json", 4)[1]
-    assert expected_hours(recipe, config, 1000) == []
-    monkeypatch.setattr("dino_ds.engine.device.device", lambda: torch.device("cuda"))
-    about = mock.Mock(total_memory=22 * 2**30)
-    about.name = card
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: about)
-    found = expected_hours(recipe, config, 1000)
-    assert len(found) == said and all("1000 steps: " in line and "of the peak of l4-24g" in line for line in found)

@@ -220,7 +220,8 @@ def test_no_number_is_too_odd(tmp_path, capsys):
         pairs = [{"step": 0, **dict.fromkeys(names, first)}, {"step": 1, **names}]
         lines = [*pairs, {**record(2), **dict.fromkeys(["knn_top1", *record(2)], first), "step": 2}, record(3)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        page = _report(folder, json=True)
+        run(ReportOptions(run=str(folder), json=True))
+        page = _Page((folder / "report.html").read_text(encoding="utf-8"))
         assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", " ".join(page.drawn)))
         json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
@@ -258,7 +259,7 @@ def test_input_that_is_no_run(tmp_path, capsys):
         ([run_dir, "--out", tmp_path / "x.txt"], "must end in .html"),
         ([run_dir, "--out", tmp_path / "no/x.html"], "can't be written"),
         ([run_dir, "--out", file / "x.html"], "can't be written"),
-        ([run_dir, "--compare", run_dir], "tensorboard --logdir runs"),
+        ([run_dir, "--compare", run_dir], "TensorBoard lays"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(["report", *map(str, words)])

@@ -65,7 +65,7 @@ def _check_frozen(folder: Path, base: Path, part: str, step: int = STEPS) -> Non
     assert frozen and all(torch.equal(teacher[name], before[name]) for name in frozen)
     assert not any(torch.equal(teacher[name], before[name]) for name in trained & before.keys())
     assert bool(adapters_in(teacher)) == (part == "lora")
-    weights = find_weights(folder / f"checkpoints/step_{step:08d}", network="student").backbone
+    weights = find_weights(folder / f"checkpoints/step_{step:08d}").backbone
     if part != "lora":
         assert all(torch.equal(weights[name], before[name]) for name in frozen)
     assert weights.keys() == before.keys() == load_file(folder / "teacher.safetensors").keys()

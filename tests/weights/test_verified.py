@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dino_ds
-from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.commands.export import run as export
 from dino_ds.config.loading import load_recipe
-from dino_ds.engine.saved_state import MASTER, SavedParameters
 from dino_ds.errors import CheckpointError, UserError, lines_for_people
 from dino_ds.method.build_frozen import find_teacher
 from dino_ds.options.model import ExportOptions, PicturesOptions
@@ -153,40 +151,6 @@ def test_a_checkpoint_s_teacher_is_its_own(run):
     )
     alone = shutil.copytree(run / OLD, run.parent / "kept")
     assert torch.equal(dino_ds.load(alone).features(images), old.features(images))
-
-
-@pytest.mark.parametrize(("given", "name", "step"), [(OLD, "student-step_00000002", 2)])
-def test_the_student_of_a_run_or_checkpoint_is_exported(run, given, name, step, capsys):
-    """Its FP32 masters with their shapes, put together from all ranks; no result is said to be its own."""
-    saved = open_checkpoint(run / f"checkpoints/step_{step:08d}")
-    parameters = SavedParameters(saved)
-    dino_ds.evaluate(run / given, ["statistics"], workers=0)
-    export(ExportOptions(model=str(run / given), format="safetensors", weights="student", json=True))
-    student = load_file(run / f"{name}.safetensors")
-    for key, tensor in student.items():
-        parts = [values for _, values in parameters.read(MASTER, f"backbone.{key}", 0, tensor.numel())]
-        assert torch.equal(tensor.flatten(), torch.cat(parts))
-        assert tuple(tensor.shape) == parameters.shapes[f"backbone.{key}"]
-    about = json.loads((run / f"{name}.json").read_text())
-    assert (about["step"], about["network"]) == (step, "student") and "student.safetensors" in about["load"]
-    assert "evaluations" not in about
-    again, teacher = dino_ds.load(run / f"{name}.safetensors"), dino_ds.load(run / given)
-    images = torch.randn(2, 3, 32, 32)
-    assert not torch.equal(again.features(images), teacher.features(images))
-    with_heads = dino_ds.load(run / given, network="student")
-    assert torch.equal(with_heads.features(images), again.features(images))
-    assert {n: t.shape for n, t in with_heads.heads["head"].items()} == {
-        n: t.shape for n, t in teacher.heads["head"].items()
-    }
-
-
-@pytest.mark.parametrize("given", ["teacher.safetensors", "vit_small_patch16_224", "elsewhere"])
-def test_what_has_no_student_is_refused(run, given):
-    with pytest.raises(CheckpointError, match="has no student: give a run folder or RUN/checkpoints/step_N"):
-        dino_ds.load(given if "vit" in given else run / given, network="student")
-    shutil.rmtree(run / NEW)
-    with pytest.raises(CheckpointError, match="the checkpoint of its teacher's step is gone"):
-        dino_ds.load(run, network="student")
 
 
 def test_what_is_made_of_a_checkpoint_is_named_by_its_step(run):

@@ -197,12 +197,12 @@ def test_the_tokens_of_the_last_blocks():
     are left out."""
     for name in ("vit_small_patch16_224", "vit_small_patch14_reg4_dinov2"):
         model = _backbone(name)
-        images = torch.randn(3, 3, 64, 64)
-        found = model.last_tokens(images, 2)
+        batch = images()
+        found = model.last_tokens(batch, 2)
         assert found.shape == (2, 3, 1 + 16, 64)
-        torch.testing.assert_close(found[-1, :, 0], model.features(images))
-        torch.testing.assert_close(found[-1, :, 1:], model.patch_tokens(images).flatten(1, 2))
+        torch.testing.assert_close(found[-1, :, 0], model.features(batch))
+        torch.testing.assert_close(found[-1, :, 1:], model.patch_tokens(batch).flatten(1, 2))
         shallow = model.vit
         shallow.blocks = shallow.blocks[:1]
-        torch.testing.assert_close(found[0, :, 0], model.features(images))
-        assert model.last_tokens(images, 9).shape[0] == 1
+        torch.testing.assert_close(found[0, :, 0], model.features(batch))
+        assert model.last_tokens(batch, 9).shape[0] == 1
