@@ -35,13 +35,6 @@ from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
-_CONCERNS = {
-    **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
-    **dict.fromkeys(("k", "temperature"), ("knn",)),
-    "workers": (*_OF_IMAGES, "oxford", "paris"),
-    "benchmark_root": BENCHMARKS,
-}
-"""Option -> the evaluations that it changes something of; others are of all."""
 
 
 class Evaluated(NamedTuple):
@@ -75,7 +68,6 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
         _check_places(options.model, options.out)
     for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
         preflight_eval(name, settings, lambda: (None, None))
-    _check_unused(options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -100,16 +92,6 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
             for note in context.notes:
                 print(note, file=sys.stderr)
             show(Evaluated(results, context, backbone, time.monotonic() - began))
-
-
-def _check_unused(options: EvalOptions) -> None:
-    """Raises ConfigError for an option that changes nothing of the chosen evaluations."""
-    for name, concerned in _CONCERNS.items():
-        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
-            raise ConfigError(
-                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
-                f"add one to --evals, or leave --{name} out"
-            )
 
 
 def _settings(options: EvalOptions) -> Settings:

@@ -10,7 +10,7 @@ import tarfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -37,6 +37,7 @@ _BEGUN_WITH = "begun_with"
 """The plan's key for `facts_of_images`."""
 _MAX_PIXELS = 178956970
 """Pillow's own limit: shrinking is how images come below the recipe's."""
+_QUALITY = 90
 _MOST_PARTS = 64
 """Folders deeper than this can't be made everywhere."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
@@ -49,20 +50,15 @@ def run(options: ShardOptions) -> None:
     Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
-    if options.quality and not options.shrink:
-        raise ConfigError(
-            f"--quality {options.quality} is of images that --shrink makes smaller: add it, or leave it out"
-        )
     if is_url(options.out):
         raise ConfigError(f"--out {options.out} is not a folder: write the shards to a disk, then copy them there")
     images = build_source(options.source, options.root, options.split, False)
-    shrink = Shrink(options.shrink, options.quality or Shrink._field_defaults["quality"])
     plan = {name: getattr(options, name) for name in ("source", "split", "shard_size", "shrink")}
-    plan |= {"quality": shrink.quality if options.shrink else None, "images": len(images)}
+    plan |= {"images": len(images)}
     folder = Path(os.path.expanduser(options.out))
     try:
         _begin_or_continue(folder, plan, images)
-        shards = _Shards(folder, images, shrink, options.shard_size)
+        shards = _Shards(folder, images, options.shrink, options.shard_size)
         _write_missing(shards, options.workers)
         bad = [*dict.fromkeys(_lines(folder / _BAD))]
         if images.classes is not None:
@@ -108,7 +104,7 @@ class _Shards(Dataset[tuple[str, list[str]]]):
     """Shards that are written as they are asked for, each whole or not at all; an item is the shard's SHA-256 and the
     texts of its unreadable images, or ("", [why it can't be written])."""
 
-    def __init__(self, folder: Path, images: Source, shrink: Shrink, per_shard: int) -> None:
+    def __init__(self, folder: Path, images: Source, shrink: int | None, per_shard: int) -> None:
         self.folder, self.images, self._shrink, self._per_shard = folder, images, shrink, per_shard
         self.names = [f"{number:06d}.tar" for number in range(-(-len(images) // per_shard))]
 
@@ -214,22 +210,16 @@ def _write_text(path: Path, lines: Iterable[str]) -> None:
     replace_file(path, "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape"))
 
 
-class Shrink(NamedTuple):
-    """Images whose shorter side has more than `side` pixels become JPEGs of that size; None = all stay as they are."""
-
-    side: int | None
-    quality: int = 90
-
-
-def repack(source: Source, index: int, shrink: Shrink) -> tuple[str, bytes]:
-    """Name and bytes: the source's own file unless it has to be shrunk, PNG where it has none.
+def repack(source: Source, index: int, shrink: int | None) -> tuple[str, bytes]:
+    """Name and bytes: the source's own file, PNG where it has none; where its shorter side has more than `shrink`
+    pixels a JPEG of that size.
 
     Raises UnreadableImage, DataError for an array that is not an RGB image.
     """
     name = _member_of(source, index)
     read = getattr(source, "read", None)
     data = _as_png(source.load(index), source.name(index)) if read is None else read(index)
-    smaller = None if shrink.side is None else _shrunk(data, shrink.side, shrink.quality, source.name(index))
+    smaller = None if shrink is None else _shrunk(data, shrink, source.name(index))
     if smaller is not None:
         data = smaller
         stem, ending = os.path.splitext(name)
@@ -264,7 +254,7 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
     return stream.getvalue()
 
 
-def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
+def _shrunk(data: bytes, side: int, name: str) -> bytes | None:
     """A JPEG whose shorter side is `side`, upright, or None if the file stays as it is. Raises UnreadableImage."""
     image = EncodedImage(data, name, None, channels=None)
     shorter = min(image.width, image.height)
@@ -277,5 +267,5 @@ def _shrunk(data: bytes, side: int, quality: int, name: str) -> bytes | None:
     factor = side / min(upright.size)
     size = (max(side, round(upright.width * factor)), max(side, round(upright.height * factor)))
     stream = io.BytesIO()
-    upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=quality)
+    upright.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=_QUALITY)
     return stream.getvalue()

@@ -164,17 +164,9 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
-        ranks = _fitting_ranks(global_batch, known // world_size, world_size)
-        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}{ranks}")
+        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}")
     quotient = global_batch // known
     return (quotient, accumulation) if micro == "auto" else (micro, quotient)
-
-
-def _fitting_ranks(global_batch: int, share: int, world_size: int) -> str:
-    """The nearest numbers of ranks between which multiples of `share` images can be divided; "" if there is none."""
-    fitting = [ranks for ranks in range(1, 2 * world_size) if global_batch % (ranks * share) == 0]
-    nearest = [r for r in fitting if r < world_size][-1:] + [r for r in fitting if r > world_size][:1]
-    return f", or use {' or '.join(map(str, nearest))} ranks" if nearest else ""
 
 
 def _disagreement(micro: int, accumulation: int, path: str, global_batch: int, world_size: int) -> ConfigError:

@@ -204,7 +204,7 @@ def _once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Benchmark = Literal["oxford", "paris", "davis"]
-Evaluation = Literal["knn", "linear", "ridge", "few-shot", "retrieval", "statistics", Benchmark]
+Evaluation = Literal["knn", "linear", "ridge", "retrieval", "statistics", Benchmark]
 BENCHMARKS: tuple[str, ...] = get_args(Benchmark)
 EVALUATIONS: tuple[str, ...] = get_args(Evaluation)
 

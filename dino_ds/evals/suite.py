@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dino_ds.config.fields import BENCHMARKS
 from dino_ds.data.normalisation import IMAGENET
@@ -25,8 +24,6 @@ from dino_ds.evals.knn import class_retrieval, feature_statistics, knn_accuracie
 from dino_ds.evals.landmarks import oxford, paris
 from dino_ds.evals.linear import fit_linear, fit_ridge
 
-_FEW_SHOT_FRACTIONS = (0.01, 0.1)
-_FEW_SHOT_DRAWS = 3
 _RETRIEVAL_IMAGES = 5000
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
@@ -72,22 +69,6 @@ def ridge(context: EvalContext) -> dict[str, float]:
     return {"ridge": fit_ridge(train.features, train.labels, train.classes).accuracy(test.features, test.labels)}
 
 
-def few_shot(context: EvalContext) -> dict[str, float]:
-    """Logistic regression on 1 % and 10 % of each class, one image at least: mean of three draws"""
-    test, train = context.test, context.train
-    generator = torch.Generator().manual_seed(context.settings.seed)
-    results = {}
-    for fraction in _FEW_SHOT_FRACTIONS:
-        scores = []
-        for _ in range(_FEW_SHOT_DRAWS):
-            rows = draw_balanced(train.labels, fraction, generator)
-            few = train.features[rows], train.labels[rows], train.classes
-            probe = fit_linear(*few, regularisations=[1e-3], give_up=context.give_up)
-            scores.append(probe.accuracy(test.features, test.labels))
-        results[f"few_shot_{fraction:.0%}"] = sum(scores) / len(scores)
-    return results
-
-
 def retrieval(context: EvalContext) -> dict[str, float]:
     """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
     test = context.any_labelled
@@ -107,7 +88,6 @@ EVALUATIONS: dict[str, Evaluation] = {
     "knn": knn,
     "linear": linear,
     "ridge": ridge,
-    "few-shot": few_shot,
     "retrieval": retrieval,
     "statistics": statistics,
     "oxford": oxford,
@@ -170,14 +150,3 @@ def describe_result(
         "seconds": round(seconds, 1),
         "results": results,
     }
-
-
-def draw_balanced(labels: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
-    """Indices of `fraction` of each class, one at least."""
-    chosen = []
-    for label in labels.unique():
-        members = (labels == label).nonzero().flatten()
-        count = max(1, round(fraction * len(members)))
-        order = torch.randperm(len(members), generator=generator)
-        chosen.append(members[order[:count].to(members.device)])
-    return torch.cat(chosen)

@@ -66,7 +66,6 @@ class ShardOptions:
     out: str = option(..., "folder of the shards")
     shard_size: Count = option(2000, "images of a shard")
     shrink: Count | None = option(None, "make the shorter side of larger images N pixels, as JPEG")
-    quality: Annotated[Count, Field(le=100)] | None = option(None, "of shrunken JPEGs, 1 to 100", shown="90")
     workers: Count | None = option(None, "processes", shown="one a core")
     json: Json = False
 

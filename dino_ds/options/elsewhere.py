@@ -94,15 +94,15 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?[0-9.]+(e-?[0-9]+)?", text) is not None
 
 
-_NETWORK = re.compile(r"(facebook/)?(dino(v[23])?[-_ ]?)?(vit|deit)[-_ ]?[a-z0-9]*([-_/ ].*)?")
+_NETWORK = re.compile(r"(facebook/)?(dino(v[23])?[-_ ]?)?(vit|deit)[-_ ]?[a-z]*([-_/ ][\w/]+)?")
 """A network as papers and other projects name it: ViT-S/16, vit_small, dino_vits16."""
 
 
 def check_networks(recipes: Iterable[str], backbone: str | None) -> None:
     """Raises ConfigError where a network is named in the place of a recipe, or not by timm's name as the backbone."""
     for name in recipes:
-        if name not in recipe_names() and not is_file(name) and _NETWORK.fullmatch(name.lower()):
-            weights = weights_elsewhere(name)
+        weights = None if "/" in name else weights_elsewhere(name)
+        if name not in recipe_names() and not is_file(name) and (weights or _NETWORK.fullmatch(name.lower())):
             weights = f"; are weights meant? --model.init_from: {weights}" if weights else ""
             raise ConfigError(
                 f"no recipe is named {name!r}: they are called by project, size and patch, such as vits16, vitb16, "

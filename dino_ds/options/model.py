@@ -21,7 +21,7 @@ _Source = Annotated[
 
 @command("eval", "dino_ds.commands.evaluate:run", "evaluate")
 class EvalOptions:
-    """k-NN, linear, few-shot, retrieval and statistics of a teacher's frozen features"""
+    """k-NN, linear, retrieval and statistics of a teacher's frozen features"""
 
     model: Model
     weights: Weights = "newest"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,41 +58,19 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Mean and standard deviation of a Hugging Face image processor, {} for none, and notes on them.
 
-    They are those of pixels in [0, 1], whatever its own range: it scales pixels of 0 to 255 by rescale_factor, or not
-    at all, and normalises, or not at all. Raises CheckpointError for settings that can't be used.
+    Raises CheckpointError for one that does not scale pixels to [0, 1] and then remove both.
     """
     if not processor:
         return {}, []
-    rescales, normalises = (_flag(processor, key) for key in ("do_rescale", "do_normalize"))
-    if processor.get("rescale_offset"):
-        raise CheckpointError(f"{PROCESSOR}: rescale_offset is not known to dino_ds")
-    white = 255 * _number(processor.get("rescale_factor", 1 / 255)) if rescales else 255.0
-    mean, std = (processor.get(key) for key in ("image_mean", "image_std")) if normalises else (0.0, 1.0)
+    wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}
+    for key, value in wanted.items():
+        found = processor.get(key, value)
+        if not isinstance(found, bool | float) or abs(found - value) > 1e-6:
+            raise CheckpointError(f"{PROCESSOR}: {key} {str(found)[:20]} is not known to dino_ds, only {value:.6g}")
+    mean, std = (processor.get(key) for key in ("image_mean", "image_std"))
     if mean is None or std is None:
         return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]
-    if abs(white - 1) < 1e-6:
-        return {"mean": mean, "std": std}, []
-    return {key: _divided(value, white) for key, value in (("mean", mean), ("std", std))}, []
-
-
-def _flag(processor: Mapping[str, Any], key: str) -> bool:
-    value = processor.get(key, True)
-    if value not in (True, False, None):
-        raise CheckpointError(f"{PROCESSOR}: {key} {str(value)[:20]!r} is not true or false")
-    return value is not False
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CheckpointError(f"{PROCESSOR}: rescale_factor {str(value)[:20]!r} is not a number above 0")
-    return float(value)
-
-
-def _divided(values: Any, by: float) -> Any:
-    """A number or a list of numbers, divided; anything else is left to `normalisation_of`, which refuses it."""
-    if isinstance(values, list):
-        return [_divided(value, by) for value in values]
-    return values / by if isinstance(values, int | float) else values
+    return {"mean": mean, "std": std}, []
 
 
 def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:

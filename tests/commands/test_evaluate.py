@@ -19,7 +19,7 @@ from dino_ds.commands.evaluate import run
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import Labelled, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.suite import EVALUATIONS, draw_balanced
+from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.options.model import EvalOptions
 from dino_ds.weights.export import FORMATS
 from tests.evals.tiny import clips
@@ -30,7 +30,7 @@ from tests.weights.test_weights import _backbone
 DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
 
 
-LABELLED = ["knn", "linear", "ridge", "few-shot", "retrieval", "statistics"]
+LABELLED = ["knn", "linear", "ridge", "retrieval", "statistics"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def labelled(made):
 def test_every_evaluation_gives_numbers(made, labelled):
     """One that has its own data is tested with it."""
     results = _results(made)
-    names = {"knn_1", "knn_5", "linear", "ridge", "few_shot_1%", "few_shot_10%", "retrieval_map", "rankme"}
+    names = {"knn_1", "knn_5", "linear", "ridge", "retrieval_map", "rankme"}
     assert results.keys() == set(LABELLED)
     assert names <= {name for values in results.values() for name in values}
     written = read_results(made / "results.json")
@@ -148,21 +148,6 @@ def test_labelled_images_and_benchmarks_in_one_command(place):
     assert (found["davis"]["data"], found["davis"]["test_images"]) == ("davis", None)
 
 
-@pytest.mark.parametrize(
-    ("evals", "changes", "words"),
-    [
-        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis; add one to --evals"),
-        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
-    ],
-)
-def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
-    clips(place / "data", names=("walk",), frames=3)
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
-    with pytest.raises(ConfigError, match=words):
-        _run(place, evals, **changes)
-
-
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):
     """They may have taken hours, and a file of weights has no folder that keeps them."""
     judge = evaluate.evaluate
@@ -209,12 +194,8 @@ def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
         _run(place)
 
 
-def test_what_evaluations_draw_and_leave_out():
-    """Of each class for few-shot; what has no k neighbours, which is said, and an error where nothing is left."""
-    labels = torch.tensor([0] * 50 + [1] * 16 + [2])
-    drawn, others = (draw_balanced(labels, 0.1, torch.Generator().manual_seed(seed)) for seed in (0, 1))
-    assert torch.bincount(labels[drawn]).tolist() == [5, 2, 1]
-    assert len(drawn.unique()) == len(drawn) and not torch.equal(drawn, others)
+def test_what_evaluations_leave_out():
+    """What has no k neighbours, which is said, and an error where nothing is left."""
     rows, notes = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()
     context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, note=notes.extend)
     context.settings = Settings(ks=(6, 10, 20))

@@ -332,7 +332,7 @@ def test_wrong_commands(errors: Callable[..., list[str]]):
     assert errors("trian") == ["'trian' is not a command: dino-ds --help lists them. Did you mean train?"]
     (line,) = errors("bench", "stp")
     assert line.startswith("'bench stp' is not a command: there is bench") and line.endswith("Did you mean bench step?")
-    assert "python -m dino_ds.examples.attention_video" in errors("attention-video", "runs/a", "walk.mp4")[0]
+    assert "--root FRAMES --only attention" in errors("attention-video", "runs/a", "walk.mp4")[0]
     assert errors("shard", "--seed", "1")[0].startswith("--seed: unknown option.")
     assert errors("shard", "--ds.fp16.enabled", "true")[0].startswith("--ds.fp16.enabled: unknown option.")
     assert errors("--config", "x")[0].startswith("no command is given")
@@ -367,7 +367,7 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
             "--format: 'onxx' is not one of safetensors, timm, onnx, adapters.",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
-        ("shard --root a --out b --quality 101", "--quality: 101 must be <= 100"),
+        ("shard --root a --out b --quality 80", "shrunken images are JPEGs of quality 90"),
     ],
 )
 def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., list[str]]):

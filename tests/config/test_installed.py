@@ -111,4 +111,4 @@ def test_commands_run_from_a_checkout_and_print_nothing_but_json(not_installed):
     done = not_installed("dino_ds", "doctor", "--json")
     assert done.returncode == 0, done.stderr
     software = [found["text"] for found in json.loads(done.stdout)["findings"] if found["topic"] == "software"]
-    assert software[0].startswith("dino_ds is not installed") and "no CUDA toolkit" in done.stderr
+    assert software[0].startswith("dino_ds absent") and "no CUDA toolkit" in done.stderr

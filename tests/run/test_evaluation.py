@@ -19,7 +19,7 @@ from dino_ds.weights.load import Backbone
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 
-FROM_FEATURES = ("knn", "linear", "ridge", "few-shot", "retrieval", "statistics")
+FROM_FEATURES = ("knn", "linear", "ridge", "retrieval", "statistics")
 K = 5
 
 

@@ -50,16 +50,12 @@ def test_small_images_as_the_card_says(tmp_path, shape):
 @pytest.mark.parametrize(
     "change",
     [
-        {"do_normalize": False},
-        {"do_rescale": False},
-        {"rescale_factor": 1 / 127.5},
-        {"do_rescale": False, "do_normalize": False},
-        {"rescale_factor": 1 / 127.5, "image_mean": [1.0, 0.5, 0.25]},
+        {},
         {"image_mean": 0.5, "image_std": 0.25},
     ],
     ids=str,
 )
-def test_a_processor_of_any_range_is_applied(tmp_path, change):
+def test_a_processor_is_applied(tmp_path, change):
     """`preprocess` makes of an image what transformers makes of it: 1e-5 of the largest value."""
     transformers = pytest.importorskip("transformers")
     write_native(None, tmp_path / "hf")
@@ -77,9 +73,9 @@ def test_a_processor_of_any_range_is_applied(tmp_path, change):
     [
         ('{"image_mean": [0.5', "preprocessor_config.json can't be read"),
         ("[1]", r"preprocessor_config.json can.t be read \(it is not a JSON object\)"),
-        ('{"do_normalize": "false"}', "do_normalize 'false' is not true or false"),
-        ('{"rescale_factor": 0}', "rescale_factor '0' is not a number above 0"),
-        ('{"rescale_offset": true}', "rescale_offset is not known"),
+        ('{"do_normalize": "false"}', "do_normalize false is not known to dino_ds, only 1"),
+        ('{"rescale_factor": 0}', "rescale_factor 0 is not known to dino_ds, only 0.00392157"),
+        ('{"rescale_offset": true}', "rescale_offset True is not known"),
         ('{"image_mean": [0.5], "image_std": [0.5]}', "unusable mean or std of 3 channels"),
         ('{"image_mean": {"r": 1}, "image_std": 0.5}', "unusable mean or std of 3 channels"),
         ('{"image_mean": 0.5, "image_std": 0}', "unusable mean or std of 3 channels"),
