@@ -29,7 +29,6 @@ from dino_ds.commands.data_statistics import (
 )
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
-from dino_ds.config.sections import CropsSection
 from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.decode import open_image
@@ -53,8 +52,6 @@ _MARGIN = 0.6
 _ORIGINAL, _GLOBAL = 3, 2
 """Columns of the grid that an image and a global crop take; a local crop takes one."""
 _NAME = 90
-_CHANGES = ("jitter", "blur", "grayscale", "flip", "solarize", "vertical_flip", "rotation")
-"""Options of crops that the title names if they differ from the preset's."""
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> None:
@@ -185,10 +182,8 @@ def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
 
 def _title(recipe: Recipe) -> str:
     crops = " + ".join(f"{group.count} x {group.size}" for group in recipe.groups)
-    given = [(name, getattr(recipe.crops, name)) for name in _CHANGES]
-    changes = [f"{name} {show_value(value)}" for name, value in given if value != getattr(CropsSection(), name)]
     masks = [] if recipe.crops.mask == "none" else [f"masks {recipe.crops.mask}"]
-    words = [f"augmentation {recipe.crops.augment}", *changes, *masks]
+    words = [f"augmentation {recipe.crops.augment}", *masks]
     return f"What the network sees: {crops} px, {', '.join(words)}"
 
 

@@ -1,26 +1,13 @@
-"""Words about evaluations for the user: what would help, which recipe key is meant, test images that are trained on."""
+"""Words about evaluations for the user: which recipe key is meant, test images that are trained on."""
 
 from __future__ import annotations
 
 import os
 import re
 
-from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError, DataError
 
-_SMALLEST_PATCH, _SMALL_IMAGE = 4, 64
-"""Sides in pixels: the smallest patch that is advised, and the largest crops that call for weak augmentation."""
 OF_ONE_SET = ("retrieval", "statistics")
-
-
-def changes_that_help(recipe: Recipe) -> list[str]:
-    """Advice on images' features that the recipe does not follow already."""
-    spec, crops, found = recipe.model.spec(), recipe.crops, []
-    if "patch_size" in spec.obeys and spec.stride > _SMALLEST_PATCH:
-        found.append(f"with smaller patches than {spec.stride} pixels (--model.patch_size)")
-    if crops.global_size <= _SMALL_IMAGE and crops.augment != "low_res":
-        found.append("with --crops.augment low_res, for images of 32 to 64 pixels")
-    return found
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:

@@ -160,14 +160,9 @@ class EvalContext:
     def test(self) -> Labelled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
         _ = self.test_indices  # raises what is wrong with them
-        found = self.any_images
-        return Labelled(found.features, self.train_labels_of(found.labels), len(self.train_source.classes or []))
-
-    def train_labels_of(self, labels: Tensor) -> Tensor:
-        """Labels of the test images -> the training images' labels for classes of the same names."""
-        classes = self.train_source.classes or []
+        found, classes = self.any_images, self.train_source.classes or []
         numbers = [classes.index(name) for name in self.test_source.classes or []]
-        return torch.tensor(numbers, device=labels.device)[labels]
+        return Labelled(found.features, torch.tensor(numbers, device=self.device)[found.labels], len(classes))
 
     @cached_property
     def any_images(self) -> Labelled:

@@ -195,17 +195,14 @@ class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
 
     def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
         """Image, its place and label, or the text that names an unreadable one."""
-        return self._item(i, self._transform)
-
-    def __getitems__(self, items: list[Any]) -> list[tuple[Tensor, int, int] | str]:
-        prepare_images(self._source, [self._indices[item if isinstance(item, int) else item[1]] for item in items])
-        return [self[item] for item in items]
-
-    def _item(self, i: int, transform: Callable[[Any], Tensor]) -> tuple[Tensor, int, int] | str:
         try:
-            return transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
+            return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
         except UnreadableImage as error:
             return str(error)
+
+    def __getitems__(self, items: list[int]) -> list[tuple[Tensor, int, int] | str]:
+        prepare_images(self._source, [self._indices[item] for item in items])
+        return [self[item] for item in items]
 
 
 def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:

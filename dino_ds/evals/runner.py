@@ -20,7 +20,7 @@ from dino_ds.data.normalisation import Normalisation
 from dino_ds.data.sources import build_source, held_out_images, labelled_test
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.advice import OF_ONE_SET, changes_that_help, note_on_shared, with_recipe_keys
+from dino_ds.evals.advice import OF_ONE_SET, note_on_shared, with_recipe_keys
 from dino_ds.evals.context import EvalContext, Settings, images_in_use, live_teacher
 from dino_ds.evals.features import GaveUp, ImageMemory, keep_generators, raw_pixels
 from dino_ds.evals.held_out_loss import HeldOutLoss, describe_losses
@@ -107,7 +107,6 @@ class EvalRunner(AtStep):
         runner.held_out = None if held_out is None else HeldOutLoss(recipe, held_out)
         if best is not None:
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
-        runner.knn.advice += changes_that_help(recipe)
         unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
         shared = note_on_shared(data.root if data.own_files else None, settings.root, "eval.root")

@@ -49,6 +49,7 @@ class BenchInferenceOptions:
 
     model: Model
     weights: Weights = "newest"
+    random: bool = option(False, "MODEL is an architecture: random weights, 224 pixels; they change no speed")
     batches: Listed[Count] = option((1, 4, 16, 64), "images of a call")
     size: Count | None = option(None, "pixels of a side, a multiple of the patch size", shown="the model's")
     rounds: Count = option(200, "measured calls of each way, at most")

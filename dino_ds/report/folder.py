@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from dino_ds.basics.text_file import read_lines, read_object, read_text
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.schema import flat_values, flatten
 from dino_ds.config.stages import near_run
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS

@@ -367,7 +367,7 @@ def test_where_an_export_goes_is_looked_at_before_torch_is_loaded(monkeypatch, e
             "--format: 'onxx' is not one of safetensors, timm, onnx, adapters.",
         ),
         ("shard --root a", "no out is given: --out X, folder of the shards"),
-        ("shard --root a --out b --quality 80", "shrunken images are JPEGs of quality 90"),
+        ("shard --root a --out b --quality 80", "--quality: unknown option: shrunken images are JPEGs of quality 90"),
     ],
 )
 def test_wrong_flags_of_the_tools(words: str, says: str, errors: Callable[..., list[str]]):

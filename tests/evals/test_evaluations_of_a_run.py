@@ -227,23 +227,6 @@ def test_test_images_that_are_not_read_are_named(root):
     assert said == (["eval.root nowhere is not read: data.source photos has its own test images"] if root else [])
 
 
-@pytest.mark.parametrize(
-    ("changes", "advised"),
-    [
-        ({"crops.augment": "dino", "model.patch_size": "8"}, ["smaller patches than 8 pixels", "--crops.augment low"]),
-        ({"crops.augment": "low_res", "model.patch_size": "4"}, []),
-        ({"crops.augment": "dino", "model.patch_size": "4", "crops.global_size": "96"}, []),
-        ({"crops.augment": "low_res", "model.backbone": "convnext_atto"}, []),
-    ],
-)
-def test_nothing_is_advised_that_the_recipe_has_or_that_is_not_for_it(changes, advised):
-    small = {"data.source": "photos", "crops.global_size": "64", "crops.local_size": "32"}
-    runner = EvalRunner.build(load_recipe(None, small | changes), build_source("photos", None, "train", False), 10)
-    runner.knn.see(1, 20.4, 24.0)
-    given = runner.knn.warning().partition("on more images")[2].split(", or with ")[1:]
-    assert len(given) == len(advised) and all(map(str.startswith, given, advised))
-
-
 def test_the_recipe_says_how(sources, tmp_path):
     image_folder(tmp_path / "test", 6, 3)
     values = {"every": "2 steps", "root": str(tmp_path / "test"), "k": "3", "bank_images": "20"}

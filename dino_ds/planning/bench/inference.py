@@ -17,6 +17,8 @@ from tqdm import tqdm
 from dino_ds.basics.digits import short
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
+from dino_ds.models.build import build_backbone
+from dino_ds.models.specs.backbones import backbone_spec
 from dino_ds.options.bench import BenchInferenceOptions
 from dino_ds.planning.measure.host import clock_name, describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table, print_result
@@ -27,6 +29,7 @@ from dino_ds.weights.load import Backbone, load
 
 BASELINE = "fp32"
 LEAST_ROUNDS = 5
+_RANDOM_SIZE = 224
 
 Features = Callable[[Tensor], Tensor]
 """Images (b, c, h, w) FP32 on the device -> features (b, d)."""
@@ -37,8 +40,12 @@ def run(options: BenchInferenceOptions) -> None:
 
     Raises ConfigError, CheckpointError.
     """
+    if options.random and options.heads is not None:
+        raise ConfigError(
+            f"--heads {options.heads} is of a file; the architecture {options.model} has its own: leave it out"
+        )
     begin(1, options.threads, "bench inference")
-    backbone = load(options.model, device(), options.heads)
+    backbone = _random(options.model) if options.random else load(options.model, device(), options.heads)
     side, channels = options.size or backbone.image_size, backbone.network.spec.in_chans
     backbone.features(torch.zeros(1, channels, side, side, device=device()))  # raises now for an impossible size
     rows: list[dict[str, Any]] = []
@@ -67,6 +74,15 @@ def run(options: BenchInferenceOptions) -> None:
     result = {"model": options.model, "backbone": sizes, "size": side, "baseline": BASELINE}
     result |= {"inference": rows, "skipped": skipped, "host": describe_host()}
     print_result(_page(result), result, options.json)
+
+
+def _random(name: str) -> Backbone:
+    """Random weights of an architecture. Raises ConfigError for a name that a recipe can't have."""
+    try:
+        spec = backbone_spec(name)
+    except ValueError as error:
+        raise ConfigError(f"--random: {error}") from None
+    return Backbone(build_backbone(spec, _RANDOM_SIZE), _RANDOM_SIZE, name, {}).to(device())
 
 
 def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:

@@ -247,8 +247,14 @@ def test_inference_says_what_it_skips(infer, monkeypatch):
     with pytest.raises(ConfigError, match="multiples of the patch size 8"):
         infer(size=33)
     monkeypatch.setattr(inference, "_ways", lambda backbone, *_: ({"fp32": backbone.features}, {"bf16": "it is so"}))
-    page = infer(json=False)
+    tiny = "vit_tiny_patch16_224"
+    page = infer(tiny, json=False, random=True)
+    assert "width 192, 12 blocks, 3 heads), 224 pixels" in page
     assert "| 1, fp32 " in page and "bf16 skipped: it is so" in page
+    with pytest.raises(ConfigError, match=f"The nearest are {tiny}"):
+        infer("vit_tiny_patch16_242", random=True)
+    with pytest.raises(ConfigError, match="--heads 3 is of a file"):
+        infer(tiny, random=True, heads=3)
 
 
 def test_inference_goes_on_where_a_batch_is_too_large(infer, monkeypatch):
