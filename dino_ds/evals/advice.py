@@ -29,6 +29,5 @@ def note_on_shared(train_root: str | None, test_root: str | None, option: str) -
     """A note where the test images are the training images; `option` names others."""
     if train_root is None or test_root is None or os.path.realpath(train_root) != os.path.realpath(test_root):
         return []
-    return [
-        f"the test images are the training images, {test_root}: a score on them says nothing; name others: {option}"
-    ]
+    where = f"the test images are the training images, {test_root}"
+    return [f"{where}: a score on them says nothing about new images; name others with {option}"]
