@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageCms, ImageOps
 
 from dino_ds.commands.data_statistics import _FactsOf
-from dino_ds.commands.shard import Shrink, repack
+from dino_ds.commands.shard import repack
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage
@@ -241,7 +241,7 @@ def test_pillow_s_images_of_a_class_are_read_as_files_of_their_mode(mode):
         assert np.abs(np.asarray(found, np.int16) - expected).mean() <= lost
     for ours, theirs in zip(*(trained(one, False, 3) for one in (source, twin_of(expected))), strict=True):
         assert (ours.float() - theirs.float()).abs().mean() <= lost
-    _, shard = repack(source, 0, Shrink(None, 90))
+    _, shard = repack(source, 0, None)
     np.testing.assert_array_equal(EncodedImage(shard, "file", None).decode(), open_image(source, 0, None).decode())
 
 

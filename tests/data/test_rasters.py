@@ -14,7 +14,7 @@ import tifffile
 import torch
 from PIL import Image
 
-from dino_ds.commands.shard import Shrink, repack
+from dino_ds.commands.shard import repack
 from dino_ds.config.loading import load_recipe
 from dino_ds.data import tiff
 from dino_ds.data.base import UnreadableImage
@@ -283,7 +283,7 @@ def test_shards_take_these_files_as_they_are():
     for layout in ("interleaved", "NumPy, bands last", "a page a band"):
         source, ending = Files(LAYOUTS[layout]), ".npy" if "NumPy" in layout else ".tif"
         source.member = lambda index: "a/0"
-        for shrink in (Shrink(None, 90), Shrink(16, 90)):
+        for shrink in (None, 16):
             assert repack(source, 0, shrink) == (f"a/0{ending}", LAYOUTS[layout])
 
 
