@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import threading
@@ -39,6 +40,12 @@ class Served(ThreadingHTTPServer):
         pass  # the client is gone
 
 
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, time: int) -> tuple[bytes, str]:
+    data = path.read_bytes()
+    return data, hashlib.md5(data).hexdigest()
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Served
@@ -64,8 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, names.encode(), {"Content-Type": "text/html"})
         if not path.is_file():
             return self._answer(404, b"", {})
-        data = path.read_bytes()
-        headers = {"ETag": f'"{hashlib.md5(data).hexdigest()}"'}
+        data, tag = _read(path, path.stat().st_mtime_ns)
+        headers = {"ETag": f'"{tag}"'}
         part = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if part is None or not server.ranges:
             return self._answer(200, data, headers, fault == "cut")

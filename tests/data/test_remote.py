@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 from itertools import islice
 
@@ -20,7 +21,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader
 from dino_ds.data.mixture import Mixture
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.remote import FilePiece
+from dino_ds.data.remote import FilePiece, _driver_of
 from dino_ds.data.remote_cache import RemoteCache, _opened
 from dino_ds.data.root import open_files
 from dino_ds.errors import DataError
@@ -174,6 +175,14 @@ def test_faults_that_pass_change_nothing(server, folder, faults):
     assert not server.faults
 
 
+def test_a_server_that_dies_and_returns_changes_nothing(server, folder):
+    remote = read(f"{server.url}/set")
+    server.dead = True
+    threading.Timer(1.5, setattr, (server, "dead", False)).start()
+    check_alike(batches(remote, 4, patience=60.0), batches(read(folder / "set"), 4))
+    assert server.requests.total() > SHARDS
+
+
 def test_a_server_that_asks_for_time_gets_it(server):
     remote = read(f"{server.url}/set")
     server.faults, server.retry_after = [429], "1"
@@ -266,6 +275,7 @@ def bucket(folder):
     pytest.importorskip("s3fs")
     from moto.server import ThreadedMotoServer
 
+    _driver_of.cache_clear()  # one that another test has made knows no endpoint
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
