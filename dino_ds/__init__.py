@@ -5,11 +5,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dino_ds.api import Run, embed, evaluate, plan, report, train
+    from dino_ds.api import Run, curate, embed, evaluate, find, plan, report, train
     from dino_ds.weights.load import load
 
 __version__ = "0.1.0"
-__all__ = ["Run", "embed", "evaluate", "load", "plan", "report", "train"]
+__all__ = ["Run", "curate", "embed", "evaluate", "find", "load", "plan", "report", "train"]
 
 
 def __getattr__(name: str) -> Any:

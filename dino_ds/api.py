@@ -1,4 +1,4 @@
-"""The commands as Python functions: `dino_ds.train`, `embed`, `evaluate`, `report`, `plan`.
+"""The commands as Python functions: `dino_ds.train`, `embed`, `find`, `curate`, `evaluate`, `report`, `plan`.
 
 Keywords are a command's options and the recipe's keys. They become the words of a command line, are read and checked as
 those are, and go to the same function: nothing is decided here. What ends a command with a message and an exit code is
@@ -30,6 +30,8 @@ from dino_ds.options.reading import words_of
 if TYPE_CHECKING:
     import numpy as np
 
+    from dino_ds.commands.curate import Curated
+    from dino_ds.commands.find import Found
     from dino_ds.weights.load import Backbone
 
 Place = str | os.PathLike[str]
@@ -133,6 +135,24 @@ def embed(
 
         found = torch.load(place, weights_only=True)
         return Embeddings(found["features"].numpy(), found["names"], found["labels"].numpy(), found["classes"])
+
+
+def find(features: Place, images: Sequence[Place], top: int = 20, **options: Any) -> list[Found]:
+    """`dino-ds find`: the nearest images of each of `images`, files or rows of `features`. Raises UserError."""
+    from dino_ds.commands.find import find as search
+
+    own = {"features": features, "images": [str(image) for image in images], "top": top}
+    with torch_as_it_was():
+        return search(_prepare("find", own, options)[0])[0]
+
+
+def curate(features: Place, *, out: Place | None = None, **options: Any) -> Curated:
+    """`dino-ds curate`: near-duplicates (`duplicates=0.95`), clusters (`clusters=[1000, 100]`) and lists (`draw=50000`)
+    of the images of `features`, in memory and in the folder `out`. Raises UserError."""
+    from dino_ds.commands.curate import curate as divide
+
+    with torch_as_it_was():
+        return divide(_prepare("curate", {"features": features, "out": out}, options)[0])
 
 
 def evaluate(

@@ -40,7 +40,6 @@ ALLOWED = {
         "importlib.import_module",
     ): "a function named by the process that started this one",
     ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
-    ("tests/commands/test_embed.py", "exec"): "the examples of our own page",
     ("tests/test_pages.py", "exec"): "the examples of our own pages",
     ("tests/data/test_rasters.py", "exec"): "a payload that must not run",
     ("tests/data/test_rasters.py", "allow_pickle=True"): "writes that payload",

@@ -26,7 +26,7 @@ PAGES = {
     "docs/quickstart.md": 4,
     "docs/your-data.md": 0,
     "docs/small-data.md": 1,
-    "docs/features.md": 4,
+    "docs/features.md": 7,
     "docs/evaluations.md": 1,
     "docs/report.md": 4,
 }

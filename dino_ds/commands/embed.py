@@ -22,7 +22,6 @@ from dino_ds.options.model import EmbedOptions
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from dino_ds.data.base import Source
     from dino_ds.data.images import ValueRange
     from dino_ds.weights.load import Backbone
 
@@ -48,8 +47,8 @@ def check(options: EmbedOptions) -> None:
 
 
 def _files_of(place: Path) -> tuple[Path, ...]:
-    """All files of an embedding: an array has the names of its rows beside it."""
-    return (place.with_suffix(".csv"), place) if place.suffix == ".npy" else (place,)
+    """All files of an embedding: beside it what it was made of, and the names of an array's rows."""
+    return (*[place.with_suffix(".csv")] * (place.suffix == ".npy"), place.with_name(f"{place.name}.json"), place)
 
 
 def _parts_of(place: Path) -> Path:
@@ -80,6 +79,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     """
     from dino_ds.commands.embedding_parts import Parts, put_together
     from dino_ds.data.cutting import EvalCrop
+    from dino_ds.data.image_set import facts_of_images
     from dino_ds.engine import distributed
     from dino_ds.engine.device import device
     from dino_ds.engine.process import init_distributed
@@ -100,12 +100,13 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     parts = Parts(_parts_of(place), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            parts.begin(_facts(model, source, options.what, size, value_range))
+            facts = facts_of_network(model, options.what, size, value_range)
+            parts.begin({**facts, **facts_of_images(source)})
     distributed.barrier()
     crop = EvalCrop(size, model.normalisation)
     reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
-        mine = parts.write(_features(model, options.what), source, reading)
+        mine = parts.write(describing(model, options.what), source, reading)
     found = distributed.gather_objects(mine)
     bad, damaged = ([text for texts in each for text in texts] for each in zip(*found, strict=True))
     with distributed.raise_on_all_ranks():
@@ -113,7 +114,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
             if len(bad) == len(source):
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            put_together(place, _files_of(place), parts, source)
+            put_together(place, _files_of(place), parts, source, _origin(options))
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
     return {
@@ -125,9 +126,8 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     }
 
 
-def _facts(model: Backbone, source: Source, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
-    """Everything that the rows of an embedding depend on, as JSON: the network, its input and the images."""
-    from dino_ds.data.image_set import facts_of_images
+def facts_of_network(model: Backbone, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
+    """What the rows of an embedding depend on but for the images, as JSON: the network and its input."""
     from dino_ds.weights.frozen import digest
 
     network = model.network
@@ -138,7 +138,17 @@ def _facts(model: Backbone, source: Source, what: str, size: int, value_range: V
         "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
         "normalisation": vars(model.normalisation),
         "value_range": value_range,
-        **facts_of_images(source),
+    }
+
+
+def _origin(options: EmbedOptions) -> dict[str, str | None]:
+    """Where the network and the images were, for commands that start in another folder."""
+    model, root = os.path.expanduser(options.model), options.root
+    is_place = root is not None and ":" not in (options.source or "") and "://" not in root  # of a class of the user's
+    return {
+        "model": os.path.abspath(model) if os.path.exists(model) else options.model,
+        "source": options.source,
+        "root": os.path.abspath(os.path.expanduser(root)) if root is not None and is_place else root,
     }
 
 
@@ -156,7 +166,7 @@ def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
     return grid if what == "patches" else grid[-1:]
 
 
-def _features(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
+def describing(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
     """Images (b, c, h, w) -> (b, *shape)."""
     if what == "cls":
         return model.features

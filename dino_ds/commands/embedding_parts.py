@@ -58,33 +58,33 @@ class Parts:
     def begin(self, facts: dict[str, Any]) -> None:
         """Make the folder, or take up an earlier one. Raises ConfigError, with what differs, where it was begun with
         other `facts`."""
-        about = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
+        text = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
         try:
             # A folder with a half description alone is of a process that was killed before it had any part.
             is_begun = self.folder.exists() and any(p.name != "about.json.tmp" for p in self.folder.iterdir())
-            if is_begun and (differ := self._differences(json.loads(about))):
+            if is_begun and (differ := self._differences(json.loads(text))):
                 raise ConfigError(
                     f"{self.folder} holds parts of another embedding ({differ}): remove it, or name another file with "
                     "--out"
                 )
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self._about, about)
+            replace_file(self.about, text)
         except OSError as error:
             raise unwritable(self.folder, error, "out") from None
 
     @property
-    def _about(self) -> Path:
+    def about(self) -> Path:
         return self.folder / "about.json"
 
     def _differences(self, now: dict[str, Any]) -> str:
         """Differences from the embedding whose parts are here, in words; "" for none."""
         try:
-            before = read_object(self._about)
+            before = read_object(self.about)
             changes = changed_images(before, now)
         except (OSError, ValueError, AttributeError):
             changes = None
         if changes is None:
-            return f"{self._about.name} does not say of which, it is missing, damaged or of an earlier version"
+            return f"{self.about.name} does not say of which, it is missing, damaged or of an earlier version"
         texts = differences(before | _OPAQUE, now | _OPAQUE) | ({"images": changes} if changes else {})
         if before.get("weights") != now["weights"]:
             texts["weights"] = "other weights"
@@ -116,7 +116,7 @@ class Parts:
 
     def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
         """Content of the JSON next to a part: CRC32s of its file and of all that it belongs to. Raises OSError."""
-        of = zlib.crc32(f"{self._about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
+        of = zlib.crc32(f"{self.about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
         return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
 
     def _computed(
@@ -169,15 +169,22 @@ class Parts:
             yield self._rows(part), np.load(self._file(part))
 
 
-def put_together(place: Path, files: Sequence[Path], parts: Parts, source: Source) -> None:
+def put_together(
+    place: Path, files: Sequence[Path], parts: Parts, source: Source, origin: dict[str, str | None]
+) -> None:
     """Write `files`, `place` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
 
-    The files are made in the folder of the parts: whenever the command was killed, the same one makes them again.
+    The .json among them has all that the rows depend on, the `origin` of it, and checksums of the others.
+
+    They are made in the folder of the parts: whenever the command was killed, the same one makes them again.
     """
     write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
     made = {parts.folder / f"written{file.suffix}": file for file in files}
     try:
         write(parts.folder / f"written{place.suffix}", parts, source)
+        sums = {file.suffix: vars(checksum(made_as)) for made_as, file in made.items() if file.suffix != ".json"}
+        about = {**read_object(parts.about), "origin": origin, "files": sums}
+        (parts.folder / "written.json").write_text(json.dumps(about, indent=1))
         for file, final in made.items():
             sync(file)
             put_in_place(file, final)

@@ -156,6 +156,11 @@ class ListedFiles(ListedImages):
         """Time of the file's last change in nanoseconds. Raises OSError."""
         return os.stat(self._path(index)).st_mtime_ns
 
+    def path(self, index: int) -> str:
+        """The path of an image's file, absolute, or its URL."""
+        path = self._path(index)
+        return path if is_url(path) else os.path.abspath(path)
+
     def _path(self, index: int) -> str:
         name = self._names[index]
         return name if is_url(name) else os.path.join(self._folder, name)

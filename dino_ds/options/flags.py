@@ -98,7 +98,8 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
     while words:
         word = words.pop(0)
         if not _is_flag(word) and bare:
-            yield bare.pop(0), word
+            yield bare[0], word
+            bare = bare[not known[bare[0]].takes_words :]
             continue
         if not _is_flag(word):
             strays.append(f"unexpected word {as_written(word)}: {stray_word(word, read, command, first=not strays)}")

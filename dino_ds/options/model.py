@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, option
+from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, Seed, option
 from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]
@@ -54,6 +54,40 @@ class EmbedOptions:
     batch: Count = option(64, "images at once, per process")
     workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
     json: Json = False
+
+
+_Features = Annotated[
+    str, Field(description="a file of dino-ds embed: .npy, .parquet or .csv", json_schema_extra={"bare": True})
+]
+
+
+@command("find", "dino_ds.commands.find:run", "evaluate")
+class FindOptions:
+    """the nearest images of one or more: a table, a list and a picture"""
+
+    features: _Features
+    images: tuple[str, ...] = option(..., "image files, or rows of features by number or name", bare=True)
+    top: Count = option(20, "images for each")
+    model: str | None = option(None, "what made features, for files", shown="as embed was told")
+    root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
+    out: str | None = option(None, "begin of the names of the list and the picture", shown="FEATURES-found")
+    memory_gib: Positive = option(1.0, "memory for blocks of features")
+
+
+@command("curate", "dino_ds.commands.curate:run", "evaluate", check="dino_ds.commands.curate:check")
+class CurateOptions:
+    """lists without near-duplicates, clusters and balanced lists, from the features of images"""
+
+    features: _Features
+    duplicates: Annotated[float, Field(gt=0, le=1)] | None = option(
+        None, "keep one of images that pairs of at least this cosine connect, such as 0.95"
+    )
+    clusters: Listed[Count] | None = option(None, "clusters; with further numbers clusters of these, as 1000,100,10")
+    draw: Count | None = option(None, "images of a list that is balanced over the clusters")
+    seed: Seed = option(0, "of clusters and draws")
+    root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
+    out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
+    memory_gib: Positive = option(1.0, "memory for blocks of features")
 
 
 @command("pictures", "dino_ds.report.pictures:run", "look")

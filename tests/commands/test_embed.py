@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,8 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.commands import embed, embedding_parts
-from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalisation import IMAGENET
-from dino_ds.data.sources import build_source, training_source
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, StorageError
 from dino_ds.evals.model_images import range_for
 from dino_ds.options.model import EmbedOptions
@@ -117,7 +115,7 @@ def test_two_ranks_write_the_same_and_share_the_work(place, expected, tmp_path):
 def interrupted(place, tmp_path, monkeypatch):
     """Options of an embedding of 150 images of which one part of 64 is there; images and weights are own copies."""
     shutil.copytree(place, tmp_path / "place")
-    options, plain, done = _options(tmp_path / "place", tmp_path / "x.npy"), embed._features, list[int]()
+    options, plain, done = _options(tmp_path / "place", tmp_path / "x.npy"), embed.describing, list[int]()
 
     def stopping(model, what):
         def describe(images):
@@ -129,7 +127,7 @@ def interrupted(place, tmp_path, monkeypatch):
         return describe
 
     with monkeypatch.context() as patched:
-        patched.setattr(embed, "_features", stopping)
+        patched.setattr(embed, "describing", stopping)
         with pytest.raises(KeyboardInterrupt):
             embed.run(options)
     assert sorted(path.name for path in (tmp_path / "x.npy.parts").iterdir()) == [
@@ -142,7 +140,7 @@ def interrupted(place, tmp_path, monkeypatch):
 
 def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monkeypatch):
     """With what is there: also after a disk that was full at the end."""
-    plain, computed = embed._features, list[int]()
+    plain, computed = embed.describing, list[int]()
 
     def counting(model, what):
         return lambda images: computed.append(len(images)) or plain(model, what)(images)
@@ -150,7 +148,7 @@ def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monke
     assert not (tmp_path / "x.npy").exists()
     with pytest.raises(ConfigError, match=r"x\.npy\.parts holds parts of another embedding"):
         embed.run(dataclasses.replace(interrupted, what="mean"))
-    monkeypatch.setattr(embed, "_features", counting)
+    monkeypatch.setattr(embed, "describing", counting)
     with monkeypatch.context() as full:
         full.setattr(embedding_parts, "_fill", lambda *_: Path("/dev/full/x").touch())
         with pytest.raises(StorageError, match=r"x\.npy can't be written: .*give another --out"):
@@ -226,21 +224,6 @@ def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, ca
     embed.run(interrupted)
     assert "was incomplete or damaged: computed again" in capsys.readouterr().err
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
-
-
-def test_the_page_s_clusters_balance_training(place, tmp_path, monkeypatch):
-    """The clusters that docs/data.md makes of an embedding are taken for the same images."""
-    pytest.importorskip("sklearn")
-    options = _options(place, tmp_path / "features.npy")
-    embed.run(options)
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
-    (code,) = re.findall(r"```python\n(import csv\n.*?)```", page, re.S)
-    exec(code, {})
-    data = {"data.root": str(place / "images"), "data.balance": "clusters:clusters.csv"}
-    source = training_source(load_recipe("vits16", data).data)
-    assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
-    assert BAD not in source.draws.epoch(0, 0, len(source)) % len(source)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def _refusal(words: list[str]) -> str:
         ("export m --format pth", "for PyTorch: --format safetensors, one file"),
         ("export m --format torchscript", "torch has deprecated TorchScript: --format onnx"),
         # What dino_ds had.
-        ("pictures m --queries a.jpg", "dino-ds embed writes features to search in"),
+        ("pictures m --queries a.jpg", "dino-ds find FEATURES IMAGE, after dino-ds embed"),
         ("pictures m --only neighbours", "write neighbors"),
         ("pictures m --map umap", "leave it out"),
         ("pictures m --only curves", "dino-ds report RUN"),

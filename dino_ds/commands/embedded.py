@@ -1,0 +1,178 @@
+"""What `dino-ds embed` has written, opened with what made it: features, images and lists of them. Raises UserError."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dino_ds.basics.text_file import read_object
+from dino_ds.checkpoint.files import checksum
+from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.cutting import EvalCrop
+from dino_ds.data.decode import load_image, open_image
+from dino_ds.data.encoded import ListedFiles, NamedFiles
+from dino_ds.data.image_set import changed_images, facts_of_images
+from dino_ds.data.mixture import Mixture
+from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.parquet import import_parquet
+from dino_ds.errors import ConfigError, DataError, one_line
+from dino_ds.evals.curation import Vectors
+from dino_ds.evals.model_images import find_images
+from dino_ds.options.model import CurateOptions, FindOptions
+from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
+
+LINES, COLUMNS = 12, 8
+"""Rows and columns of pictures on a sheet, at most."""
+_THUMBNAIL = 96
+_DESCRIBED = ("size", "weights", "network", "normalisation", "value_range", "images")
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Features (n, d), their images, what `embed` says of both, and what there is to say of the images."""
+
+    rows: np.ndarray
+    source: Source
+    about: dict[str, Any]
+    memory_gib: float
+    notes: list[str]
+
+    @cached_property
+    def vectors(self) -> Vectors:
+        """The rows of images that could be read."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Vectors.of(self.rows, self.memory_gib, device)
+
+    @property
+    def normalisation(self) -> Normalisation:
+        return Normalisation(*(tuple(self.about["normalisation"][name]) for name in ("mean", "std")))
+
+    def pixels(self, image: int | str, size: int) -> Tensor:
+        """A row's image, or a file's, as the network gets it. Raises UnreadableImage."""
+        crop = EvalCrop(size, self.normalisation)
+        source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
+        return crop(load_image(source, index, self.about["value_range"], crop.channels))
+
+    def sheet(self, lines: Sequence[Sequence[tuple[int | str, str]]]) -> bytes:
+        """A PNG file of images, line by line with words under them: the first ones of the first lines."""
+        sheet = Sheet(min(LINES, len(lines)), max(len(line[:COLUMNS]) for line in lines), captions=True)
+        for row, line in enumerate(lines[:LINES]):
+            for column, (image, text) in enumerate(line[:COLUMNS]):
+                sheet.put(row, column, self._picture(image), text)
+        return png_of(figure_pixels(sheet.figure))
+
+    def _picture(self, image: int | str) -> np.ndarray:
+        """The center (h, w, 3) of a row's image or a file's; gray where it can't be read."""
+        try:
+            pixels = self.pixels(image, _THUMBNAIL)
+        except UnreadableImage:
+            return np.full((_THUMBNAIL, _THUMBNAIL, 3), 0.5)
+        return picture_of(pixels[None], self.normalisation.mean, self.normalisation.std)[0].numpy()
+
+    def side(self, index: int) -> int:
+        """Pixels of an image's longer side, 0 where it can't be read."""
+        try:
+            image = open_image(self.source, index, None)
+        except UnreadableImage:
+            return 0
+        return max(image.height, image.width)
+
+    def listed(self, rows: Iterable[int]) -> tuple[str, bytes]:
+        """The ending and the content of a list of these images: a .txt that `data.root` reads, or, where images are no
+        files of their own, a .csv that `data.balance clusters:` reads."""
+        chosen = sorted(rows)
+        paths = [_path_of(self.source, row) for row in chosen]
+        if None in paths:
+            one, names = set(chosen), map(self.source.name, range(len(self.source)))
+            lines = ((name, 0 if row in one else "") for row, name in enumerate(names))
+            return ".csv", table(("name", "cluster"), lines)
+        if odd := next((path for path in paths if path and {10, 13, 9} & set(path)), None):
+            raise DataError(f"{odd!r} has a line break or a tab in its name, which no list can hold: rename it")
+        labels, classes = self.source.labels, self.source.classes or []
+        ends = [b"" if labels is None or labels[row] < 0 else b"\t" + classes[labels[row]].encode() for row in chosen]
+        return ".txt", b"".join(path + end + b"\n" for path, end in zip(paths, ends, strict=True) if path)
+
+
+def _path_of(source: Source, index: int) -> bytes | None:
+    """The absolute path, or the URL, of an image that is a file of its own."""
+    if isinstance(source, Mixture):
+        part, index = source.part_of(index)
+        source = source.sources[part]
+    return os.fsencode(source.path(index)) if isinstance(source, ListedFiles) else None
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
+    """A .csv file."""
+    text = io.StringIO(newline="")
+    lines = csv.writer(text)
+    lines.writerow(columns)
+    lines.writerows(rows)
+    return text.getvalue().encode()
+
+
+def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
+    """Open features as `embed` has written them, and the images that they are of, unchanged."""
+    place = Path(os.path.expanduser(options.features))
+    if place.suffix not in (".npy", ".parquet", ".csv"):
+        raise ConfigError(f"{place} is not .npy, .parquet or .csv: give what dino-ds embed --out has written")
+    beside = place.with_name(f"{place.name}.json")
+    try:
+        about = read_object(beside)
+        what, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
+        images = [about["origin"][name] for name in ("model", "source", "root")]
+        files = {place.with_suffix(ending): record for ending, record in about["files"].items()}
+        changed = next((file for file, record in files.items() if vars(checksum(file)) != record), None)
+        if what == "patches":
+            raise ConfigError(f"{place} has maps of patches: embed with --what cls or mean, a vector an image")
+        if changed is not None or place not in files:
+            raise DataError(
+                f"{changed or place} is not the file that embed has written with {beside.name}: cut off, joined with "
+                "another or changed; embed again"
+            )
+        rows = _read_rows(place, shape, options.memory_gib)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or place} can't be read: {error.strerror or error}; features are known by the files that "
+            f"dino-ds embed writes, {place.name} and {beside.name} among them: bring them, or embed again"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{place} and {beside.name} are not as embed writes them: {one_line(error)}") from None
+    source = find_images(images[0], images[1], options.root or images[2])
+    notes = list(getattr(source, "notes", ()))
+    changes = changed_images(about, facts_of_images(source))
+    if changes != "":
+        raise DataError(f"the images have changed since {place} was made ({changes or 'not described'}): embed again")
+    found = Embedded(rows, source, about, options.memory_gib, notes)
+    if not len(found.vectors):
+        raise DataError(f"{place} has no row of numbers but zero: its images could not be read, or its network is dead")
+    if unread := len(rows) - len(found.vectors):
+        notes.append(f"{unread} of {len(rows)} rows are NaN or zero, as of images that can't be read: left out")
+    return found
+
+
+def _read_rows(place: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndarray:
+    """The features (n, d): memory-mapped from an .npy, else read. Raises OSError, ValueError, ConfigError."""
+    if place.suffix == ".npy":
+        rows = np.load(place, mmap_mode="r", allow_pickle=False)
+        if rows.shape != shape or rows.dtype not in (np.float16, np.float32):
+            raise ValueError(f"it has {rows.dtype} {list(rows.shape)}, and {list(shape)} are described")
+        return rows
+    if 4 * shape[0] * shape[1] > memory_gib * 2**30:
+        raise ConfigError(f"{place} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
+    if place.suffix == ".csv":
+        columns = range(3, 3 + shape[1])
+        rows = np.loadtxt(place, np.float32, None, ",", skiprows=1, usecols=columns, ndmin=2, quotechar='"')
+    else:
+        table = import_parquet().read_table(place, columns=["features"])
+        rows = table["features"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return rows.reshape(shape)

@@ -1,0 +1,273 @@
+"""`dino-ds find` and `curate`: exact, by seed, whole or not at all, and refused for other features and images."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+
+import dino_ds
+from dino_ds.commands import embed
+from dino_ds.commands.curate import check
+from dino_ds.config.loading import load_recipe
+from dino_ds.data.sources import training_source
+from dino_ds.errors import ConfigError, UserError
+from dino_ds.evals.curation import Vectors, cluster_levels, draw, first_centers, k_means, near_duplicates, nearest_rows
+from dino_ds.options.model import CurateOptions
+from dino_ds.weights.export import FORMATS
+from tests.weights.test_weights import _backbone
+
+CPU = torch.device("cpu")
+SMALL, LARGE = 1e-5, 1.0
+"""GiB: blocks of 16 rows, and one block."""
+
+
+@pytest.fixture(scope="module")
+def features():
+    """(700, 24) with equal rows, one of NaN and one of zeros."""
+    rows = np.random.default_rng(0).normal(size=(700, 24)).astype(np.float32)
+    rows[[5, 40]], rows[300:330], rows[77], rows[78] = rows[600], rows[7], np.nan, 0
+    return rows
+
+
+@pytest.mark.parametrize("memory_gib", [SMALL, LARGE])
+def test_neighbors_and_groups_are_those_of_brute_force(features, memory_gib):
+    """In FP64; of equal neighbors the first row comes first."""
+    vectors = Vectors.of(features, memory_gib, CPU)
+    assert len(vectors) == 698 and {77, 78}.isdisjoint(vectors.chosen)
+    unit = features[vectors.chosen].astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    cosines = np.stack([(unit * query).sum(axis=1) for query in unit])
+    found, places = nearest_rows(vectors.take(slice(0, 60)), vectors, 10)
+    wanted = np.argsort(-cosines[:60].round(12), axis=1, kind="stable")[:, :10]
+    assert (places == wanted).all()
+    np.testing.assert_allclose(found, np.take_along_axis(cosines[:60], wanted, axis=1), rtol=1e-12)
+    for threshold in (0.62, float(cosines[0, 1:].max())):  # the second is a pair's own: FP32 can't tell
+        group = np.arange(len(unit))
+        for _ in group:  # the smallest number spreads along pairs
+            new = np.where(cosines >= threshold, group, len(group)).min(axis=1)
+            if (new == group).all():
+                break
+            group = new
+        assert (near_duplicates(vectors, threshold) == group).all()
+
+
+@pytest.mark.parametrize("memory_gib", [SMALL, LARGE])
+def test_k_means_is_as_good_as_that_of_scikit_learn(features, memory_gib):
+    """From the same centers the loss is within 1 %."""
+    cluster = pytest.importorskip("sklearn.cluster")
+    vectors = Vectors.of(features, memory_gib, CPU)
+    centers = first_centers(vectors, 20, seed=1)
+    theirs = cluster.KMeans(20, init=centers.numpy(), n_init=1).fit(vectors.take(slice(None)).numpy())
+    assert k_means(vectors, centers)[2].sum() <= 1.01 * theirs.inertia_
+
+
+def test_a_draw_is_even_down_the_levels_and_follows_from_the_seed(features):
+    vectors = Vectors.of(features, LARGE, CPU)
+    levels, _ = cluster_levels(vectors, (60, 6), seed=0)
+    rows = draw(levels, 200, seed=3)
+    assert len(set(rows.tolist())) == 200 and (rows == draw(levels, 200, seed=3)).all()
+    assert (rows != draw(levels, 200, seed=4)).any()
+    for labels, above in ((levels[1], np.zeros_like(rows)), (levels[0], levels[1][rows])):
+        for parent in np.unique(above):
+            inside = np.unique(labels[rows[above == parent]])
+            drawn, there = np.bincount(labels[rows[above == parent]])[inside], np.bincount(labels)[inside]
+            assert drawn[drawn < there].min(initial=drawn.max()) >= drawn.max() - 1
+    assert (draw(levels, 698, seed=0) == np.arange(698)).all()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Weights, 60 smooth images in two folders of which one has a name that is not UTF-8, 6 planted near-duplicates
+    (crop, light, JPEG) and a broken file; and their features in three forms."""
+    path, draws = tmp_path_factory.mktemp("curate"), np.random.default_rng(0)
+    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
+    folders = [os.fsencode(path) + b"/images/" + name for name in (b"caf\xe9", b"plain")]
+    for folder in folders:
+        os.makedirs(folder)
+        for number in range(30):
+            coarse = Image.fromarray(draws.integers(0, 256, (4, 4, 3), dtype=np.uint8))
+            coarse.resize((64, 64), Image.Resampling.BICUBIC).save(os.fsdecode(folder) + f"/{number:02d}.png")
+    plain = Path(os.fsdecode(folders[1]))
+    for number in range(6):
+        image = Image.open(plain / f"{number:02d}.png")
+        crop = image.crop((1, 1, 63, 63)).resize((70, 70) if number else (62, 62))
+        other = [crop, ImageEnhance.Brightness(image).enhance(1.05), image][number % 3]
+        other.save(plain / f"copy{number}.{['png', 'png', 'jpg'][number % 3]}", quality=85)
+    (plain / "bad.png").write_bytes(b"broken")
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(embed, "describing", lambda *_: _gray_patches)
+    for form in ("npy", "csv", "parquet"):
+        with pytest.warns(UserWarning, match="1 images can.t be read"):
+            dino_ds.embed(path / "teacher.safetensors", path / "images", path / f"{form}.{form}", workers=0)
+    yield path
+    monkeypatch.undo()
+
+
+def _gray_patches(images):
+    """(b, 64), in place of what random weights say, to whom all images are alike."""
+    return torch.nn.functional.adaptive_avg_pool2d(images.mean(dim=1, keepdim=True), 8).flatten(1)
+
+
+def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path):
+    """Of each pair the image with the longer side stays, of equal ones the first name; names are bytes."""
+    found = dino_ds.curate(place / "npy.npy", duplicates=0.95, out=tmp_path / "out")
+    rows = list(csv.DictReader((tmp_path / "out/duplicates.csv").open()))
+    gone = {Path(row["name"]).name for row in rows if row["kept"] == "no"}
+    assert gone == {"copy0.png", "copy1.png", "copy2.jpg", "03.png", "copy4.png", "copy5.jpg"}
+    assert found.listed.sum() == 60 and (found.duplicate_of >= 0).sum() == 6
+    assert (tmp_path / "out/images.txt").read_bytes().count(b"/caf\xe9/") == 30
+    source = training_source(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data)
+    assert len(source) == 60 and len(source.classes) == 2
+    assert Image.open(tmp_path / "out/duplicates.png").width > 200
+
+
+def test_the_three_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
+    forms = {
+        form: dino_ds.curate(place / f"{form}.{form}", clusters=[9, 3], out=tmp_path / form) for form in ("npy", "csv")
+    }
+    pytest.importorskip("pyarrow")
+    forms["parquet"] = dino_ds.curate(
+        place / "parquet.parquet", clusters=[9, 3], draw=20, duplicates=1, out=tmp_path / "p"
+    )
+    assert all((one.clusters == forms["npy"].clusters).all() for one in forms.values())
+    assert (forms["npy"].clusters < 0).all(axis=1).sum() == 1
+    assert len((tmp_path / "p/images.txt").read_bytes().splitlines()) == 20
+    keys = {"data.root": str(place / "images"), "data.balance": f"clusters:{tmp_path}/csv/clusters.csv"}
+    source = training_source(load_recipe("vits16", keys).data)
+    assert source.notes == ["data.balance clusters: 1 images have none, and are never drawn"]
+
+
+def test_a_file_finds_itself_and_a_row_its_neighbors(place, tmp_path):
+    asked = place / "images/plain/07.png"
+    first, second, *_ = dino_ds.find(place / "csv.csv", [asked], top=3, out=tmp_path / "a")
+    assert first.name == str(asked) and first.cosine == pytest.approx(1, abs=1e-6) and second.cosine < 0.9999
+    by_name, by_row = (dino_ds.find(place / "npy.npy", [one], 2, out=tmp_path / "b") for one in (asked, first.row))
+    named = dino_ds.find(place / "npy.npy", [first.name.replace("07", "copy0"), 31], top=1, out=tmp_path / "c")
+    assert len(named) == 2 and by_name[1][1:] == by_row[0][1:]
+    assert Image.open(tmp_path / "c.png").height > 200
+    assert str(asked).encode() in (tmp_path / "a.txt").read_bytes()
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_a_kill_leaves_nothing_and_the_same_command_begins_anew(place, tmp_path, monkeypatch, number):
+    """Before any of the files is written, and before the folder gets its name."""
+    calls, write, rename = list[int](), Path.write_bytes, os.replace
+
+    def killing(plain):
+        def call(*given):
+            calls.append(0)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return plain(*given)
+
+        return call
+
+    options = {"duplicates": 0.95, "clusters": [5], "draw": 10, "out": tmp_path / "out"}
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", killing(write))
+        patch.setattr(os, "replace", killing(rename))
+        with pytest.raises(KeyboardInterrupt):
+            dino_ds.curate(place / "npy.npy", **options)
+    assert not list(tmp_path.glob("out*"))
+    dino_ds.curate(place / "npy.npy", **options)
+    names = ["clusters.csv", "clusters.png", "duplicates.csv", "duplicates.png", "images.txt"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+
+
+def _joined(place):
+    content = (place / "csv.csv").read_bytes()
+    (place / "csv.csv").write_bytes(content + content.partition(b"\n")[2])
+
+
+def _described(place, **values):
+    about = json.loads((place / "npy.npy.json").read_text())
+    (place / "npy.npy.json").write_text(json.dumps(about | values))
+
+
+REFUSED = {
+    "cut": ("npy", lambda place: os.truncate(place / "npy.npy", 500), "is not the file that embed has written"),
+    "names": (
+        "npy",
+        lambda place: (place / "npy.csv").write_text("name\n"),
+        r"npy\.csv is not the file that embed has",
+    ),
+    "joined": ("csv", _joined, "cut off, joined with another or changed; embed again"),
+    "gone": ("npy", lambda place: (place / "npy.npy.json").unlink(), r"npy\.npy\.json can't be read: No such file"),
+    "parquet": (
+        "parquet",
+        lambda place: (place / "parquet.parquet").write_bytes(b"PAR1"),
+        "is not the file that embed has",
+    ),
+    "not json": ("npy", lambda place: (place / "npy.npy.json").write_text("[[[["), "are not as embed writes them"),
+    "empty": ("npy", lambda place: (place / "npy.npy.json").write_text("{}"), "are not as embed writes them"),
+    "shape": ("npy", lambda place: _described(place, shape=[7]), "are not as embed writes them"),
+    "types": ("npy", lambda place: _described(place, files=3), "are not as embed writes them"),
+    "patches": ("npy", lambda place: _described(place, what="patches"), "maps of patches: embed with --what cls"),
+    "more": (
+        "npy",
+        lambda place: shutil.copy(place / "images/plain/07.png", place / "images/plain/99.png"),
+        "the images have changed since .* 1 added",
+    ),
+    "touched": (
+        "npy",
+        lambda place: os.utime(place / "images/plain/07.png", (1, 1)),
+        "whose files have other sizes or times",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
+    form, change, said = REFUSED[what]
+    copy = shutil.copytree(place, tmp_path / "place", symlinks=True)
+    change(copy)
+    with pytest.raises(UserError, match=said) as told:
+        dino_ds.curate(copy / f"{form}.{form}", duplicates=0.95, root=copy / "images", out=tmp_path / "out")
+    assert "\n" not in str(told.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "--duplicates 0.95, --clusters 1000, or both"),
+        ({"duplicates": 0.9, "draw": 3}, "--draw 3 is balanced over clusters"),
+        ({"clusters": (10, 100)}, "each level has fewer"),
+        ({"clusters": (3,), "out": "/dev"}, "/dev is there already"),
+        ({"clusters": (3,), "out": "/dev/null/x"}, "/dev/null/x can't be written"),
+    ],
+)
+def test_options_that_say_nothing_are_refused_before_torch_is_loaded(options, said):
+    with pytest.raises(ConfigError, match=said):
+        check(CurateOptions(features="x.npy", **options))
+
+
+def test_other_weights_more_clusters_than_images_and_unknown_images_are_refused(place, tmp_path):
+    other = _backbone()
+    next(other.network.parameters()).data.add_(1)
+    FORMATS["safetensors"][0](other, tmp_path / "other.safetensors")
+    find, image = dino_ds.find, place / "images/plain/07.png"
+    cases = [
+        (
+            lambda: find(place / "npy.npy", [image], model=tmp_path / "other.safetensors"),
+            r"\(weights differ\): give that",
+        ),
+        (
+            lambda: dino_ds.curate(place / "npy.npy", clusters=[67], out=tmp_path / "o"),
+            "67 are more than the 66 images",
+        ),
+        (lambda: dino_ds.find(place / "npy.npy", ["nope.png"]), "nope.png is no file, nor the name or the number"),
+        (lambda: dino_ds.find(place / "npy.npy", [place / "images/plain/bad.png"]), r"bad\.png \("),
+        (lambda: dino_ds.find(place / "x.pt", [0]), r"x\.pt is not \.npy, \.parquet or \.csv"),
+        (lambda: dino_ds.curate(place / "csv.csv", clusters=[2], memory_gib=1e-6, out=tmp_path / "o"), "embed as .npy"),
+    ]
+    for call, said in cases:
+        with pytest.raises(UserError, match=said):
+            call()
