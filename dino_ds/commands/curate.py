@@ -105,7 +105,7 @@ def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path)
         near = embedded.vectors.take(members)
         cosines = dict(zip(sides, (near @ near[list(sides).index(kept)]).tolist(), strict=True))
         named = [(row, f"{cosines[row]:.4f}", embedded.source.name(row), sides[row]) for row in ordered]
-        lines += [(len(sheet), "no" if row in others else "yes", *rest) for row, *rest in named]
+        lines += [(len(sheet), "yes" if row == kept else "no", *rest) for row, *rest in named]
         sheet.append([(row, f"kept, {sides[row]} px" if row == kept else text) for row, text, *_ in named])
     columns = ("group", "kept", "cosine", "name", "side")
     (place / "duplicates.csv").write_bytes(table(columns, lines))
