@@ -10,7 +10,7 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 45_657,  # 575 bought images in buckets and on web servers, 682 find and curate
+    "package lines": 45_703,  # 575 bought images in buckets and on web servers, 728 find and curate
     "package files": 311,  # 2 and 4 for the same
     "test lines": 39_300,
     "recipe keys": 141,  # data.remote_cache_gib

@@ -112,8 +112,8 @@ def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path)
     if sheet:
         sheet.sort(key=len, reverse=True)
         (place / "duplicates.png").write_bytes(embedded.sheet(sheet))
-    others = len(lines) - len(sheet)
-    found.notes.append(f"{found.folder}: {others} near-duplicates of {len(sheet)} images, which are kept")
+    gone = len(lines) - len(sheet)
+    found.notes.append(f"{found.folder}: {gone} near-duplicates of {len(sheet)} images, which are kept")
 
 
 def _cluster(embedded: Embedded, found: Curated, options: CurateOptions, place: Path) -> Curated:

@@ -89,6 +89,11 @@ class Option:
         return any(part is types.NoneType for part, _ in self.members)
 
     @property
+    def takes_words(self) -> bool:
+        """Whether all further words without a name are its value, as files that a shell lists."""
+        return bool(self.fact("bare")) and self.takes_list
+
+    @property
     def takes_list(self) -> bool:
         """Whether its value is several parts with commas between them."""
         return get_origin(self.members[0][0]) is tuple

@@ -169,6 +169,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         problems.append(f"--{name}: {unusable}")
     elif not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
+    elif fixed is not None and fixed.takes_words:
+        flags.fixed[key] = (*flags.fixed.get(key, ()), value)
     elif key in target:
         problems.append(f"--{name} is given twice: {as_written(str(target[key]))} and {as_written(value)}")
     elif fixed is None:

@@ -146,7 +146,8 @@ def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any
             raise ConfigError(f"{name}: not an option in Python")
         if value is not None or (option is None and name != "ds"):
             name = option.name if option else name
-            words.append(f"--{name}={_text(name, value)}")
+            several = value if option and option.takes_words and isinstance(value, list | tuple) else [value]
+            words += [f"--{name}={_text(name, one)}" for one in several]
     return words
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from dino_ds.data import photometric
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.photometric import augment, find_kernels
-from tests.data.test_photometric import crops
+from tests.data.test_photometric import NOTHING, crops
 
 triton = pytest.importorskip("triton")
 
@@ -68,6 +69,31 @@ def test_kernels_give_what_torch_s_operators_give(interpreted):
     assert_same(interpreted, crops(len(views), 24), views)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (4, 5), (40, 36)])
+@pytest.mark.slow
+def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
+    """Mirrored edges where the crop is smaller than the blur; a mean over several programs."""
+    colour = (("brightness", 1.3), ("contrast", 0.6))
+    views = [replace(NOTHING, jitter=colour, blur_radius=2.0, flip=True)]
+    some = torch.randint(256, (1, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert_same(interpreted, some, views)
+
+
+@pytest.mark.full
+def test_a_crop_of_224_pixels(interpreted):
+    """The grid and the offsets of training."""
+    assert_same(interpreted, crops(1, 224), [view for view in drawn(2, seed=5) if view.blur_radius and view.jitter][:1])
+
+
+@pytest.mark.parametrize("channels", [1, 5])
+@pytest.mark.slow
+def test_other_channels_and_float_crops(interpreted, channels):
+    views = [replace(view, gray=True) for view in drawn(1, seed=5)]
+    assert any(view.blur_radius for view in views) and any(view.jitter for view in views)
+    some = torch.rand(len(views), 16, 16, channels, generator=torch.Generator().manual_seed(0))
+    assert_same(interpreted, some, views)
+
+
 @pytest.mark.slow
 def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(interpreted, monkeypatch):
     """On a GPU the kernels are compared with torch's operators before they are used."""
@@ -101,3 +127,32 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
     )
     assert find_kernels(torch.device("cpu"), torch.uint8, (16, 16, 3)) == (None, "")
     find_kernels.cache_clear()
+
+
+# Photographs, and other images.
+TARGETS = [(90, "*u8", 3), *((capability, "*u8", 3) for capability in (80, 100, 120)), (90, "*fp32", 5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "capability, crops, channels", [TARGETS[0], *(pytest.param(*cell, marks=pytest.mark.full) for cell in TARGETS[1:])]
+)
+def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability, crops, channels):
+    """By the compiler that a GPU machine uses, for an A100, an H200, a B200 and workstations; nothing is spilled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from dino_ds.data import photometric_triton as kernels
+
+    target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
+    types = {"crops": crops, **dict.fromkeys(("table", "sums", "out", "source", "target", "normalise"), "*fp32")}
+    types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
+    types |= {"scale": "fp32"}
+    constants = {"CHANNELS": channels, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": channels == 3}
+    for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
+        names = kernel.arg_names
+        signature = {name: types.get(name, "constexpr") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items() if name in names}
+        source = triton.compiler.ASTSource(kernel, signature=signature, constexprs=values)
+        compiled = triton.compile(source, target=target, options={"num_warps": 4, "enable_fp_fusion": False})
+        assert len(compiled.asm["cubin"]) > 1000
+        assert f".target sm_{capability}" in compiled.asm["ptx"]
+        assert "st.local" not in compiled.asm["ptx"]

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from dino_ds.engine.muon import Matrix, Muon, matrices_of, orthogonalized, share_out
-from dino_ds.engine.optim import parameter_groups
+from dino_ds.engine.optim import OptimizerOptions, parameter_groups
 from dino_ds.errors import ConfigError
 from dino_ds.models.blocks import Mlp
-from tests.engine.harness import OPTIMIZERS, tiny_network
+from tests.engine.harness import OPTIMIZERS, build_step, ds_config, tiny_network
+from tests.fake_cuda import CUDA, fake_cuda, needs_fake_cuda
+from tests.ranks import run_on_ranks
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 
@@ -59,6 +61,32 @@ def test_equals_a_slow_reference():
         optimizer.step()
     for w, expected in zip(weights, slow, strict=True):
         torch.testing.assert_close(w.detach().double(), expected, rtol=0, atol=1e-5)
+
+
+def test_equals_torch_s_muon():
+    """torch's iterates in BF16, whose 8 bits leave 2 % of an update; four updates of 0.2 times the rate: 4e-4."""
+    ours, theirs = _weights((16, 48), (48, 16)), _weights((16, 48), (48, 16))
+    optimizer = _muon(ours, [1, 1])
+    reference = torch.optim.Muon(theirs, LR, DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for pair in (ours, theirs):
+            for w, gradient in zip(pair, _gradients(pair, step), strict=True):
+                w.grad = gradient.clone()
+        optimizer.step()
+        reference.step()
+    for w, expected in zip(ours, theirs, strict=True):
+        assert (w - expected).norm() < 0.03 * 4 * LR * 0.2 * w.numel() ** 0.5
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 40), (1, 7)])
+def test_singular_values_come_near_one(shape):
+    """Those above a hundredth of the norm end between 0.68 and 1.21, and a matrix of zeros stays one."""
+    matrices = torch.stack([_weights(shape)[0].detach(), torch.zeros(shape)])
+    found, zero = orthogonalized(matrices * 1e-12)
+    before, after = torch.linalg.svdvals(matrices[0]), torch.linalg.svdvals(found)
+    strong = after[before / before.norm() > 0.01]
+    assert len(strong) and float(strong.min()) > 0.68 and float(strong.max()) < 1.21
+    assert not zero.any()
 
 
 @pytest.mark.gpu
@@ -112,6 +140,25 @@ def test_nothing_to_orthogonalize():
         parameter_groups(network, OPTIMIZERS["muon"])
 
 
+@needs_fake_cuda
+def test_launches_are_few():
+    """Of ViT-S with DINO's head: 63 weights of 5 shapes, by 15 products and 6 other kernels a shape and 6 for all; its
+    blocks alone, of 2 shapes, by fewer than 60."""
+    blocks, head = [(1152, 384), (384, 384), (1536, 384), (384, 1536)] * 12, [(2048, 384), (2048, 2048), (256, 2048)]
+    counts = []
+    with fake_cuda() as gpu:
+        for shapes in (blocks, blocks + head):
+            weights = [nn.Parameter(torch.empty(shape, device=CUDA)) for shape in shapes]
+            optimizer = _muon(weights, [3 if shape[0] == 1152 else 1 for shape in shapes])
+            for w in weights:
+                w.grad = torch.empty_like(w)
+            optimizer.step()
+            with gpu.part(f"{len(shapes)} weights"):
+                optimizer.step()
+            counts.append(sum(gpu.parts[f"{len(shapes)} weights"].kernels.values()))
+    assert counts[0] < 60 and counts[1] <= 5 * 21 + 6
+
+
 def test_ranks_share_the_work():
     """ViT-L's matrices on 8 ranks: the busiest has at most 5 % more than an eighth."""
     block = [Matrix(3072, 1024, 3), Matrix(1024, 1024), Matrix(4096, 1024), Matrix(1024, 4096)]
@@ -119,3 +166,13 @@ def test_ranks_share_the_work():
     owners = share_out(matrices, 8)
     loads = [sum(m.cost for m, owner in zip(matrices, owners, strict=True) if owner == rank) for rank in range(8)]
     assert max(loads) < 1.05 * sum(loads) / 8
+
+
+def _offloaded():
+    config = ds_config(2, "fp32", 8, zero={"offload_optimizer": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"^optimizer.kind muon does not go with .*offload_optimizer: .*kind adamw$"):
+        build_step(config, options=OptimizerOptions(kind="muon"))
+
+
+def test_muon_on_the_host_is_refused():
+    run_on_ranks(_offloaded, world=1)
