@@ -23,7 +23,7 @@ from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, a
 from dino_ds.data.decode import EncodedImage
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import STD
+from dino_ds.data.normalization import STD
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.planning.measure.host import describe_host, host_line

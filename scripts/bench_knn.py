@@ -15,7 +15,7 @@ from torch import Tensor
 from dino_ds.basics.digits import short
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.named_sets import PhotoPatches
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError
 from dino_ds.evals.features import Reading, extract_features
@@ -44,7 +44,7 @@ def main(
     rows = [problem.measure(count) for count in sorted({1, threads})]
     torch.set_num_threads(threads)
     result: dict[str, Any] = {"queries": queries, "bank": bank, "width": width, "k": k, "searches": rows}
-    result |= {"faiss": faiss.__version__ if faiss else None, "same_neighbours": problem.agreement()}
+    result |= {"faiss": faiss.__version__ if faiss else None, "same_neighbors": problem.agreement()}
     result |= {"images": images, "patch_size": _PATCH, "pixels": _PIXELS, "threads": threads}
     wall, cpu = _features_seconds(images)
     result |= {"features_seconds": wall, "features_cpu_seconds": cpu, "host": describe_host()}
@@ -88,12 +88,12 @@ class _Problem:
         return row
 
     def agreement(self) -> float | None:
-        """The share of neighbours that both find; None without faiss. Equal cosines may be taken in any order."""
+        """The share of neighbors that both find; None without faiss. Equal cosines may be taken in any order."""
         if not self._faiss:
             return None
         value, ours = self._search()
         cosines, theirs = self._faiss_search()
-        # What only one of the two has found must be as near as the farthest neighbour, but for rounding.
+        # What only one of the two has found must be as near as the farthest neighbor, but for rounding.
         last = value[:, -1:] + 1e-6
         same = (ours[:, :, None] == theirs[:, None]).any(dim=2) | (value <= last)
         return float(same.float().mean()) if torch.allclose(value, cosines, atol=1e-5) else 0.0
@@ -143,8 +143,8 @@ def _page(result: dict[str, Any]) -> str:
     ]
     table = [_row(row) for row in result["searches"]]
     lines.append(markdown_table(["seconds", "search", "faiss", "x", "search + vote", "faiss + vote", "x"], table))
-    if result["same_neighbours"] is not None:
-        lines.append(f"\nx: times faiss's speed; {result['same_neighbours']:.4%} of the neighbours are the same")
+    if result["same_neighbors"] is not None:
+        lines.append(f"\nx: times faiss's speed; {result['same_neighbors']:.4%} of the neighbors are the same")
     wall, cpu = result["features_seconds"], result["features_cpu_seconds"]
     what = f"{result['images']} images of {result['pixels']} pixels by ViT-Ti, patches of {result['patch_size']} pixels"
     lines.append(f"features of {what}: {wall:.1f} s with {result['threads']} thread(s), {cpu:.1f} s of CPU time")

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_ds.data.normalisation import MEAN, STD
+from dino_ds.data.normalization import MEAN, STD
 
 _GAIN = 8
 _SHOWN = ("pil", "exact", "split_worker", "device", "split_total")
 
 
 def draw(result: dict[str, Any], worker: list[Tensor], device: list[Tensor]) -> Any:
-    """A matplotlib Figure; `worker` and `device`: the crops (3, h, w) of one image, normalised."""
+    """A matplotlib Figure; `worker` and `device`: the crops (3, h, w) of one image, normalized."""
     from matplotlib.figure import Figure
 
     names = _SHOWN[::-1]

@@ -15,12 +15,12 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import MEAN, STD
+from dino_ds.data.normalization import MEAN, STD
 from dino_ds.errors import ConfigError
 
 
 class PilPipeline:
-    """An image file's bytes -> its crops, normalised. Draws from the global random generators.
+    """An image file's bytes -> its crops, normalized. Draws from the global random generators.
 
     Raises ConfigError for crops that are turned, which DINO's are not.
     """

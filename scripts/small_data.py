@@ -28,7 +28,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.named_sets import TORCHVISION_SETS
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals.context import EvalContext, Settings
@@ -43,10 +43,10 @@ from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
 
 CORES = 2
-NEIGHBOURS = 20
+NEIGHBORS = 20
 _RATE_STEPS = (10, 30)
 """Steps between which the rate is measured: the first ones allocate memory."""
-_RESULTS = {"knn": f"knn_{NEIGHBOURS}", "ridge": "ridge", "linear": "linear"}
+_RESULTS = {"knn": f"knn_{NEIGHBORS}", "ridge": "ridge", "linear": "linear"}
 
 Accuracies = dict[str, float]
 """Top-1 in percent by evaluation."""
@@ -95,7 +95,7 @@ def main(words: Sequence[str]) -> None:
         runs.append(measure(given.objective, keys, images, seed, lambda model: accuracies(model, sources, given.evals)))
         print(f"seed {seed}: {_line(runs[-1])}", file=sys.stderr, flush=True)
     pixels = SimpleNamespace(
-        features=raw_pixels, image_size=recipe.crops.global_size, normalisation=Normalisation.of(recipe)
+        features=raw_pixels, image_size=recipe.crops.global_size, normalization=Normalization.of(recipe)
     )
     result = {
         "data": given.data,
@@ -211,13 +211,13 @@ def untrained(recipe: Recipe) -> Backbone:
     """The network that a run of this recipe begins with."""
     network = build_network(recipe, fitting_levers(recipe, PerformanceOptions()))
     model = Backbone(network.backbone, recipe.crops.global_size, "untrained", {})
-    model.normalisation = Normalisation.of(recipe)
+    model.normalization = Normalization.of(recipe)
     return model
 
 
 def accuracies(model: Any, sources: tuple[Source, Source], names: Sequence[str]) -> Accuracies:
     """What frozen features of the training images say of the test images."""
-    settings = Settings(ks=(NEIGHBOURS,), workers=0)
+    settings = Settings(ks=(NEIGHBORS,), workers=0)
     context = EvalContext(model, settings, torch.device("cpu"), lambda: sources, progress=False)
     return {name: evaluate(name, context)[_RESULTS[name]] for name in names}
 

@@ -15,7 +15,7 @@ from dino_ds.config.crops import EMA, FROZEN
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.masks import with_rows
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.method import gram_teacher as gram
@@ -105,7 +105,7 @@ def _teachers_of(name: str, recipe: Any, config: Any, engine: Engine, objective:
         if key.startswith("backbone.")
     }
     place = "recorded", recipe.model.spec(), 32, "dino", backbone, {}
-    found = FrozenSource(*place, Normalisation.of(recipe), key="gram.teacher")
+    found = FrozenSource(*place, Normalization.of(recipe), key="gram.teacher")
     if name == "distillation":
         ema = teachers_of(recipe)[0].build_teacher(TeacherParts(recipe, config, engine, objective))
         return Teachers({EMA: ema, FROZEN: Teacher(_frozen_network(objective))}, recipe.groups)

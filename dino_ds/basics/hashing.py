@@ -1,4 +1,4 @@
-"""Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighbouring numbers give unrelated ones."""
+"""Seeds and keys by splitmix64 (Steele, Lea, Flood 2014): neighboring numbers give unrelated ones."""
 
 from __future__ import annotations
 

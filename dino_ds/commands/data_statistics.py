@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dino_ds.data.base import Source, UnreadableImage, prepare_images
 from dino_ds.data.decode import open_image, range_at
 from dino_ds.data.images import ValueRange, extremes
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.data.workers import started, worker_options
 from dino_ds.errors import DataError
 
@@ -107,7 +107,7 @@ def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
 
 def measure_channels(
     facts: Sequence[ImageFacts], channels: int, value_range: ValueRange | None
-) -> Normalisation | None:
+) -> Normalization | None:
     """Mean and standard deviation as a recipe takes them: every readable image counts the same; 4 digits.
 
     Grey images have their values in all `channels`; images of another number are left out. None if none is left.
@@ -120,10 +120,10 @@ def measure_channels(
         mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
         scale = max(white - black, 1e-30)
         moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))
-    return Normalisation.measured(moments) if moments else None
+    return Normalization.measured(moments) if moments else None
 
 
-def advise_normalisation(measured: Normalisation, used: Normalisation, is_given: bool) -> str:
+def advise_normalization(measured: Normalization, used: Normalization, is_given: bool) -> str:
     """A judgement of `measured` statistics next to those that a run would use.
 
     Far (a rule of thumb): a mean half a standard deviation away, or a standard deviation 1.5 times as large or small.
@@ -136,7 +136,7 @@ def advise_normalisation(measured: Normalisation, used: Normalisation, is_given:
     return f"give these: they are far from {which} ({used})" if far else f"near {which}, which will do"
 
 
-def summarise(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
+def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
     """Statistics for `dino-ds look-data --json`, sizes of readable images. Raises DataError if none is."""
     good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
     if not good:
@@ -195,7 +195,7 @@ def _counts(values: Iterator[str]) -> dict[str, int]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Text for a terminal: what `summarise` found, with source, root, value_range, misfits, sheet."""
+    """Text for a terminal: what `summarize` found, with source, root, value_range, misfits, sheet."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
 
 
@@ -228,8 +228,8 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield "classes", "none: images have no labels"
         return
     counts = sorted(classes["counts"].items(), key=lambda item: -item[1])
-    unlabelled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
-    yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabelled}"
+    unlabeled = f"; {classes['unlabelled']:,} images without a label" if classes["unlabelled"] else ""
+    yield "classes", f"{classes['count']:,}; images in a class: {_range_text(classes['images'])}{unlabeled}"
     if classes["images"]["min"] == classes["images"]["max"]:
         return
     if len(counts) <= 2 * _NAMED:

@@ -103,7 +103,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
             facts = facts_of_network(model, options.what, size, value_range)
             parts.begin({**facts, **facts_of_images(source)})
     distributed.barrier()
-    crop = EvalCrop(size, model.normalisation)
+    crop = EvalCrop(size, model.normalization)
     reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
         mine = parts.write(describing(model, options.what), source, reading)
@@ -136,7 +136,7 @@ def facts_of_network(model: Backbone, what: str, size: int, value_range: ValueRa
         "size": size,
         "weights": digest(network.state_dict()),
         "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
-        "normalisation": vars(model.normalisation),
+        "normalization": vars(model.normalization),
         "value_range": value_range,
     }
 

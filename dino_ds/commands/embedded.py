@@ -23,7 +23,7 @@ from dino_ds.data.decode import load_image, open_image
 from dino_ds.data.encoded import ListedFiles, NamedFiles
 from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.mixture import Mixture
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.data.parquet import import_parquet
 from dino_ds.errors import ConfigError, DataError, one_line
 from dino_ds.evals.curation import Vectors
@@ -34,7 +34,7 @@ from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
 LINES, COLUMNS = 12, 8
 """Rows and columns of pictures on a sheet, at most."""
 _THUMBNAIL = 96
-_DESCRIBED = ("size", "weights", "network", "normalisation", "value_range", "images")
+_DESCRIBED = ("size", "weights", "network", "normalization", "value_range", "images")
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Embedded:
         return Vectors.of(self.rows, self.memory_gib, device)
 
     @property
-    def normalisation(self) -> Normalisation:
-        return Normalisation(*(tuple(self.about["normalisation"][name]) for name in ("mean", "std")))
+    def normalization(self) -> Normalization:
+        return Normalization(*(tuple(self.about["normalization"][name]) for name in ("mean", "std")))
 
     def pixels(self, image: int | str, size: int) -> Tensor:
         """A row's image, or a file's, as the network gets it. Raises UnreadableImage."""
-        crop = EvalCrop(size, self.normalisation)
+        crop = EvalCrop(size, self.normalization)
         source, index = (NamedFiles([image]), 0) if isinstance(image, str) else (self.source, image)
         return crop(load_image(source, index, self.about["value_range"], crop.channels))
 
@@ -77,7 +77,7 @@ class Embedded:
             pixels = self.pixels(image, _THUMBNAIL)
         except UnreadableImage:
             return np.full((_THUMBNAIL, _THUMBNAIL, 3), 0.5)
-        return picture_of(pixels[None], self.normalisation.mean, self.normalisation.std)[0].numpy()
+        return picture_of(pixels[None], self.normalization.mean, self.normalization.std)[0].numpy()
 
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""

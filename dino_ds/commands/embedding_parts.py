@@ -29,7 +29,7 @@ from dino_ds.data.parquet import import_parquet
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, unwritable
-from dino_ds.evals.features import LabelledImages, Reading, load_batches
+from dino_ds.evals.features import LabeledImages, Reading, load_batches
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
@@ -124,7 +124,7 @@ class Parts:
     ) -> Iterator[tuple[int, Rows, list[str]]]:
         """(part, its rows, what could not be read)."""
         indices = [index for part in missing for index in self._rows(part)]
-        images = LabelledImages(source, indices, reading)
+        images = LabeledImages(source, indices, reading)
         loading = load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
         with closing(loading) as batches:
             left, seen = list(missing), 0

@@ -20,7 +20,7 @@ from dino_ds.config.begun_with import holds_out_by_line
 from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
-from dino_ds.data.sources import build_source, labelled_test, recipe_images, training_images
+from dino_ds.data.sources import build_source, labeled_test, recipe_images, training_images
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.engine.process import init_distributed
@@ -119,7 +119,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
         data, share = recipe.data, recipe.eval.val_share
         if share and data.own_files and not (test_root or recipe.eval.root):
             train = training_images(data, share, holds_out_by_line(home_of(options.model).folder))
-            return train, labelled_test(train)
+            return train, labeled_test(train)
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"

@@ -64,7 +64,7 @@ def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
             f"timm and transformers enlarge and cut images whose shorter side is {model.image_size} pixels or less, "
             "which dino_ds leaves uncut: for such images set crop_pct to 1"
         ]
-    return [] if format in _OURS else [f"prepare images with {model.normalisation}, as {sidecar_of(place)} says"]
+    return [] if format in _OURS else [f"prepare images with {model.normalization}, as {sidecar_of(place)} says"]
 
 
 def _check_place(source: Path, format: str, place: Path) -> None:

@@ -21,11 +21,11 @@ from dino_ds.basics.durable import replacing
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.commands.data_statistics import (
     ImageFacts,
-    advise_normalisation,
+    advise_normalization,
     look_at,
     measure_channels,
     report,
-    summarise,
+    summarize,
 )
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import show_value
@@ -39,7 +39,7 @@ from dino_ds.data.images import ValueRange
 from dino_ds.data.listing import printable
 from dino_ds.data.loader import ResumableSampler
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import Normalisation, how_visible, visible, with_hidden_patches
+from dino_ds.data.normalization import Normalization, how_visible, visible, with_hidden_patches
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions
@@ -135,10 +135,10 @@ def _unless_beyond(
 
 
 def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[str, Any]:
-    summary = summarise(facts, source)
+    summary = summarize(facts, source)
     measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
     given = recipe.data.mean is not None
-    advice = advise_normalisation(measured, Normalisation.of(recipe), given) if measured else ""
+    advice = advise_normalization(measured, Normalization.of(recipe), given) if measured else ""
     return {
         "source": recipe.data.source,
         "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
@@ -169,7 +169,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
         original = _picture(whole, whole)
         sampled = multicrop.sample(original.width, original.height, crop_seed(recipe.seed, epoch, index))
         shown = with_hidden_patches(augmented_crops(batch), batch.masks, images=1)
-        crops = [_picture(multicrop.normalisation.undone(crop[0]), whole) for crop in shown]
+        crops = [_picture(multicrop.normalization.undone(crop[0]), whole) for crop in shown]
         boxes = [crop.box for crop in sampled]
         yield Seen(printable(batch.names[0]), original, boxes, crops, multicrop.groups[0].count)
 

@@ -143,7 +143,7 @@ class DsJson(Section):
     communication_data_type: _Dtype = option(None, "dtype of gradients on the wire")
     wall_clock_breakdown: Bool = option(None, "log times of forward, backward and step")
     steps_per_print: _From1 = option(None, "steps between DeepSpeed's own progress lines")
-    dump_state: Bool = option(None, "print DeepSpeed's state after initialisation")
+    dump_state: Bool = option(None, "print DeepSpeed's state after initialization")
     zero_allow_untested_optimizer: Bool = option(None, "accepted, and true: dino_ds has tested its optimizers")
     zero_force_ds_cpu_optimizer: Bool = option(None, "false with offload: dino_ds gives an optimizer of torch's")
     fp16: Fp16 = option(None, "fp16 with loss scaling")

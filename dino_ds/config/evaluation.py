@@ -51,10 +51,10 @@ class EvalSection(Section):
     every: LengthField = option(
         Length(5, "epochs"), "how often the teacher is evaluated; not in steps: ten times at least; 0 steps = never"
     )
-    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labelled test images")
-    root: PathText | None = option(None, "labelled test images as data.root, of the same classes")
-    k: Count = option(20, "neighbours")
-    bank_images: Count = option(10000, "labelled training images that evaluations use, at most")
+    evals: Evaluations = option("auto", f"{', '.join(EVALUATIONS)}; auto = knn where there are labeled test images")
+    root: PathText | None = option(None, "labeled test images as data.root, of the same classes")
+    k: Count = option(20, "neighbors")
+    bank_images: Count = option(10000, "labeled training images that evaluations use, at most")
     test_images: Count = option(2000, "test images, and held-out images of val_loss, at most")
     benchmark_root: PathText | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
     keep_best: KeepBest = option(
@@ -67,7 +67,7 @@ class EvalSection(Section):
     val_share: Annotated[float, Field(ge=0, le=0.5)] = option(
         0.0,
         "part of the training images that is never trained on, by a hash of their names: for that loss, and as "
-        "labelled test images where eval.root names none",
+        "labeled test images where eval.root names none",
         learned=True,
     )
     pictures_every: AutoLength = option("auto", "how often pictures are drawn; auto = six times a run; 0 steps = never")

@@ -219,7 +219,7 @@ class ObjectiveSection(Section):
     centering: Literal["softmax", "sinkhorn"] = option("softmax", "targets: less a running mean, or by Sinkhorn-Knopp")
     center_momentum: Fraction01 = option(0.9, "of centering softmax: momentum of the running mean")
     freeze_prototypes: LengthField = option(
-        Length(1, "epochs"), "how long the prototypes stay as initialised", inside_run=True
+        Length(1, "epochs"), "how long the prototypes stay as initialized", inside_run=True
     )
     frozen_prototypes: Literal["no_gradient", "zero_lr"] = option(
         "no_gradient", "meanwhile: as if absent (DINO), or clipping and Adam see their gradient (DINOv2)"

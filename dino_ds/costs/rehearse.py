@@ -24,7 +24,7 @@ from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.recorder import Recorder, fused_attention
 from dino_ds.costs.settings import RehearsalSettings, frozen_spec
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.engine import Engine, Progress
 from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
@@ -236,8 +236,8 @@ def _frozen(recipe: Recipe) -> FrozenSource | None:
         sections = heads_of(recipe)
         heads = {name: build_head(spec.width, section).state_dict() for name, section in sections.items()}
     free = tuple(name for name, section in sections.items() if section.free_prototypes)
-    side, normalisation = recipe.crops.global_size, Normalisation.of(recipe)
-    return FrozenSource(place, spec, side, "dino", {}, heads, normalisation, free_prototypes=free)
+    side, normalization = recipe.crops.global_size, Normalization.of(recipe)
+    return FrozenSource(place, spec, side, "dino", {}, heads, normalization, free_prototypes=free)
 
 
 def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:

@@ -89,7 +89,7 @@ class LoaderBatch:
 
     Augmented in the worker: crops (v, b, c, h, w) float32, no params. To be augmented on the device: (v, b, h, w, c) of
     uint8, or of float32 in [0, 1] in a run with a value range, and for each group the params of its v * b crops;
-    normalise (2, c): what is then added at the end, and what is multiplied by before.
+    normalize (2, c): what is then added at the end, and what is multiplied by before.
     """
 
     crops: dict[str, Tensor]
@@ -98,7 +98,7 @@ class LoaderBatch:
     epoch: int
     names: list[str]
     bad: list[str]
-    normalise: Tensor
+    normalize: Tensor
     masks: Masks = field(default_factory=dict)
 
     def pin_memory(self) -> LoaderBatch:
@@ -109,23 +109,23 @@ class LoaderBatch:
         params = self.params and {name: [one.moved(move) for one in group] for name, group in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
         masks = {name: {key: move(one) for key, one in group.items()} for name, group in self.masks.items()}
-        indices, normalise = move(self.indices), move(self.normalise)
-        return replace(self, crops=crops, params=params, indices=indices, normalise=normalise, masks=masks)
+        indices, normalize = move(self.indices), move(self.normalize)
+        return replace(self, crops=crops, params=params, indices=indices, normalize=normalize, masks=masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
         # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
         # Tensors go by shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
         masks = {name: {key: one.numpy() for key, one in group.items()} for name, group in self.masks.items()}
-        indices, normalise = self.indices.numpy(), self.normalise.numpy()
-        rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalise, masks))
+        indices, normalize = self.indices.numpy(), self.normalize.numpy()
+        rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalize, masks))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
 
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
-    params, indices, epoch, names, bad, normalise, arrays = pickle.loads(rest.numpy().tobytes())
+    params, indices, epoch, names, bad, normalize, arrays = pickle.loads(rest.numpy().tobytes())
     masks = {name: {key: torch.from_numpy(one) for key, one in group.items()} for name, group in arrays.items()}
-    there = torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalise)
+    there = torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalize)
     return LoaderBatch(crops, params, *there, masks)
 
 
@@ -160,15 +160,15 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             sampled.append(how)
             names.append(name)
             bad += failures
-        normalise = multicrop.normalisation.offset_and_factor()
+        normalize = multicrop.normalization.offset_and_factor()
         params = None if self._by_pillow else self._params(crops, sampled)
         if params and self._options.augment == "worker":
-            crops = {name: _augment_group(group, params[name], normalise) for name, group in crops.items()}
+            crops = {name: _augment_group(group, params[name], normalize) for name, group in crops.items()}
             params = None
         seeds = [crop_seed(self._options.seed, epoch, index) for epoch, index in keys]
         masks = draw_masks(multicrop.groups, multicrop.masks, seeds)
         indices = torch.tensor([index for _, index in keys])
-        return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalise, masks)
+        return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalize, masks)
 
     def _prepare(self, now: Sequence[int], later: Sequence[int]) -> None:
         """Images of this batch and of this process's next one; those in the cache are not read."""
@@ -196,7 +196,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         seed, bad, images = self._options.seed, list[str](), len(self._source)
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):
-            # Not the neighbour: files that are broken together lie together.
+            # Not the neighbor: files that are broken together lie together.
             again = crop_seed(seed, epoch, index + attempt * images)
             actual = another(index % images, again) if attempt else index % images
             try:
@@ -255,10 +255,10 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
     """The crops (b, c, h, w) float32 of a batch by group, on its device."""
     crops = batch.crops
     if batch.params is not None:
-        crops = {name: _augment_group(group, batch.params[name], batch.normalise) for name, group in crops.items()}
+        crops = {name: _augment_group(group, batch.params[name], batch.normalize) for name, group in crops.items()}
     return {name: list(group) for name, group in crops.items()}
 
 
-def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
+def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
     """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
-    return augment(group.flatten(0, 1), params, normalise).unflatten(0, group.shape[:2])
+    return augment(group.flatten(0, 1), params, normalize).unflatten(0, group.shape[:2])

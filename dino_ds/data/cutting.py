@@ -13,7 +13,7 @@ from torch import Tensor
 from dino_ds.data.decode import DecodedImage, EncodedImage
 from dino_ds.data.image_cache import CachedImage
 from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, to_tensor
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 
 _FLAT = 16
 """Times the side of a crop, above which the rest of an image is not enlarged only to be cut off: it might not fit."""
@@ -77,19 +77,19 @@ def shrunk_box(box: Box, across: float, down: float) -> Box:
 
 
 class EvalCrop:
-    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalise.
+    """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize.
 
     Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
     the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
     3, 7, 11, ... pixels it cuts one more there.
     """
 
-    def __init__(self, size: int, normalisation: Normalisation) -> None:
-        self.size, self.channels, self._normalisation = size, len(normalisation.mean), normalisation
+    def __init__(self, size: int, normalization: Normalization) -> None:
+        self.size, self.channels, self._normalization = size, len(normalization.mean), normalization
 
     def __call__(self, image: Image.Image | np.ndarray) -> Tensor:
         """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (c, size, size) float32."""
-        return _normalised(image, self._cut, self._normalisation)
+        return _normalized(image, self._cut, self._normalization)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
         """Left, top, right and bottom of what is left of an image, in its own pixels."""
@@ -114,14 +114,14 @@ class EvalCrop:
         return image.resize(size, BICUBIC).crop((x, y, x + self.size, y + self.size))
 
 
-def _normalised(
-    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalisation: Normalisation
+def _normalized(
+    image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalization: Normalization
 ) -> Tensor:
     """`cut` applied to an RGB image, or to each channel of (h, w, c): (c, height, width) float32."""
     if isinstance(image, Image.Image):
-        return to_tensor(cut(image), normalisation)
+        return to_tensor(cut(image), normalization)
     planes = torch.from_numpy(
         np.stack([np.asarray(cut(Image.fromarray(plane))) for plane in np.moveaxis(image, -1, 0)])
     )
     pixels = planes.clamp(0, 1) if planes.is_floating_point() else planes / 255  # bicubic overshoots, uint8 saturates
-    return normalisation(pixels)
+    return normalization(pixels)

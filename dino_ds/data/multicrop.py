@@ -23,7 +23,7 @@ from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
 from dino_ds.config.crops import CropGroup, crop_sizes
 from dino_ds.data.masks import MaskOptions
-from dino_ds.data.normalisation import IMAGENET, Normalisation, normalised_levels
+from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 
 if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
@@ -57,8 +57,8 @@ class CropParameters:
 
 
 class MultiCrop:
-    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalises them by
-    `normalisation`.
+    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalizes them by
+    `normalization`.
 
     augment: what is done with which chance, or the name of a preset.
     masks: by name of the masked groups, which of their patches are hidden from the student.
@@ -70,7 +70,7 @@ class MultiCrop:
         groups: Sequence[CropGroup],
         augment: str | Augmentation,
         masks: Mapping[str, MaskOptions] = MappingProxyType({}),
-        normalisation: Normalisation = IMAGENET,
+        normalization: Normalization = IMAGENET,
         resolutions: Sequence[MultiCrop] = (),
     ) -> None:
         self.groups = tuple(groups)
@@ -78,17 +78,17 @@ class MultiCrop:
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
         """Group of every crop, and its index in the triples of an Augmentation (or None if it is not augmented)."""
-        self.masks, self.normalisation = dict(masks), normalisation
+        self.masks, self.normalization = dict(masks), normalization
         self.resolutions = tuple(resolutions) or (self,)
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
         """The crops of a recipe; of several resolutions its groups are those of the largest."""
-        augmentation, normalisation = recipe.crops.augmentation, Normalisation.of(recipe)
+        augmentation, normalization = recipe.crops.augmentation, Normalization.of(recipe)
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
             masks = MaskOptions.of(recipe, groups)
-            return MultiCrop(groups, augmentation, masks, normalisation, resolutions)
+            return MultiCrop(groups, augmentation, masks, normalization, resolutions)
 
         sized = [of_groups(recipe.groups_of(one)) for one in recipe.resolutions]
         return of_groups(recipe.groups, sized if len(sized) > 1 else ())
@@ -97,7 +97,7 @@ class MultiCrop:
         """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
         sampled = self.sample(image.width, image.height, seed)
         crops = map(apply_crop, repeat(image), sampled, self.sizes)
-        return [to_tensor(crop, self.normalisation) for crop in crops]
+        return [to_tensor(crop, self.normalization) for crop in crops]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
         """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
@@ -162,9 +162,9 @@ def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.
     return crop
 
 
-def to_tensor(image: Image.Image, normalisation: Normalisation) -> Tensor:
-    """RGB image -> (3, h, w) float32, normalised."""
-    pixels, levels = np.asarray(image), normalised_levels(normalisation)
+def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
+    """RGB image -> (3, h, w) float32, normalized."""
+    pixels, levels = np.asarray(image), normalized_levels(normalization)
     out = np.empty((3, *pixels.shape[:2]), dtype=np.float32)
     for channel in range(3):
         np.take(levels[channel], pixels[:, :, channel], out=out[channel], mode="clip")

@@ -25,7 +25,7 @@ from dino_ds.errors import DataError, one_line
 TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "cifar10": ("CIFAR10", [{"train": True}], [{"train": False}]),
     "cifar100": ("CIFAR100", [{"train": True}], [{"train": False}]),
-    # The labelled images come first, so that a bank made of the first ones has labels.
+    # The labeled images come first, so that a bank made of the first ones has labels.
     "stl10": ("STL10", [{"split": "train"}, {"split": "unlabeled"}], [{"split": "test"}]),
     "imagenette": ("Imagenette", [{"split": "train"}], [{"split": "val"}]),
     "food101": ("Food101", [{"split": "train"}], [{"split": "test"}]),

@@ -27,7 +27,7 @@ _SETS = {
 }
 """Names that torchvision gives the folder, or the archive, of a data set within its root."""
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)
-"""Evaluations that need no labelled test images."""
+"""Evaluations that need no labeled test images."""
 
 
 def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) -> Recipe:
@@ -49,7 +49,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
         if left_out := [name for name in settings.evals if name not in kept]:
             changes["eval.evals"] = ",".join(kept) or "auto"
             notes.append(
-                f"the recipe's eval.evals {', '.join(left_out)} are left out: they need labelled test images "
+                f"the recipe's eval.evals {', '.join(left_out)} are left out: they need labeled test images "
                 "(--eval.root FOLDER)"
             )
     return change_recipe(recipe, changes) if changes else recipe

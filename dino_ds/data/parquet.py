@@ -110,7 +110,7 @@ def import_parquet() -> Any:
     return pyarrow.parquet
 
 
-@lru_cache(maxsize=1)  # neighbouring rows cost one read; more groups would be too much memory in each worker
+@lru_cache(maxsize=1)  # neighboring rows cost one read; more groups would be too much memory in each worker
 def _read_group(place: tuple[Any, ...], group: int, column: str) -> Any:
     import pyarrow
 

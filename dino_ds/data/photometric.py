@@ -42,10 +42,10 @@ def crops_per_params(size: int, device: torch.device) -> int | None:
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
-def augment(crops: Tensor, params: Sequence[AugmentationParams], normalise: Tensor) -> Tensor:
-    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalised, on the device of crops and params.
+def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
+    """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalized, on the device of crops and params.
 
-    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops. normalise
+    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops. normalize
     (2, c), on the device too: what is added at the end, and what is multiplied by before.
     """
     n, h, w, c = crops.shape
@@ -54,9 +54,9 @@ def augment(crops: Tensor, params: Sequence[AugmentationParams], normalise: Tens
     kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
     for some, one, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
         if kernels:
-            kernels(some, one.there, _scale(some), normalise, part)
+            kernels(some, one.there, _scale(some), normalize, part)
         else:
-            _augment(some, one, _scale(some), normalise, part)
+            _augment(some, one, _scale(some), normalize, part)
     return out
 
 
@@ -94,10 +94,10 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     levels = torch.rand(len(sampled), h, w, c, generator=torch.Generator().manual_seed(0))
     crops = levels if dtype.is_floating_point else (255 * levels).to(dtype)
     params, expected = AugmentationParams.build(sampled, c), torch.empty(len(sampled), c, h, w)
-    normalise = torch.stack([torch.linspace(-2, 0, c), torch.linspace(2, 5, c)])
-    _augment(crops, params, _scale(crops), normalise, expected)
+    normalize = torch.stack([torch.linspace(-2, 0, c), torch.linspace(2, 5, c)])
+    _augment(crops, params, _scale(crops), normalize, expected)
     found = torch.empty_like(expected, device=device)
-    kernels(crops.to(device), params.table.to(device), _scale(crops), normalise.to(device), found)
+    kernels(crops.to(device), params.table.to(device), _scale(crops), normalize.to(device), found)
     return (expected - found.cpu()).abs().max().item()
 
 
@@ -106,7 +106,7 @@ def _scale(crops: Tensor) -> float:
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
-def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalise: Tensor, x: Tensor) -> None:
+def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize: Tensor, x: Tensor) -> None:
     (n, _, _, c), table, there = crops.shape, params.table.numpy(), params.there
     which, crop = np.nonzero(table.T[_COLUMNS_OF_SOME])
     counts = np.bincount(which, minlength=len(_COLUMNS_OF_SOME)).tolist()
@@ -128,7 +128,7 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalise:
     replace(GRAY, lambda some: grey(some).expand_as(some))
     replace(SIGMA, gaussian_blur, there[:, SIGMA])
     replace(SOLARIZE, solarize)
-    offset, factor = normalise.view(2, c, 1, 1)
+    offset, factor = normalize.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)
 
 

@@ -23,10 +23,10 @@ _BLOCK = 1024
 """Pixels of one crop that one program works on."""
 
 
-def augment(crops: Tensor, table: Tensor, scale: float, normalise: Tensor, out: Tensor) -> None:
+def augment(crops: Tensor, table: Tensor, scale: float, normalize: Tensor, out: Tensor) -> None:
     """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w).
 
-    normalise (2, c): what is added at the end, and what is multiplied by before.
+    normalize (2, c): what is added at the end, and what is multiplied by before.
     """
     n, height, width, channels = crops.shape
     pixels = height * width
@@ -35,10 +35,10 @@ def augment(crops: Tensor, table: Tensor, scale: float, normalise: Tensor, out: 
     constants = {"CHANNELS": channels, "BLOCK": _BLOCK}
     launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
     constants["CHUNKS"] = triton.next_power_of_2(chunks)
-    launch(colour, (n, chunks), crops, table, sums, out, height, width, chunks, scale, normalise, **constants)
+    launch(color, (n, chunks), crops, table, sums, out, height, width, chunks, scale, normalize, **constants)
     planes = (n, chunks, channels)
-    launch(blur, planes, table, out, between, height, width, normalise, DOWN=False, BLOCK=_BLOCK)
-    launch(blur, planes, table, between, out, height, width, normalise, DOWN=True, BLOCK=_BLOCK)
+    launch(blur, planes, table, out, between, height, width, normalize, DOWN=False, BLOCK=_BLOCK)
+    launch(blur, planes, table, between, out, height, width, normalize, DOWN=True, BLOCK=_BLOCK)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -73,11 +73,11 @@ def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, 
 
 
 @triton.jit
-def colour(  # type: ignore[no-untyped-def]
-    crops, table, sums, out, height, width, chunks, scale, normalise,
+def color(  # type: ignore[no-untyped-def]
+    crops, table, sums, out, height, width, chunks, scale, normalize,
     CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All but the blur; what will be blurred is not yet solarized and normalised."""
+    """All but the blur; what will be blurred is not yet solarized and normalized."""
     crop, chunk = tl.program_id(0), tl.program_id(1)
     row, pixels = table + crop * _COLUMNS, height * width
     parts = tl.arange(0, CHUNKS)
@@ -97,9 +97,9 @@ def colour(  # type: ignore[no-untyped-def]
             r, g, b = grey, grey, grey
         if tl.load(row + _SIGMA) == 0:
             r, g, b = (
-                _finish(r, row, normalise, 0, 3),
-                _finish(g, row, normalise, 1, 3),
-                _finish(b, row, normalise, 2, 3),
+                _finish(r, row, normalize, 0, 3),
+                _finish(g, row, normalize, 1, 3),
+                _finish(b, row, normalize, 2, 3),
             )
         tl.store(target, r, mask=inside)
         tl.store(target + pixels, g, mask=inside)
@@ -109,13 +109,13 @@ def colour(  # type: ignore[no-untyped-def]
             value = tl.load(source + channel, mask=inside, other=0).to(tl.float32) * scale
             value = _jitter_plane(value, row, mean, False)
             if tl.load(row + _SIGMA) == 0:
-                value = _finish(value, row, normalise, channel, CHANNELS)
+                value = _finish(value, row, normalize, channel, CHANNELS)
             tl.store(target + channel * pixels, value, mask=inside)
 
 
 @triton.jit
 def blur(  # type: ignore[no-untyped-def]
-    table, source, target, height, width, normalise, DOWN: tl.constexpr, BLOCK: tl.constexpr
+    table, source, target, height, width, normalize, DOWN: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One pass of the Gaussian, across or down, over the crops that have one; after the second one all is done."""
     crop, chunk, channel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -143,7 +143,7 @@ def blur(  # type: ignore[no-untyped-def]
             weights += weight
         value = value / weights
         if DOWN:
-            value = _finish(value, row, normalise, channel, tl.num_programs(2))
+            value = _finish(value, row, normalize, channel, tl.num_programs(2))
         tl.store(target + first + place, value, mask=inside)
 
 
@@ -199,9 +199,9 @@ def _shift_hue(r, g, b, turns):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(x, row, normalise, channel, channels):  # type: ignore[no-untyped-def]
+def _finish(x, row, normalize, channel, channels):  # type: ignore[no-untyped-def]
     x = tl.where(tl.load(row + _SOLARIZE) != 0, tl.minimum(x, 1 - x), x)
-    return x * tl.load(normalise + channels + channel) + tl.load(normalise + channel)
+    return x * tl.load(normalize + channels + channel) + tl.load(normalize + channel)
 
 
 @triton.jit

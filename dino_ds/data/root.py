@@ -108,7 +108,7 @@ def check_split(root: str) -> None:
     tests = train and test_folder(train)
     if train and tests:
         raise ConfigError(
-            f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (for train, labelled "
+            f"{root} holds {train.name}/ and {tests.name}/: name the images to train on, {train} (for train, labeled "
             f"test images: --eval.root {tests}); for all of them a .txt list of their paths"
         )
 

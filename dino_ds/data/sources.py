@@ -226,8 +226,8 @@ def held_out_images(recipe: Recipe, train: Source) -> Source | None:
     return None if root is None else build_source(data.source, root, "train", data.download, data.remote_cache_gib)
 
 
-def labelled_test(train: Source) -> Part | None:
-    """The held-out images of classes that are trained on, as labelled test images beside `train`; None without two."""
+def labeled_test(train: Source) -> Part | None:
+    """The held-out images of classes that are trained on, as labeled test images beside `train`; None without two."""
     if not isinstance(train, Part) or train.labels is None or train.others.labels is None:
         return None
     labels = np.asarray(train.others.labels)

@@ -17,7 +17,7 @@ from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.data.base import Source
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.features import BATCH, ImageMemory, Reading, extract_features
@@ -31,7 +31,7 @@ NamedSources = Callable[[], tuple[Source | None, Source | None]]
 class Settings:
     """Settings of evaluations.
 
-    ks: numbers of neighbours; temperature of their votes; seed of all random choices; size: pixels of a side, or None
+    ks: numbers of neighbors; temperature of their votes; seed of all random choices; size: pixels of a side, or None
     for the model's; images: most training images, and test images unless `test_images` is given, or None for all;
     workers: loader processes per rank, or None for a number that fits the cores; benchmark_root: folder of DAVIS and
     the like; value_range: the range
@@ -50,7 +50,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1 is an unknown one."""
 
     features: Tensor
@@ -90,11 +90,11 @@ class EvalContext:
     @property
     def crop(self) -> EvalCrop:
         """The part of an image that the model sees."""
-        return EvalCrop(self.size, self.backbone.normalisation)
+        return EvalCrop(self.size, self.backbone.normalization)
 
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
-        """Training and test images, labelled or not. Raises what opening them does."""
+        """Training and test images, labeled or not. Raises what opening them does."""
         with distributed.raise_on_all_ranks():
             return self._named()
 
@@ -106,13 +106,13 @@ class EvalContext:
 
     @property
     def train_source(self) -> Source:
-        """The labelled training images. Raises DataError if there are none."""
-        return self._labelled_sources[0]
+        """The labeled training images. Raises DataError if there are none."""
+        return self._labeled_sources[0]
 
     @property
     def test_source(self) -> Source:
-        """The labelled test images, with no class that training lacks. Raises DataError if there are none."""
-        return self._labelled_sources[1]
+        """The labeled test images, with no class that training lacks. Raises DataError if there are none."""
+        return self._labeled_sources[1]
 
     @property
     def any_source(self) -> Source:
@@ -124,7 +124,7 @@ class EvalContext:
 
     @cached_property
     def train_indices(self) -> list[int]:
-        """The training images in use: labelled, at most `settings.images`, evenly spread."""
+        """The training images in use: labeled, at most `settings.images`, evenly spread."""
         return images_in_use(self.train_source, self.settings.images)
 
     @cached_property
@@ -143,7 +143,7 @@ class EvalContext:
 
     @cached_property
     def any_indices(self) -> list[int]:
-        """The images of `any_source` in use, evenly spread; only labelled ones where it has labels."""
+        """The images of `any_source` in use, evenly spread; only labeled ones where it has labels."""
         return images_in_use(self.any_source, self.test_limit)
 
     @property
@@ -152,27 +152,27 @@ class EvalContext:
         return self.settings.test_images or self.settings.images
 
     @cached_property
-    def train(self) -> Labelled:
+    def train(self) -> Labeled:
         """Features of the training images in use."""
         return self.compute(self.backbone.features, self.train_source, self.train_indices, self.crop)
 
     @cached_property
-    def test(self) -> Labelled:
+    def test(self) -> Labeled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
         _ = self.test_indices  # raises what is wrong with them
         found, classes = self.any_images, self.train_source.classes or []
         numbers = [classes.index(name) for name in self.test_source.classes or []]
-        return Labelled(found.features, torch.tensor(numbers, device=self.device)[found.labels], len(classes))
+        return Labeled(found.features, torch.tensor(numbers, device=self.device)[found.labels], len(classes))
 
     @cached_property
-    def any_images(self) -> Labelled:
+    def any_images(self) -> Labeled:
         """Features of `any_source`, with its own labels."""
         return self.compute(self.backbone.features, self.any_source, self.any_indices, self.crop)
 
     @property
-    def any_labelled(self) -> Labelled:
+    def any_labeled(self) -> Labeled:
         """`any_images`. Raises DataError where they have no classes."""
-        if not _is_labelled(self.any_source):
+        if not _is_labeled(self.any_source):
             raise _no_classes("the images")
         return self.any_images
 
@@ -188,12 +188,12 @@ class EvalContext:
         source: Source,
         indices: Sequence[int],
         transform: Callable[[Image.Image], Tensor],
-    ) -> Labelled:
+    ) -> Labeled:
         """Compute `gather`'s features and labels; unreadable images are left out and noted. Raises GaveUp,
         DataError."""
         features, labels, unreadable = self.gather(describe, source, indices, transform)
         self.note(f"left out, unreadable: {text}" for text in unreadable)
-        return Labelled(features, labels, len(source.classes or []))
+        return Labeled(features, labels, len(source.classes or []))
 
     def gather(
         self,
@@ -228,14 +228,14 @@ class EvalContext:
         self.notes = list(dict.fromkeys([*self.notes, *lines]))
 
     @cached_property
-    def _labelled_sources(self) -> tuple[Source, Source]:
+    def _labeled_sources(self) -> tuple[Source, Source]:
         train, test = self.sources
         if train is None:
-            raise DataError("there are no training images: name labelled ones with --root DIR")
+            raise DataError("there are no training images: name labeled ones with --root DIR")
         if test is None:
-            raise DataError("there are no test images: name labelled ones with --test_root DIR")
+            raise DataError("there are no test images: name labeled ones with --test_root DIR")
         for which, images in (("training", train), ("test", test)):
-            if not _is_labelled(images):
+            if not _is_labeled(images):
                 raise _no_classes(f"the {which} images")
         if missing := sorted(set(test.classes or []) - set(train.classes or [])):
             raise DataError(f"{len(missing)} classes of the test images are not in training: {', '.join(missing[:5])}")
@@ -243,26 +243,26 @@ class EvalContext:
 
 
 @contextmanager
-def live_teacher(teacher: Teacher, image_size: int, normalisation: Normalisation) -> Iterator[Backbone]:
+def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization) -> Iterator[Backbone]:
     """The newest teacher, not a copy: in FP32 whatever the precision of training, and without a compiler.
 
     `image_size` is the native side in pixels.
     """
     model = Backbone(teacher.backbone, image_size, "the teacher", {})
-    model.normalisation = normalisation
+    model.normalization = normalization
     with teacher.evaluating():
         yield model
 
 
 def images_in_use(source: Source, limit: int | None) -> list[int]:
-    """Indices of at most `limit` images, evenly spread; only labelled ones where the source has labels."""
-    if not _is_labelled(source):
+    """Indices of at most `limit` images, evenly spread; only labeled ones where the source has labels."""
+    if not _is_labeled(source):
         return evenly_spaced_indices(len(source), limit or len(source))
-    labelled = np.flatnonzero(np.asarray(source.labels) >= 0)
-    return [int(labelled[i]) for i in evenly_spaced_indices(len(labelled), limit or len(labelled))]
+    labeled = np.flatnonzero(np.asarray(source.labels) >= 0)
+    return [int(labeled[i]) for i in evenly_spaced_indices(len(labeled), limit or len(labeled))]
 
 
-def _is_labelled(source: Source) -> bool:
+def _is_labeled(source: Source) -> bool:
     return source.labels is not None and bool(source.classes)
 
 

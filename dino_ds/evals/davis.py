@@ -37,7 +37,7 @@ _BENCHMARK = Benchmark(
     "TrainVal 480p of https://davischallenge.org/davis2017/code.html",
 )
 _SIZE, _SIDE_STEP = 480, 64
-_LAST_FRAMES, _NEIGHBOURHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
+_LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
 _TOLERANCE = 0.008
 """Tolerance of a boundary's place, as a part of the image's diagonal."""
@@ -85,9 +85,9 @@ class LabelPropagation:
         features, labels = (torch.stack(kind) for kind in zip(self._first, *self._last, strict=True))
         found = torch.empty_like(labels[0])
         column = torch.arange(found.shape[1], device=found.device)
-        near_column = (column[:, None] - column).abs() <= _NEIGHBOURHOOD
+        near_column = (column[:, None] - column).abs() <= _NEIGHBORHOOD
         for top, rows in enumerate(targets):  # a row at a time sees the rows around it: little memory
-            seen = slice(max(0, top - _NEIGHBOURHOOD), top + _NEIGHBOURHOOD + 1)
+            seen = slice(max(0, top - _NEIGHBORHOOD), top + _NEIGHBORHOOD + 1)
             likeness = torch.einsum("wd,frcd->wfrc", rows, features[:, seen])
             likeness = likeness.masked_fill_(~near_column[:, None, None], -torch.inf).flatten(1)
             value, index = likeness.topk(min(_NEAREST, likeness.shape[1]), dim=1)
@@ -148,7 +148,7 @@ def _share(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def boundaries(masks: Tensor) -> Tensor:
-    """Pixels that differ from a neighbour to the right, below, or right below: half a pixel off, 1 pixel wide."""
+    """Pixels that differ from a neighbor to the right, below, or right below: half a pixel off, 1 pixel wide."""
     padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
     right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
     return (masks ^ right) | (masks ^ below) | (masks ^ both)
@@ -175,7 +175,7 @@ def _judge(context: EvalContext, clip: Clip) -> list[list[float]]:
         image = _read(frames, index)
         if image.size != (width, height):
             raise DataError(f"{clip[0][0].parent} has frames of {image.size} and {(width, height)} pixels")
-        scaled = to_tensor(image.resize(sides[::-1], Image.Resampling.BILINEAR), model.normalisation)
+        scaled = to_tensor(image.resize(sides[::-1], Image.Resampling.BILINEAR), model.normalization)
         return model.patch_tokens(scaled[None].to(context.device))[0].float()
 
     tokens = patches(0)

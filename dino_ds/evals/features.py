@@ -1,4 +1,4 @@
-"""Features of labelled images, each rank computing its share."""
+"""Features of labeled images, each rank computing its share."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def extract_features(
     image at all, GaveUp.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
-    images = LabelledImages(source, mine, reading)
+    images = LabeledImages(source, mine, reading)
     features, labels, bad, gave_up = [], [], list[str](), False
     with closing(_batches(images, source, mine, reading)) as batches:
         for crops, targets, unreadable in batches:
@@ -130,7 +130,7 @@ def extract_features(
 
 
 def _batches(
-    images: LabelledImages, source: Source, mine: Sequence[int], reading: Reading
+    images: LabeledImages, source: Source, mine: Sequence[int], reading: Reading
 ) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
     """Batches of `collate`, from memory where they were read before."""
 
@@ -183,7 +183,7 @@ def keep_generators(device: torch.device) -> Iterator[None]:
         np.random.set_state(others[1])
 
 
-class LabelledImages(Dataset[tuple[Tensor, int, int] | str]):
+class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
     def __init__(self, source: Source, indices: list[int], reading: Reading) -> None:
         self._source, self._indices = source, indices
         self._transform, self._how = reading.transform, (reading.value_range, reading.channels)

@@ -73,9 +73,9 @@ def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def knn_votes(similarity: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
-    """Cosines (q, k) and labels (q, k) of the neighbours -> the votes for each class (q, classes).
+    """Cosines (q, k) and labels (q, k) of the neighbors -> the votes for each class (q, classes).
 
-    The nearest neighbour's is 1: exp(cosine / temperature) itself is infinite in FP32 at a temperature below 0.011.
+    The nearest neighbor's is 1: exp(cosine / temperature) itself is infinite in FP32 at a temperature below 0.011.
     """
     votes = similarity.new_zeros(len(similarity), classes)
     return votes.scatter_add_(1, labels, ((similarity - similarity.amax(1, keepdim=True)) / temperature).exp())

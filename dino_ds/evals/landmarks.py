@@ -20,7 +20,7 @@ from dino_ds.basics.text_file import read_object
 from dino_ds.data.decode import load_image
 from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import to_tensor
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError, one_line
 from dino_ds.evals.benchmark import Benchmark, describe_files
@@ -133,7 +133,7 @@ def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: 
         images, queries = ([folder / f"jpg/{one}.jpg" for one in some] for some in (truth.imlist, truth.qimlist))
         benchmark.check([*images, *queries])
     context.begin()
-    prepare = partial(_thumbnail, size=context.settings.size or size, normalisation=context.backbone.normalisation)
+    prepare = partial(_thumbnail, size=context.settings.size or size, normalization=context.backbone.normalization)
     describe = describe_at_scales(context, scales)
 
     def features(files: Any, what: str) -> Tensor:
@@ -162,8 +162,8 @@ class _CutOut:
         return image.crop(self._boxes[index])
 
 
-def _thumbnail(image: Image.Image, size: int, normalisation: Normalisation) -> Tensor:
-    """Image -> (3, h, w), normalised: shrunken so that its longer side is at most `size` pixels."""
+def _thumbnail(image: Image.Image, size: int, normalization: Normalization) -> Tensor:
+    """Image -> (3, h, w), normalized: shrunken so that its longer side is at most `size` pixels."""
     small = image.copy()
     small.thumbnail((size, size), Image.Resampling.LANCZOS)
-    return to_tensor(small, normalisation)
+    return to_tensor(small, normalization)

@@ -49,7 +49,7 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
     found: tuple[ValueRange | None, list[str]] = (None, [])
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
-            wanted = len(backbone.normalisation.mean)
+            wanted = len(backbone.normalization.mean)
             sample = look_at_values(sources, wanted)
             if sample.channels and wanted not in sample.channels:
                 there = " or ".join(map(str, sorted(sample.channels)))

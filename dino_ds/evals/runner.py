@@ -16,8 +16,8 @@ from dino_ds.config.fields import BENCHMARKS
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.image_set import digest_of
-from dino_ds.data.normalisation import Normalisation
-from dino_ds.data.sources import build_source, held_out_images, labelled_test
+from dino_ds.data.normalization import Normalization
+from dino_ds.data.sources import build_source, held_out_images, labeled_test
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.advice import OF_ONE_SET, note_on_shared, with_recipe_keys
@@ -52,10 +52,10 @@ class EvalRunner(AtStep):
         sources: tuple[Source, Source | None],
         settings: Settings,
         image_size: int,
-        normalisation: Normalisation,
+        normalization: Normalization,
     ) -> None:
         self._names, self._every, self._settings, self._size = names, every, settings, image_size
-        self._normalisation = normalisation
+        self._normalization = normalization
         self._sources = sources
         self._counts: list[float] = []
         """Numbers of k-NN, by which checkpoints of earlier versions are compared."""
@@ -97,7 +97,7 @@ class EvalRunner(AtStep):
         best = Best.from_recipe(settings, names)
         if not names and held_out is None:
             return None
-        runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalisation.of(recipe))
+        runner = cls(names, every, (train, test), how, recipe.crops.global_size, Normalization.of(recipe))
         if best is not None:
             counts = len(test or ()), len(held_out or ())
             best.counts = (settings.k, settings.bank_images, settings.test_images, *counts)
@@ -134,7 +134,7 @@ class EvalRunner(AtStep):
                 for source, limit in zip(self._sources, limits, strict=True)
                 if source is not None
             ]
-            of_all = [how.ks, how.temperature, how.value_range, self._size, self._normalisation, *of_images]
+            of_all = [how.ks, how.temperature, how.value_range, self._size, self._normalization, *of_images]
             found = hashlib.blake2b(repr(of_all).encode(), digest_size=16).hexdigest()
         return distributed.gather_objects(found)[0]
 
@@ -198,7 +198,7 @@ class EvalRunner(AtStep):
         Data that can't be evaluated is an error at step 0; later it is left out and noted. Training's random
         numbers stay as they are.
         """
-        teacher = live_teacher(moment.teacher, self._size, self._normalisation)
+        teacher = live_teacher(moment.teacher, self._size, self._normalization)
         with suppress(GaveUp), keep_generators(moment.device), teacher as model:
             return self._evaluate(model, moment)
         return None
@@ -211,7 +211,7 @@ class EvalRunner(AtStep):
             context.memory = self._memory
             return context
 
-        pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalisation=self._normalisation)
+        pixels = SimpleNamespace(features=raw_pixels, image_size=self._size, normalization=self._normalization)
         context, results, raw = context_of(model), Results(), self.knn.raw
         for name in self._names:
             if any(distributed.gather_objects(moment.stop_requested())):
@@ -273,12 +273,12 @@ class EvalRunner(AtStep):
 
 
 def _test_images(recipe: Recipe, train: Source) -> Source | None:
-    """The labelled test images: named ones, those of a data set, else those that eval.val_share holds out, where an
+    """The labeled test images: named ones, those of a data set, else those that eval.val_share holds out, where an
     evaluation needs them."""
     data, root, evals = recipe.data, recipe.eval.root, recipe.eval.evals
     if data.own_files and root is None:
         needed = evals == "auto" or set(evals) - {*OF_ONE_SET, *BENCHMARKS}
-        return labelled_test(train) if needed else None
+        return labeled_test(train) if needed else None
     return build_source(data.source, root if data.own_files else data.root, "test", data.download)
 
 

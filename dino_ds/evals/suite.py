@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dino_ds.config.fields import BENCHMARKS
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
@@ -33,10 +33,10 @@ Evaluation = Callable[[EvalContext], dict[str, float]]
 def knn(context: EvalContext) -> dict[str, float]:
     """Weighted k-NN, top-1 for each of `--k`"""
     settings = context.settings
-    _with_neighbours(settings.ks, len(context.train_indices))  # before features, which may take hours
+    _with_neighbors(settings.ks, len(context.train_indices))  # before features, which may take hours
     test, train = context.test, context.train
     images = len(train.labels)
-    ks = _with_neighbours(settings.ks, images)
+    ks = _with_neighbors(settings.ks, images)
     if len(ks) < len(settings.ks):
         left_out = ", ".join(str(k) for k in settings.ks if k > images)
         context.note([f"k = {left_out} left out: there are {images} training images"])
@@ -44,10 +44,10 @@ def knn(context: EvalContext) -> dict[str, float]:
     return {f"knn_{k}": accuracy for k, accuracy in found.items()}
 
 
-def _with_neighbours(ks: Sequence[int], images: int) -> list[int]:
+def _with_neighbors(ks: Sequence[int], images: int) -> list[int]:
     """The numbers of `ks` that are not more than the training images. Raises DataError where none is."""
     if images < min(ks):
-        raise DataError(f"{images} training images have no {min(ks)} neighbours: give a smaller --k, or more")
+        raise DataError(f"{images} training images have no {min(ks)} neighbors: give a smaller --k, or more")
     return [k for k in ks if k <= images]
 
 
@@ -71,7 +71,7 @@ def ridge(context: EvalContext) -> dict[str, float]:
 
 def retrieval(context: EvalContext) -> dict[str, float]:
     """Each test image asks for the others of its class: mean average precision, of 5000 images at most"""
-    test = context.any_labelled
+    test = context.any_labeled
     rows = torch.arange(len(test.labels), device=test.labels.device)
     if len(rows) > _RETRIEVAL_IMAGES:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(context.settings.seed))
@@ -109,7 +109,7 @@ def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> Eval
     """
     methods = dict.fromkeys(("features", "patch_tokens"))
     sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
-    no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalisation=IMAGENET)
+    no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
         EVALUATIONS[name](context)
@@ -122,7 +122,7 @@ class _Ready(Exception):
 
 class _Preflight(EvalContext):
     def begin(self) -> None:
-        if "_labelled_sources" in self.__dict__:  # labels are wanted: those of the test images too
+        if "_labeled_sources" in self.__dict__:  # labels are wanted: those of the test images too
             _ = self.test_indices
         raise _Ready
 

@@ -49,13 +49,13 @@ class Best:
         if metric == "none":
             if section.stop_after:
                 raise ConfigError(
-                    "eval.stop_after needs a metric, and without labelled test images there is no k-NN: name images "
+                    "eval.stop_after needs a metric, and without labeled test images there is no k-NN: name images "
                     "(--eval.root FOLDER) or a metric (--eval.keep_best val_loss or rankme)"
                 )
             return None
         if metric != VAL_LOSS and EVALUATION_OF[metric] not in names:
             raise ConfigError(
-                f"eval.keep_best {metric} needs labelled test images: name some (--eval.root FOLDER), or hold some out "
+                f"eval.keep_best {metric} needs labeled test images: name some (--eval.root FOLDER), or hold some out "
                 "(--eval.val_share 0.1, of class folders)"
             )
         return Best(metric, section.stop_after)

@@ -17,7 +17,7 @@ from dino_ds.basics.digits import range_text
 from dino_ds.checkpoint.manifest import Manifest
 from dino_ds.config.crops import FROZEN, Masks, teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
@@ -118,7 +118,7 @@ def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     assert source is not None
     network = _network(spec, source, parts)
     about = {"source": source.place, "digest": place_frozen(network, source, config)}
-    teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalisation, Normalisation.of(recipe))
+    teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalization, Normalization.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
     return teacher
 

@@ -41,7 +41,7 @@ class TeacherOptions:
     instead of at each use: same results, 2 bytes a weight more. `compiled`: how its blocks are compiled, as of
     `compile_segments`, or "off".
 
-    `batch_norm`: "reference": it normalises by its own batch, its running averages are its own and of its crops
+    `batch_norm`: "reference": it normalizes by its own batch, its running averages are its own and of its crops
     (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
     that the student began with. Evaluations and exports use the running averages.
     """

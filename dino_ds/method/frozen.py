@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.config.crops import Masks
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.placement import InferencePlacement
@@ -34,7 +34,7 @@ class FrozenTeacher(Teacher):
     and `ours`: what was removed of the images that it was trained on, and of those of this run. `notes` for people."""
 
     def __init__(
-        self, network: Network, dtype: torch.dtype, about: dict[str, Any], theirs: Normalisation, ours: Normalisation
+        self, network: Network, dtype: torch.dtype, about: dict[str, Any], theirs: Normalization, ours: Normalization
     ) -> None:
         super().__init__(network, dtype)
         self.about = about
@@ -73,8 +73,8 @@ class FixedTeacher(FrozenTeacher):
             )
 
 
-def _between(ours: Normalisation, theirs: Normalisation) -> Tensor:
-    """(2, c): what is added to images that are normalised by `ours`, and their factor before, to have them `theirs`."""
+def _between(ours: Normalization, theirs: Normalization) -> Tensor:
+    """(2, c): what is added to images that are normalized by `ours`, and their factor before, to have them `theirs`."""
     (offset, factor), (their_offset, their_factor) = ours.offset_and_factor(), theirs.offset_and_factor()
     ratio = their_factor / factor
     return torch.stack((their_offset - offset * ratio, ratio))

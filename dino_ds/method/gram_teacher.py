@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
@@ -75,7 +75,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     teacher can't replace.
     """
     config, ema = parts.config, parts.ema
-    dtype, ours = DTYPES[config.precision], Normalisation.of(parts.recipe)
+    dtype, ours = DTYPES[config.precision], Normalization.of(parts.recipe)
     assert ema is not None
     if spec.place == SNAPSHOT:
         like = _like_student(spec, parts)
@@ -89,7 +89,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
         place_frozen(like, source, config, whole=True)
         return GramTeacher(like, dtype, ema)
     about = {"source": source.place, "digest": place_frozen(network, source, config)}
-    return FixedGramTeacher(network, dtype, about, source.normalisation, ours)
+    return FixedGramTeacher(network, dtype, about, source.normalization, ours)
 
 
 def _like_student(spec: GramTeacherSpec, parts: TeacherParts) -> Network:
@@ -130,10 +130,10 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
                 f"{source.name} is a {source.spec.title} of other numbers than this run's "
                 f"{recipe.model.backbone}, whose EMA teacher can't replace it: {stays}"
             )
-        if source.normalisation != Normalisation.of(recipe):
+        if source.normalization != Normalization.of(recipe):
             raise ConfigError(
-                f"{source.name} was trained on images less {source.normalisation}, and this run's have "
-                f"{Normalisation.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
+                f"{source.name} was trained on images less {source.normalization}, and this run's have "
+                f"{Normalization.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
             )
     for one in recipe.resolutions:
         (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(one), spec.name))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dino_ds.basics.rehearsal import rehearsing
 from dino_ds.config.crops import GLOBAL, Masks
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
@@ -69,7 +69,7 @@ def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
     Raises CheckpointError for weights that can't be used, ConfigError for those of images of other channels.
     """
     recipe, config = parts.recipe, parts.config
-    ours, weights = Normalisation.of(recipe), str(recipe.model.init_from)
+    ours, weights = Normalization.of(recipe), str(recipe.model.init_from)
     with distributed.raise_on_all_ranks():
         if rehearsing():
             side, how = recipe.crops.global_size, recipe.model.pos_embed_interpolation
@@ -81,4 +81,4 @@ def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
             backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
         network = Network(backbone, {}, {}, parts.objective.teacher_features(spec.name))
     about = {"source": weights, "digest": place_frozen(network, source, config)}
-    return StartTeacher(network, DTYPES[config.precision], about, source.normalisation, ours)
+    return StartTeacher(network, DTYPES[config.precision], about, source.normalization, ours)

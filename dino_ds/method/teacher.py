@@ -28,7 +28,7 @@ class Teacher:
         self._device = next(network.parameters()).device
         self._running = network
         self._batch_norms: list[BatchNorm] = []
-        """Layers of `_running` that normalise by the batch."""
+        """Layers of `_running` that normalize by the batch."""
         self._unsynced: list[Tensor] = []
 
     @torch.no_grad()

@@ -45,9 +45,9 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     synced = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.normalised(x)
+        return self.normalized(x)
 
-    def normalised(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         """x less its mean, divided by its standard deviation, scaled and shifted."""
         assert self.momentum is not None
         weight = None if self.weight is None else self.weight.float()
@@ -71,19 +71,19 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         if mean is not None and var is not None:
             mean.lerp_(batch_mean, momentum)
             var.lerp_(batch_var, momentum)
-        normalised: Tensor = out
-        return normalised
+        normalized: Tensor = out
+        return normalized
 
 
 class BatchNormAct(BatchNorm):
     """timm's BatchNormAct2d: with an activation behind it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.drop(self.normalised(x)))  # type: ignore[operator]
+        return self.act(self.drop(self.normalized(x)))  # type: ignore[operator]
 
 
 class _Synced(torch.autograd.Function):
-    """x (b, c, ...) normalised by the statistics of all ranks, which must have batches of one shape.
+    """x (b, c, ...) normalized by the statistics of all ranks, which must have batches of one shape.
 
     Also gives the mean (c,) and the unbiased variance (c,).
     """

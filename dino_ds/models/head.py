@@ -1,4 +1,4 @@
-"""The projection head: MLP, L2 normalisation, prototypes.
+"""The projection head: MLP, L2 normalization, prototypes.
 
 Source: facebookresearch/dino `DINOHead`; its `weight_norm` layer is `Prototypes` here, because torch's weight_norm
 can't be deep-copied and sees no weights under ZeRO 3.

@@ -107,7 +107,7 @@ def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
     """The matrix (size, grid) that resizes one axis as torch's bicubic `interpolate` does.
 
     "dino": by the scale factor (size + 0.1) / grid, a = -0.75, edges repeated. "antialias": by size, a = -0.5, the
-    kernel widened where it shrinks, weights normalised over the pixels that are there.
+    kernel widened where it shrinks, weights normalized over the pixels that are there.
     """
     grid = vit.grid
     there = torch.arange(grid, device=device, dtype=torch.float32)

@@ -70,7 +70,7 @@ class RopeTables:
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The centers of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
 
-    `sides` that they are normalised by: each axis by its own ("separate"), or both by the larger or smaller one
+    `sides` that they are normalized by: each axis by its own ("separate"), or both by the larger or smaller one
     ("max", "min").
     """
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]

@@ -27,12 +27,12 @@ class EvalOptions:
     weights: Weights = "newest"
     evals: Listed[Evaluation] = option(("knn",), "comma-separated list of")
     source: _Source = None
-    root: str | None = option(None, "labelled training images, as data.root", shown="the run's")
-    test_root: str | None = option(None, "labelled test images", shown="the run's eval.root, or the source's own")
+    root: str | None = option(None, "labeled training images, as data.root", shown="the run's")
+    test_root: str | None = option(None, "labeled test images", shown="the run's eval.root, or the source's own")
     benchmark_root: str | None = option(None, f"folder of the data of {', '.join(BENCHMARKS)}")
     size: Count | None = option(None, "pixels of a side, of whole patches", shown="the model's or the benchmark's")
-    k: Listed[Count] | None = option(None, "numbers of neighbours of knn", shown="10,20,100,200")
-    temperature: Positive | None = option(None, "knn weighs neighbours by exp(similarity / temperature)", shown="0.07")
+    k: Listed[Count] | None = option(None, "numbers of neighbors of knn", shown="10,20,100,200")
+    temperature: Positive | None = option(None, "knn weighs neighbors by exp(similarity / temperature)", shown="0.07")
     images: Count | None = option(None, "images of each set, at most", shown="all")
     workers: Amount | None = option(None, "data loading processes per rank", shown="by the cores")
     out: str | None = option(None, "JSON file for the results", shown="RUN/evaluations.json of a run")

@@ -160,7 +160,7 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> I
     if not gpus.count:
         yield "no GPU here, none named: --gpu rtx4090-24g (see dino-ds plan) advises for that card"
     if not has_tests and options.source == "folder":
-        yield "no class folders, so k-NN is not measured while it trains: name labelled images with --eval.root"
+        yield "no class folders, so k-NN is not measured while it trains: name labeled images with --eval.root"
     yield "if it does not learn: docs/your-data.md"
 
 

@@ -128,13 +128,13 @@ def loss_chart(metrics: Metrics) -> Chart:
 
 
 def knn_chart(metrics: Metrics) -> Chart:
-    knn = summarise_knn(metrics) or {}
+    knn = summarize_knn(metrics) or {}
     levels = {name: knn[key] for key, name in KNN_BASELINES.items() if key in knn}
     at = f" at step {knn['step']:,}" if knn else ""
     return Chart("k-NN top-1 of the teacher", "%", [Line(f"teacher{at}", metrics[KNN], 3, "dots")], levels)
 
 
-def summarise_knn(metrics: Metrics) -> dict[str, float | int] | None:
+def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
     """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
     without evaluations.
 

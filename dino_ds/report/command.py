@@ -15,14 +15,14 @@ from dino_ds.options.commands import ReportOptions
 from dino_ds.report.folder import RunFiles, read_run
 from dino_ds.report.html import build_document, render
 from dino_ds.report.single_run import draw_run
-from dino_ds.report.summary import summarise
+from dino_ds.report.summary import summarize
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 
 def run(options: ReportOptions) -> None:
     """Write the page, and print what it says first."""
     page, found = write_page(options)
-    facts = summarise(found)
+    facts = summarize(found)
     if options.json:
         print(json.dumps({"report": str(page), **facts}, allow_nan=False))
     else:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dino_ds.data.normalisation import visible
+from dino_ds.data.normalization import visible
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def shorten(text: str) -> str:
 
 
 def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalised images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1], as `visible` makes them."""
+    """Normalized images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1], as `visible` makes them."""
     shape = (1, -1, 1, 1)
     scaled = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
     return torch.stack([visible(one) for one in scaled]).permute(0, 2, 3, 1)

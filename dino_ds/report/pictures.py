@@ -22,7 +22,7 @@ from dino_ds.data.base import Source, UnreadableImage
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.decode import load_image
 from dino_ds.data.images import ValueRange, evenly_spaced_indices
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.context import live_teacher
@@ -82,9 +82,9 @@ def draw_pictures(
     Raises ConfigError for a kind that the network has not, DataError where the images can't be read.
     """
     if chosen := [kind for kind in _OF_PATCHES if kind in kinds]:
-        crop = EvalCrop(side_of(model), model.normalisation)
+        crop = EvalCrop(side_of(model), model.normalization)
         pixels = torch.stack([one for _, one in _read(source, _SHOWN, crop, value_range)]).to(device)
-        pictures = draw.picture_of(pixels.cpu(), model.normalisation.mean, model.normalisation.std)
+        pictures = draw.picture_of(pixels.cpu(), model.normalization.mean, model.normalization.std)
         for kind in chosen:
             of_patches = model.attention if kind == "attention" else model.patch_tokens
             drawn = draw.draw_attention if kind == "attention" else draw.draw_pca
@@ -110,7 +110,7 @@ def side_of(model: Backbone) -> int:
 
 
 def _read(source: Source, count: int, crop: EvalCrop, value_range: ValueRange | None) -> Iterator[tuple[int, Tensor]]:
-    """Index and pixels (c, side, side), normalised, of at most `count` images spread over `source`; those that can't
+    """Index and pixels (c, side, side), normalized, of at most `count` images spread over `source`; those that can't
     be read are left out. Raises DataError where none can."""
     chosen, readable, first = evenly_spaced_indices(len(source), count), 0, ""
     for index in chosen:
@@ -136,7 +136,7 @@ class _Bank:
         device: torch.device,
         at_batch: Callable[[], object],
     ) -> None:
-        crop = EvalCrop(model.image_size, model.normalisation)
+        crop = EvalCrop(model.image_size, model.normalization)
         images = _read(source, _BANK, crop, value_range)
         features, indices = list[Tensor](), list[int]()
         self._thumbnails: list[np.ndarray] = []
@@ -144,7 +144,7 @@ class _Bank:
             pixels = torch.stack([one for _, one in batch])
             indices += [index for index, _ in batch]
             features.append(model.features(pixels.to(device)).float().cpu())
-            self._thumbnails += _thumbnails(pixels, model.normalisation)
+            self._thumbnails += _thumbnails(pixels, model.normalization)
             at_batch()
         if len(indices) < 2:
             raise DataError("one image alone has no neighbors and no map: name two or more (--root DIR)")
@@ -173,11 +173,11 @@ class _Bank:
         return draw.draw_neighbors([self._thumbnails[i] for i in queries], found, captions, same_class)
 
 
-def _thumbnails(pixels: Tensor, normalisation: Normalisation) -> list[np.ndarray]:
-    """Normalised images (b, c, h, w) -> uint8 (h, w, 3) each."""
+def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray]:
+    """Normalized images (b, c, h, w) -> uint8 (h, w, 3) each."""
     if pixels.shape[-1] > _THUMBNAIL:
         pixels = F.interpolate(pixels, (_THUMBNAIL, _THUMBNAIL), mode="bilinear", antialias=True)
-    return list((255 * draw.picture_of(pixels, normalisation.mean, normalisation.std)).round().byte().numpy())
+    return list((255 * draw.picture_of(pixels, normalization.mean, normalization.std)).round().byte().numpy())
 
 
 class PeriodicPictures(AtStep):
@@ -191,11 +191,11 @@ class PeriodicPictures(AtStep):
         source: Source,
         every: int,
         image_size: int,
-        normalisation: Normalisation,
+        normalization: Normalization,
         value_range: ValueRange | None = None,
     ) -> None:
         self._source, self._every, self._image_size = source, every, image_size
-        self._normalisation = normalisation
+        self._normalization = normalization
         self._range = value_range
 
     @classmethod
@@ -203,7 +203,7 @@ class PeriodicPictures(AtStep):
         batch, asked = recipe.data.global_batch, recipe.eval.pictures_every
         length = recipe.length.in_steps(batch, epoch_steps) - recipe.length.begin
         every = -(-length // (_TIMES - 1)) if isinstance(asked, str) else asked.in_steps(batch, epoch_steps)
-        return cls(source, every, recipe.crops.global_size, Normalisation.of(recipe), recipe.data.known_range)
+        return cls(source, every, recipe.crops.global_size, Normalization.of(recipe), recipe.data.known_range)
 
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
@@ -223,7 +223,7 @@ class PeriodicPictures(AtStep):
         """PNG files, and the same for TensorBoard."""
         pictures = moment.run_dir / "pictures"
         folder = pictures / step_name(moment.step)
-        teacher = live_teacher(moment.teacher, self._image_size, self._normalisation)
+        teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
         with keep_generators(moment.device), teacher as model:
             drawn = draw_pictures(
                 model, self._source, self._range, shown_kinds(model), moment.device, moment.stop_requested

@@ -13,7 +13,7 @@ from dino_ds.report.charts import LARGE, SHARE, Series, find_series, find_shares
 from dino_ds.report.curves import Metrics
 from dino_ds.report.folder import LEVELS, MOST_OF_A_KIND, Evaluation, RunFiles
 from dino_ds.report.html import Tag, draw_chart, embedded_file, render
-from dino_ds.report.summary import changed_settings, environment_rows, judge, reproduction, summarise
+from dino_ds.report.summary import changed_settings, environment_rows, judge, reproduction, summarize
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 _STATES = {
@@ -40,7 +40,7 @@ _OPEN = ("map", "neighbors")
 
 
 def draw_run(run: RunFiles) -> str:
-    facts = summarise(run)
+    facts = summarize(run)
     level, verdict = judge(run, facts["knn"])
     return render(
         "run.html",

@@ -16,7 +16,7 @@ from dino_ds.config.schema import flat_values, show_value
 from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.errors import ConfigError
 from dino_ds.models.specs.trained import ALL
-from dino_ds.report.charts import EVALUATED, find_others, summarise_knn
+from dino_ds.report.charts import EVALUATED, find_others, summarize_knn
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import RunFiles
 from dino_ds.report.html import Tag
@@ -26,7 +26,7 @@ _NOISE, _FALL = 1.0, 0.2
 """Points of accuracy that are noise, and the part of the gain whose loss is worth a word."""
 
 
-def summarise(run: RunFiles) -> dict[str, Any]:
+def summarize(run: RunFiles) -> dict[str, Any]:
     """Plain values for JSON; None for what the run does not tell. Losses in nats, accuracies in percent."""
     metrics = run.metrics
     return {
@@ -40,7 +40,7 @@ def summarise(run: RunFiles) -> dict[str, Any]:
         "training_seconds": training_seconds(metrics),
         **{key: _last(metrics[key]) for key in ("loss", "teacher_entropy", "kl")},
         **{key: _last(metrics[key]) for key in find_others(metrics) if not key.startswith(EVALUATED)},
-        "knn": summarise_knn(metrics),
+        "knn": summarize_knn(metrics),
         "best": run.best or None,
         "images_per_second": mean_rate(metrics),
         "data_wait_fraction": _mean(metrics["data_wait_fraction"]),
@@ -63,7 +63,7 @@ def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
         )
     if knn is None:
         return "odd", (
-            "Whether it has learned is not known: no labelled images were held out (--eval.val_share 0.1, of class "
+            "Whether it has learned is not known: no labeled images were held out (--eval.val_share 0.1, of class "
             f"folders). For this run: dino-ds eval {run.path} --root TRAIN --test_root TEST."
         )
     newest = f"{percent(knn['teacher'])} at step {knn['step']:,}"

@@ -28,7 +28,7 @@ features = model(images)  # (b, {width})
 
 `AutoModel.from_pretrained("{folder}")` of transformers builds the same network (`.pooler_output`).
 
-Images: shorter side to {enlarged} pixels (bicubic), center crop, {normalisation}; dino_ds leaves images whose shorter \
+Images: shorter side to {enlarged} pixels (bicubic), center crop, {normalization}; dino_ds leaves images whose shorter \
 side is {side} pixels or less uncut; so does timm's transform with crop_pct 1.{on_sizes}{value_range}
 {results}
 Made by dino_ds {version}. License: not stated; its owner adds `license:` to the metadata.
@@ -57,7 +57,7 @@ def model_card(model: Backbone, folder: str) -> str:
         folder=folder,
         width=spec.width,
         enlarged=int(side * 256 / 224),
-        normalisation=f"mean {list(model.normalisation.mean)}, std {list(model.normalisation.std)}",
+        normalization=f"mean {list(model.normalization.mean)}, std {list(model.normalization.std)}",
         on_sizes=_ON_SIZES.format(model.vit.options.pos_embed_interpolation) if has_positions else "",
         value_range=_value_range(model),
         results=_table(about),

@@ -174,8 +174,8 @@ def timm_config(model: Backbone) -> dict[str, Any]:
             "interpolation": "bicubic",
             "crop_pct": 0.875,
             "crop_mode": "center",
-            "mean": list(model.normalisation.mean),
-            "std": list(model.normalisation.std),
+            "mean": list(model.normalization.mean),
+            "std": list(model.normalization.std),
             "num_classes": 0,
             "pool_size": None,
             **spec.timm_layers,
@@ -227,7 +227,7 @@ def _facts(model: Backbone) -> dict[str, Any]:
         vit = model.vit
         facts |= {"num_attention_heads": vit.arch.heads, "layer_norm_eps": vit.arch.norm_eps}
         facts |= {"pos_embed_interpolation": vit.options.pos_embed_interpolation}
-    mean, std = list(model.normalisation.mean), list(model.normalisation.std)
+    mean, std = list(model.normalization.mean), list(model.normalization.std)
     return {"mean": mean, "std": std, "image_size": model.image_size, **facts}
 
 

@@ -23,7 +23,7 @@ from dino_ds.models.specs.backbones import BACKBONES, VITS
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in, merged
 from dino_ds.weights.layouts import split_local_norm, split_network
-from dino_ds.weights.normalisation import timm_statistics
+from dino_ds.weights.normalization import timm_statistics
 from dino_ds.weights.read import network_weights, read_weights
 from dino_ds.weights.sidecar import about_checkpoint, read_facts, recipe_of
 from dino_ds.weights.tensors import Weights, checked, has_rope

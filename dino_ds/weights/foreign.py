@@ -17,7 +17,7 @@ from dino_ds.models.specs.backbones import BACKBONES, VITS, backbone_spec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import SIZE_ARGUMENTS, ForeignSpec, create, foreign_spec
 from dino_ds.weights.layouts import HEAD, head_to_ours
-from dino_ds.weights.normalisation import timm_side, timm_statistics
+from dino_ds.weights.normalization import timm_side, timm_statistics
 from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -49,7 +49,7 @@ def other_network(
     if isinstance(about.get("architecture"), str):
         return _of_timm_folder(tensors, about)
     network, heads = _split(tensors)
-    found = _recognised(tensors, network, asked)
+    found = _recognized(tensors, network, asked)
     if found is None:
         return None
     spec, own = found
@@ -163,7 +163,7 @@ def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dic
     return network, {name: head_to_ours(head) for name, head in heads.items()}
 
 
-def _recognised(
+def _recognized(
     tensors: dict[str, Tensor], network: dict[str, Tensor], asked: ForeignSpec | None
 ) -> tuple[ForeignSpec, dict[str, Tensor]] | None:
     """The spec, and `tensors` as they are or the `network` inside; None if it is another network."""

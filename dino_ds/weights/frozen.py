@@ -16,12 +16,12 @@ from dino_ds.checkpoint.manifest import WHOLE
 from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.find import checkpoint_of, find_weights, is_checkpoint, network_parts
 from dino_ds.weights.fit import describe
-from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.normalization import normalization_of, range_of
 from dino_ds.weights.sidecar import recipe_of
 from dino_ds.weights.tensors import check_numbers
 
@@ -40,7 +40,7 @@ class FrozenSource:
     interpolation: str
     backbone: dict[str, Tensor]
     heads: dict[str, dict[str, Tensor]]
-    normalisation: Normalisation
+    normalization: Normalization
     range: ValueRange | None = None
     centers: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
         recipe.model.pos_embed_interpolation,
         backbone,
         heads,
-        Normalisation.of(recipe),
+        Normalization.of(recipe),
         recipe.data.known_range,
         {name: whole[name] for name in _CENTERS if name in whole},
         [f"the EMA teacher of step {manifest.step}"],
@@ -118,9 +118,9 @@ def _of_weights(place: str) -> FrozenSource:
     weights = find_weights(place)
     found = describe(weights)
     notes = [*weights.notes, *found.notes]
-    normalisation = normalisation_of(weights.about, found.spec.in_chans)
+    normalization = normalization_of(weights.about, found.spec.in_chans)
     own = place, found.spec, found.image_size, found.interpolation, weights.backbone, weights.heads
-    return FrozenSource(*own, normalisation, range_of(weights.about), notes=notes)
+    return FrozenSource(*own, normalization, range_of(weights.about), notes=notes)
 
 
 def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:

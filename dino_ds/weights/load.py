@@ -35,18 +35,18 @@ from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.adapters import put_on
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import Description, describe, fit_tensors
-from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.normalization import normalization_of, range_of
 
 
 class Backbone(nn.Module):
-    """A frozen backbone. Images are (b, c, h, w), normalised as `preprocess` does, sides multiples of
+    """A frozen backbone. Images are (b, c, h, w), normalized as `preprocess` does, sides multiples of
     `side_multiple`; every method works without gradients and in FP32 unless autocast says otherwise.
 
     `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
     projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) stood
     for hidden patches in training, or is None if not known; `notes` say what of the source was not taken or not stated;
     `value_range`: the values that were black and white in training images deeper than 8 bits, or None without any;
-    `normalisation`: the mean and standard deviation of each channel that `preprocess` removes.
+    `normalization`: the mean and standard deviation of each channel that `preprocess` removes.
     """
 
     mask_token: Tensor | None = None
@@ -67,13 +67,15 @@ class Backbone(nn.Module):
         self.is_vit = isinstance(network, VisionTransformer)
         self.source, self.about, self.heads, self.notes = source, about, heads or {}, notes
         self.value_range = range_of(about)
-        self.normalisation = normalisation_of(about, network.spec.in_chans)
-        self._crop = EvalCrop(image_size, self.normalisation)
+        self.normalization = normalization_of(about, network.spec.in_chans)
+        self._crop = EvalCrop(image_size, self.normalization)
+
+    normalisation = property(lambda self: self.normalization)  # its earlier name
 
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 
-        Resized, cut to its center and normalised, as for k-NN; values deeper than 8 bits by the range of the run, whose
+        Resized, cut to its center and normalized, as for k-NN; values deeper than 8 bits by the range of the run, whose
         limits they must not exceed. A file is turned upright, Pillow's image is taken as it lies. Raises ConfigError
         where the model knows no range or a file can't be read.
         """
@@ -198,7 +200,7 @@ def load(
     Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: attention
     heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
     so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
-    152 are recognised. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
+    152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
     of the run folder. A timm name downloads the
     weights if they are not in the cache. `weights`: of a run folder, "best" or "step_N" in place of "newest". Raises
     CheckpointError for anything else, and where heads or the backbone must be named.

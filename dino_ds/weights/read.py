@@ -28,7 +28,7 @@ from dino_ds.weights.layouts import (
     split_local_norm,
     split_network,
 )
-from dino_ds.weights.normalisation import PROCESSOR, processor_statistics, timm_side, timm_statistics
+from dino_ds.weights.normalization import PROCESSOR, processor_statistics, timm_side, timm_statistics
 from dino_ds.weights.sidecar import read_json, read_sidecar
 from dino_ds.weights.tensors import Weights, check_numbers, checked, few, has_rope
 

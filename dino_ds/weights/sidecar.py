@@ -24,7 +24,7 @@ from dino_ds.checkpoint.files import FileRecord, checksum
 from dino_ds.checkpoint.manifest import Manifest, content_sum
 from dino_ds.checkpoint.opening import checksum_once
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, one_line
 from dino_ds.models.specs.base import BackboneSpec
 
@@ -143,11 +143,11 @@ def about_teacher(
     recipe: Recipe, distilled: Mapping[str, Any] | None, step: int, versions: Mapping[str, str]
 ) -> dict[str, Any]:
     """Content of teacher.json: how the teacher was made, `distilled` from what, and how timm builds its model."""
-    arch, known, normalisation = recipe.model.spec(), recipe.data.known_range, Normalisation.of(recipe)
+    arch, known, normalization = recipe.model.spec(), recipe.data.known_range, Normalization.of(recipe)
     return {
         **({"value_range": list(known)} if known else {}),
-        "mean": list(normalisation.mean),
-        "std": list(normalisation.std),
+        "mean": list(normalization.mean),
+        "std": list(normalization.std),
         **_timm(recipe, arch),
         "pos_embed_interpolation": recipe.model.pos_embed_interpolation,
         **({"distilled_from": dict(distilled)} if distilled else {}),

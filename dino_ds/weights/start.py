@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dino_ds.basics.digits import range_text
 from dino_ds.config.model import ModelSection
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.build import tensor_shapes
 from dino_ds.models.network import Network
@@ -24,7 +24,7 @@ from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors
 from dino_ds.weights.from_source import differences, flags_for, not_built
 from dino_ds.weights.layouts import LOCAL_NORM, split_local_norm, with_biases
-from dino_ds.weights.normalisation import normalisation_of, range_of
+from dino_ds.weights.normalization import normalization_of, range_of
 from dino_ds.weights.tensors import Weights
 
 _MASK_TOKEN = "backbone.mask_token"
@@ -32,12 +32,12 @@ _PATCHES = "patch_embed.proj.weight"
 
 
 def find_start(
-    model: ModelSection, value_range: ValueRange | None = None, normalisation: Normalisation | None = None
+    model: ModelSection, value_range: ValueRange | None = None, normalization: Normalization | None = None
 ) -> Weights:
     """The weights of `model.init_from`, adapted to the channels of `model`; the notes say how, what their files do not
     state and what differs here.
 
-    value_range: of this run's images deeper than 8 bits; normalisation: of all its images, or None for the usual one.
+    value_range: of this run's images deeper than 8 bits; normalization: of all its images, or None for the usual one.
     Raises CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`;
     ConfigError where the channels are others and nothing says their mean and standard deviation.
     """
@@ -51,9 +51,9 @@ def find_start(
             notes = _notes_on_other(weights, ours)
         notes = [*weights.notes, *notes]
         if weights.kind == "dino_ds" or "mean" in weights.about:
-            notes += _notes_on_images(weights, value_range, normalisation or Normalisation.usual(ours.in_chans))
+            notes += _notes_on_images(weights, value_range, normalization or Normalization.usual(ours.in_chans))
         if channels_of(weights) != ours.in_chans:
-            _ask_for_normalisation(model, channels_of(weights), normalisation)
+            _ask_for_normalization(model, channels_of(weights), normalization)
             weights, how = adapt_channels(weights, ours.in_chans)
             notes = [how, *notes]
     return replace(weights, notes=notes)
@@ -95,9 +95,9 @@ def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
     return [f"it was made with model.arguments {theirs.arguments}, this run's are {ours.arguments}"]
 
 
-def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalisation) -> list[str]:
+def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalization) -> list[str]:
     """Differences between the images that weights were trained on and ours. Raises CheckpointError."""
-    theirs, before, notes = normalisation_of(weights.about, channels_of(weights)), range_of(weights.about), []
+    theirs, before, notes = normalization_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
         notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
@@ -106,13 +106,13 @@ def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Nor
     return notes
 
 
-def _ask_for_normalisation(model: ModelSection, theirs: int, given: Normalisation | None) -> None:
+def _ask_for_normalization(model: ModelSection, theirs: int, given: Normalization | None) -> None:
     """Raises ConfigError where weights for `theirs` channels start a run on others whose mean nobody has given.
 
     Gray and RGB images are near ImageNet's; what other channels have is not known, and the weights want it removed.
     """
     ours = model.in_chans
-    if ours not in (1, 3) and given in (None, Normalisation.usual(ours)):
+    if ours not in (1, 3) and given in (None, Normalization.usual(ours)):
         raise ConfigError(
             f"model.init_from {model.init_from} is for images of {theirs} channels, and is adapted to this run's "
             f"{ours} (model.in_chans) if these have a mean and a deviation of their own: give --data.mean and "
@@ -126,7 +126,7 @@ class InitialWeights:
     `place`.
 
     The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
-    head of other shapes is left out, and ours stays as initialised; so does a mask token that `weights` do not have.
+    head of other shapes is left out, and ours stays as initialized; so does a mask token that `weights` do not have.
     """
 
     def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:

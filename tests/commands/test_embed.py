@@ -19,7 +19,7 @@ from PIL import Image
 
 import dino_ds
 from dino_ds.commands import embed, embedding_parts
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError, StorageError
 from dino_ds.evals.model_images import range_for
@@ -186,7 +186,7 @@ def _described(place, **values):
 CONTINUED_WITH_OTHERS = {
     "images": (_other_images, "0 of another size, 64 of 64 that were read of other content"),
     "one more": (lambda place, _: image_folder(place / "images/more", 1), "150 -> 151 images: "),
-    "normalisation": (lambda place, _: _described(place, mean=[0, 0, 0], std=[1, 1, 1]), r"normalisation.mean \[0.485"),
+    "normalization": (lambda place, _: _described(place, mean=[0, 0, 0], std=[1, 1, 1]), r"normalization.mean \[0.485"),
     "range": (lambda place, _: _described(place, value_range=[0, 4095]), r"value_range .* -> \[0.0, 4095.0\]"),
     "old": (lambda _, parts: (parts / "about.json").write_text("{}"), "about.json does not say of which"),
     "cut": (lambda _, parts: os.truncate(parts / "about.json", 40), "about.json does not say of which"),
@@ -259,13 +259,13 @@ def test_images_that_all_look_the_same_to_a_model_of_deeper_ones_are_said(tmp_pa
         np.save(tmp_path / f"{number}.npy", np.random.default_rng(number).random((20, 30), np.float32))
     source = build_source("folder", str(tmp_path), "train", False)
     for value_range, warned in (((0.0, 4095.0), True), ((-1.0, 2.0), False)):
-        backbone: Any = SimpleNamespace(value_range=value_range, normalisation=IMAGENET)
+        backbone: Any = SimpleNamespace(value_range=value_range, normalization=IMAGENET)
         found, notes = range_for(backbone, [source])
         assert found == value_range and len(notes) == warned
         assert all(note.startswith("WARNING: 3 of 3 images") and "as the training images" in note for note in notes)
     np.save(tmp_path / "bright.npy", 255 * np.random.default_rng(3).random((20, 30), np.float32))
     source = build_source("folder", str(tmp_path), "train", False)
-    of_8_bits: Any = SimpleNamespace(value_range=None, normalisation=IMAGENET)
+    of_8_bits: Any = SimpleNamespace(value_range=None, normalization=IMAGENET)
     found, (chosen, warning) = range_for(of_8_bits, [source])
     assert found == (0, 255) and chosen.startswith("4 of 4 images") and warning.startswith("WARNING: 3 of 4 images")
 

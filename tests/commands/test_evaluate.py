@@ -17,7 +17,7 @@ from dino_ds.cli.main import main
 from dino_ds.commands import evaluate
 from dino_ds.commands.evaluate import run
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.evals.context import Labelled, Settings
+from dino_ds.evals.context import Labeled, Settings
 from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.options.model import EvalOptions
@@ -30,7 +30,7 @@ from tests.weights.test_weights import _backbone
 DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
 
 
-LABELLED = ["knn", "linear", "ridge", "retrieval", "statistics"]
+LABELED = ["knn", "linear", "ridge", "retrieval", "statistics"]
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +76,22 @@ def _results(place):
 
 
 @pytest.fixture(scope="module")
-def labelled(made):
-    """What one process prints of LABELLED; what it writes is in `made`."""
+def labeled(made):
+    """What one process prints of LABELED; what it writes is in `made`."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        _run(made, ",".join(LABELLED))
+        _run(made, ",".join(LABELED))
     return json.loads(said.getvalue())["results"]
 
 
 @pytest.mark.slow
-def test_every_evaluation_gives_numbers(made, labelled):
+def test_every_evaluation_gives_numbers(made, labeled):
     """One that has its own data is tested with it."""
     results = _results(made)
     names = {"knn_1", "knn_5", "linear", "ridge", "retrieval_map", "rankme"}
-    assert results.keys() == set(LABELLED)
+    assert results.keys() == set(LABELED)
     assert names <= {name for values in results.values() for name in values}
     written = read_results(made / "results.json")
-    assert labelled == written
+    assert labeled == written
     assert {written["knn"][key] for key in ("step", "images", "train_images", "test_images")} == {3, 24, 9}
     _run(made, "knn")
     assert _results(made) == results  # what was not asked for again stays
@@ -112,34 +112,34 @@ def test_statistics_and_retrieval_need_one_set_of_images(place):
     found = _results(place)["statistics"]
     assert found.keys() == {"feature_std", "rankme", "uniformity"}
     assert read_results(place / "results.json")["statistics"]["test_images"] == 6
-    _run(place, "statistics,retrieval", test_root=None)  # labelled ones, whatever they are called
+    _run(place, "statistics,retrieval", test_root=None)  # labeled ones, whatever they are called
     results = read_results(place / "results.json")
     assert 0 < results["retrieval"]["results"]["retrieval_map"] < 100
 
 
-def test_two_ranks_give_what_one_gives(place, labelled):
+def test_two_ranks_give_what_one_gives(place, labeled):
     """Features differ in their last bits with the images of a batch: 1e-4 of a percent."""
-    run_on_ranks(_run, place, ",".join(LABELLED))
+    run_on_ranks(_run, place, ",".join(LABELED))
     two = _results(place)
-    assert two.keys() == labelled.keys()
-    for name, kept in labelled.items():
+    assert two.keys() == labeled.keys()
+    for name, kept in labeled.items():
         assert two[name] == pytest.approx(kept["results"], rel=1e-3, abs=1e-4)
 
 
 def test_what_an_evaluation_lacks_is_said_before_the_first(place, monkeypatch):
-    """Not hours later: labels, classes, neighbours, the files of a benchmark."""
+    """Not hours later: labels, classes, neighbors, the files of a benchmark."""
     monkeypatch.setattr(evaluate, "evaluate", lambda name, context: pytest.fail("too late"))
     for evals, changes, error, words in (
         ("knn,davis", {}, ConfigError, r"DAVIS 2017 needs its images: --benchmark_root DIR, wanted is JPEGImages"),
         ("knn,davis", {"benchmark_root": str(place)}, DataError, "no DAVIS 2017 in"),
-        ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbours"),
+        ("statistics,knn", {"k": (30,)}, DataError, "24 training images have no 30 neighbors"),
         ("statistics,ridge", {"test_root": str(place / "other")}, DataError, "not in training: class3"),
     ):
         with pytest.raises(error, match=words):
             _run(place, evals, **changes)
 
 
-def test_labelled_images_and_benchmarks_in_one_command(place):
+def test_labeled_images_and_benchmarks_in_one_command(place):
     clips(place / "data/DAVIS", names=("walk",), frames=3)
     _run(place, "knn,davis", benchmark_root=str(place / "data"), size=32)
     assert _results(place).keys() == {"knn", "davis"}
@@ -195,14 +195,14 @@ def test_who_can_not_write_into_a_run_is_told_what_does_without(place):
 
 
 def test_what_evaluations_leave_out():
-    """What has no k neighbours, which is said, and an error where nothing is left."""
-    rows, notes = Labelled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()
+    """What has no k neighbors, which is said, and an error where nothing is left."""
+    rows, notes = Labeled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()
     context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, note=notes.extend)
     context.settings = Settings(ks=(6, 10, 20))
     assert list(EVALUATIONS["knn"](context)) == ["knn_6"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
     context.settings = Settings(ks=(10, 20))
-    with pytest.raises(DataError, match="6 training images have no 10 neighbours"):
+    with pytest.raises(DataError, match="6 training images have no 10 neighbors"):
         EVALUATIONS["knn"](context)
 
 
@@ -218,7 +218,7 @@ def test_bad_input_at_the_command_line(place, capsys):
         (3, "broken.safetensors", (place / "broken.safetensors", *sets)),
         (2, "the training images have no classes", (place, "--root", place / "plain", *sets[2:])),
         (2, "the images have no classes", (place, *sets[:3], place / "plain", "--evals", "retrieval")),
-        (2, "there are no test images: name labelled ones with --test_root", (place, *sets[:2])),
+        (2, "there are no test images: name labeled ones with --test_root", (place, *sets[:2])),
         (2, "needs a folder", (place, *sets[2:])),
         (2, "empty", (place, *sets[:3], place / "empty")),
         (2, "multiples of the patch size", (place, *sets, "--size", 30)),

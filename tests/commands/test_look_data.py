@@ -20,7 +20,7 @@ from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError

@@ -229,7 +229,7 @@ def test_collectives_of_the_engine():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(64, 32, 28, 28), (640, 256)])
 def test_collectives_of_batch_norm(shape, dtype):
-    """FP32 whatever it normalises; CUDA's kernels, which fake tensors do not know, are played by shapes alone."""
+    """FP32 whatever it normalizes; CUDA's kernels, which fake tensors do not know, are played by shapes alone."""
     sums = {"batch_norm_stats": 2, "batch_norm_gather_stats_with_counts": 2, "batch_norm_backward_reduce": 4}
     played = {name: lambda x, *_, n=n, **__: (torch.empty(x.shape[1], device=CUDA),) * n for name, n in sums.items()}
     like = {name: lambda x, *_: torch.empty_like(x) for name in ("batch_norm_elemt", "batch_norm_backward_elemt")}
@@ -299,7 +299,7 @@ def values_on_gpu(rank: int = 0) -> Iterator[Collectives]:
         torch._C._set_only_lift_cpu_tensors(False)
 
 
-def labelled() -> tuple[Tensor, Tensor]:
+def labeled() -> tuple[Tensor, Tensor]:
     """Features (64, 8) and labels (64,)."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(64, 8, generator=generator).to(CUDA), (torch.arange(64) % 4).to(CUDA)
@@ -331,7 +331,7 @@ def test_collectives_of_evaluations(name):
     """And of reading metrics."""
     evaluate, expected = EVALUATIONS[name]
     with values_on_gpu() as collectives:
-        evaluate(*labelled())
+        evaluate(*labeled())
     found = [(operation, tensors[0][0]) for operation, tensors in collectives.called]
     assert set(found) == set(expected) and found[: len(expected)] == expected
 

@@ -16,7 +16,7 @@ ORANGE = (240, 120, 40)
 
 
 def photo(width: int = 60, height: int = 45) -> Image.Image:
-    """Smooth colours plus noise, so that every operation changes something."""
+    """Smooth colors plus noise, so that every operation changes something."""
     rng = np.random.default_rng(0)
     y, x = np.mgrid[0:height, 0:width]
     smooth = np.stack([x * 255 / width, y * 255 / height, (x + y) * 255 / (width + height)], axis=-1)
@@ -58,9 +58,9 @@ def png_chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png_of(width: int, height: int, bits: int, colour: int, rows: bytes) -> bytes:
+def png_of(width: int, height: int, bits: int, color: int, rows: bytes) -> bytes:
     """A file of compressed rows, whatever the header says."""
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", header) + png_chunk(b"IDAT", rows) + png_chunk(b"IEND", b"")
 
 
@@ -68,9 +68,9 @@ def png16(values: np.ndarray) -> bytes:
     """uint16 (h, w) or (h, w, c): grey, grey and alpha, RGB, RGBA."""
 
     height, width = values.shape[:2]
-    colour = {1: 0, 2: 4, 3: 2, 4: 6}[values.size // (height * width)]
+    color = {1: 0, 2: 4, 3: 2, 4: 6}[values.size // (height * width)]
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    return png_of(width, height, 16, colour, zlib.compress(rows))
+    return png_of(width, height, 16, color, zlib.compress(rows))
 
 
 def tiff(values: np.ndarray, order: str = "<", deflate: bool = False, photometric: int | None = None) -> bytes:
@@ -78,12 +78,12 @@ def tiff(values: np.ndarray, order: str = "<", deflate: bool = False, photometri
     height, width, channels = values.reshape(*values.shape[:2], -1).shape
     data = values.astype(values.dtype.newbyteorder(order)).tobytes()
     data = zlib.compress(data) if deflate else data
-    colour = photometric or (2 if channels > 2 else 1)
+    color = photometric or (2 if channels > 2 else 1)
     sample_format = {"u": 1, "i": 2, "f": 3}[values.dtype.kind]
     tags = [(256, "H", [width]), (257, "H", [height]), (258, "H", [8 * values.dtype.itemsize] * channels)]
-    tags += [(259, "H", [8 if deflate else 1]), (262, "H", [colour]), (273, "I", [0]), (277, "H", [channels])]
+    tags += [(259, "H", [8 if deflate else 1]), (262, "H", [color]), (273, "I", [0]), (277, "H", [channels])]
     tags += [(278, "H", [height]), (279, "I", [len(data)]), (284, "H", [1])]
-    tags += [(338, "H", [2])] if channels == 4 and colour == 2 else []
+    tags += [(338, "H", [2])] if channels == 4 and color == 2 else []
     tags += [(339, "H", [sample_format] * channels)]
     packed = [struct.pack(f"{order}{len(numbers)}{kind}", *numbers) for _, kind, numbers in tags]
     place = 8 + 2 + 12 * len(tags) + 4

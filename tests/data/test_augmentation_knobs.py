@@ -157,7 +157,7 @@ def test_nonsense_is_refused_in_one_line(name, value, message):
     assert "\n" not in str(caught.value)
 
 
-def test_colours_of_images_without_are_refused():
+def test_colors_of_images_without_are_refused():
     """A factor only scales what is left out anyway."""
     five = {"model.in_chans": "5"}
     with pytest.raises(ConfigError, match=r"crops\.grayscale 0\.2 has no effect on images of 5 channels"):

@@ -23,7 +23,7 @@ LIMIT = 10**7
 
 
 def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
-    """Name -> (file of 8 bits a channel or less, its colour as RGB)."""
+    """Name -> (file of 8 bits a channel or less, its color as RGB)."""
     color = Image.new("RGB", (8, 8), ORANGE)
     palette = color.quantize(4)
     see_through = Image.new("RGBA", (8, 8), (*ORANGE, 0))

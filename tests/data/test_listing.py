@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 
 def tree(root: Path, *names: str) -> Path:
-    """Images of another colour each, in folders that have not been touched for a while."""
+    """Images of another color each, in folders that have not been touched for a while."""
     for number, name in enumerate(names):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (4, 4), (number, 0, 0)).save(root / name)

@@ -17,7 +17,7 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.cutting import EvalCrop
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, to_tensor
-from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
+from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
 from tests.data.files import photo
 
 IMAGES = 3000
@@ -72,7 +72,7 @@ def reference_view(image: Image.Image, view: CropParameters, size: int) -> torch
 
 
 ROUNDING = 2e-6
-"""Of equal 8-bit levels, normalised in FP32 in two orders: roundings of 6e-8, divided by deviations of 0.22. A level is
+"""Of equal 8-bit levels, normalized in FP32 in two orders: roundings of 6e-8, divided by deviations of 0.22. A level is
 0.017."""
 
 
@@ -137,13 +137,13 @@ def test_extreme_images_give_crops():
         assert EvalCrop(16, IMAGENET)(photo(*shape)).shape == (3, 16, 16)
 
 
-OWN = Normalisation((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
+OWN = Normalization((0.1, 0.5, 0.9), (0.5, 0.25, 0.125))
 
 
 def test_another_mean_and_deviation_change_crops_as_the_formula_says():
     """Of training's crops and evaluation's; FP32's rounding."""
     groups = dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 2)
-    own, usual = MultiCrop(groups, "dino", normalisation=OWN), MultiCrop(groups, "dino")
+    own, usual = MultiCrop(groups, "dino", normalization=OWN), MultiCrop(groups, "dino")
     image = photo()
     pairs = list(zip(own(image, 3), usual(image, 3), strict=True))
     pairs.append((EvalCrop(32, OWN)(image), EvalCrop(32, IMAGENET)(image)))
@@ -156,7 +156,7 @@ def test_another_mean_and_deviation_change_crops_as_the_formula_says():
 
 def test_the_recipe_s_mean_and_deviation_and_the_usual_ones():
     recipe = load_recipe(None, {"data.mean": "0.1,0.5,0.9", "data.std": "0.5,0.25,0.125"})
-    assert Normalisation.of(recipe) == MultiCrop.of(recipe).normalisation == OWN
-    assert Normalisation.of(load_recipe(None, {})) == IMAGENET == Normalisation(MEAN, STD)
-    five = Normalisation.of(load_recipe(None, {"model.in_chans": "5"}))
+    assert Normalization.of(recipe) == MultiCrop.of(recipe).normalization == OWN
+    assert Normalization.of(load_recipe(None, {})) == IMAGENET == Normalization(MEAN, STD)
+    five = Normalization.of(load_recipe(None, {"model.in_chans": "5"}))
     assert five.mean == (sum(MEAN) / 3,) * 5 and five.std == (sum(STD) / 3,) * 5

@@ -13,19 +13,19 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
 from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop
-from dino_ds.data.normalisation import IMAGENET, MEAN, STD, Normalisation
+from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
 from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue
 from tests.data.files import photo
 
 pytestmark = pytest.mark.numerical
 
 LEVEL = 1 / 255
-NORMALISE = IMAGENET.offset_and_factor()
+NORMALIZE = IMAGENET.offset_and_factor()
 NOTHING = CropParameters((0, 0, 1, 1), False, (), False, None, False)
 
 
 def crops(count: int, size: int = 32, channels: int = 3) -> torch.Tensor:
-    """uint8 (n, h, w, c): photographs with noise, pure colours and grey."""
+    """uint8 (n, h, w, c): photographs with noise, pure colors and grey."""
     some = torch.from_numpy(np.stack([np.asarray(photo(size + i, size + i))[-size:, -size:] for i in range(count)]))
     some[0, : size // 2] = 128
     some[0, size // 2 :, :, 1:] = 0
@@ -37,7 +37,7 @@ def as_floats(some: torch.Tensor) -> torch.Tensor:
 
 
 def pixels(out: torch.Tensor) -> torch.Tensor:
-    """Before the normalisation."""
+    """Before the normalization."""
     return out * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
 
 
@@ -61,8 +61,8 @@ def reference(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
 
 def augmented(some: torch.Tensor, views: list[CropParameters]) -> torch.Tensor:
     channels = some.shape[-1]
-    normalise = Normalisation.usual(channels).offset_and_factor()
-    return augment(some, [AugmentationParams.build(views, channels)], normalise)
+    normalize = Normalization.usual(channels).offset_and_factor()
+    return augment(some, [AugmentationParams.build(views, channels)], normalize)
 
 
 ALONE = {
@@ -128,7 +128,7 @@ def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
     views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").sample(100, 80, 0)
     plan = AugmentationParams.build(views, 3).moved(lambda tensor: tensor.to("meta"))
-    out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan], NORMALISE.to("meta"))
+    out = augment(torch.empty(len(views), 16, 16, 3, dtype=torch.uint8, device="meta"), [plan], NORMALIZE.to("meta"))
     assert out.shape == (len(views), 3, 16, 16) and out.device.type == "meta"
 
 
@@ -143,19 +143,19 @@ def test_a_gpu_gives_what_the_cpu_gives_and_is_not_waited_for(fused, monkeypatch
         monkeypatch.setattr(photometric, "find_kernels", lambda *_: (None, ""))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        out = augment(there, [moved], NORMALISE.to(there.device))
+        out = augment(there, [moved], NORMALIZE.to(there.device))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(pixels(out.cpu()), pixels(augment(some, [plan], NORMALISE)), rtol=0, atol=LEVEL)
+    torch.testing.assert_close(pixels(out.cpu()), pixels(augment(some, [plan], NORMALIZE)), rtol=0, atol=LEVEL)
 
 
 @pytest.mark.parametrize("channels", [1, 5])
 def test_other_channels_than_rgb_keep_what_applies_to_them(channels):
-    """Flip, brightness, contrast, blur, solarize; the colour operations that need RGB are left out."""
+    """Flip, brightness, contrast, blur, solarize; the color operations that need RGB are left out."""
     some = crops(4, channels=channels)
-    colours = (("saturation", 0.5), ("hue", 0.1))
-    views = [replace(NOTHING, jitter=colours, gray=True), NOTHING, replace(NOTHING, jitter=(("contrast", 0.7),))]
-    views.append(replace(NOTHING, jitter=(*colours, ("brightness", 1.3)), flip=True, blur_radius=1.0, solarize=True))
+    colors = (("saturation", 0.5), ("hue", 0.1))
+    views = [replace(NOTHING, jitter=colors, gray=True), NOTHING, replace(NOTHING, jitter=(("contrast", 0.7),))]
+    views.append(replace(NOTHING, jitter=(*colors, ("brightness", 1.3)), flip=True, blur_radius=1.0, solarize=True))
     out = augmented(some, views) * (sum(STD) / 3) + sum(MEAN) / 3
     x = as_floats(some)
     torch.testing.assert_close(out[:2], x[:2], rtol=0, atol=1e-6)

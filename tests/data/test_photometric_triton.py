@@ -38,18 +38,18 @@ def interpreted():
     return augment
 
 
-def fused(kernels, some, views, normalise):
+def fused(kernels, some, views, normalize):
     n, height, width, channels = some.shape
     out = torch.empty(n, channels, height, width)
     scale = 1 / 255 if some.dtype == torch.uint8 else 1.0
-    kernels(some, AugmentationParams.build(views, channels).table, scale, normalise, out)
+    kernels(some, AugmentationParams.build(views, channels).table, scale, normalize, out)
     return out
 
 
 def assert_same(kernels, some, views):
-    normalise = torch.stack([torch.linspace(-2, 0, some.shape[3]), torch.linspace(2, 5, some.shape[3])])
-    expected = augment(some, [AugmentationParams.build(views, some.shape[3])], normalise)
-    torch.testing.assert_close(fused(kernels, some, views, normalise), expected, rtol=0, atol=1e-5)
+    normalize = torch.stack([torch.linspace(-2, 0, some.shape[3]), torch.linspace(2, 5, some.shape[3])])
+    expected = augment(some, [AugmentationParams.build(views, some.shape[3])], normalize)
+    torch.testing.assert_close(fused(kernels, some, views, normalize), expected, rtol=0, atol=1e-5)
 
 
 def drawn(count, seed):
@@ -73,8 +73,8 @@ def test_kernels_give_what_torch_s_operators_give(interpreted):
 @pytest.mark.slow
 def test_sizes_below_the_blur_and_above_one_program(interpreted, shape):
     """Mirrored edges where the crop is smaller than the blur; a mean over several programs."""
-    colour = (("brightness", 1.3), ("contrast", 0.6))
-    views = [replace(NOTHING, jitter=colour, blur_radius=2.0, flip=True)]
+    color = (("brightness", 1.3), ("contrast", 0.6))
+    views = [replace(NOTHING, jitter=color, blur_radius=2.0, flip=True)]
     some = torch.randint(256, (1, *shape, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert_same(interpreted, some, views)
 
@@ -100,7 +100,7 @@ def test_the_check_on_a_device_passes_what_is_right_and_finds_what_is_wrong(inte
     arguments = (torch.device("cpu"), torch.uint8, (16, 16, 3))
     assert photometric._difference(interpreted, *arguments) < 1e-5
 
-    assert photometric._difference(lambda some, table, scale, normalise, out: out.fill_(1), *arguments) > 0.1
+    assert photometric._difference(lambda some, table, scale, normalize, out: out.fill_(1), *arguments) > 0.1
     from dino_ds.data import photometric_triton
 
     for found, reason in ((0.5, "results differ by 5.0e-01"), (float("nan"), "results differ by nan")):
@@ -143,11 +143,11 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability,
     from dino_ds.data import photometric_triton as kernels
 
     target = triton.backends.compiler.GPUTarget("cuda", capability, 32)
-    types = {"crops": crops, **dict.fromkeys(("table", "sums", "out", "source", "target", "normalise"), "*fp32")}
+    types = {"crops": crops, **dict.fromkeys(("table", "sums", "out", "source", "target", "normalize"), "*fp32")}
     types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
     types |= {"scale": "fp32"}
     constants = {"CHANNELS": channels, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": channels == 3}
-    for kernel in (kernels.sum_grey, kernels.colour, kernels.blur):
+    for kernel in (kernels.sum_grey, kernels.color, kernels.blur):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(names.index(name),): value for name, value in constants.items() if name in names}

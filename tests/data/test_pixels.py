@@ -24,9 +24,9 @@ from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import to_unit
 from dino_ds.data.multicrop import CropParameters, MultiCrop
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import ConfigError
-from dino_ds.evals.features import LabelledImages, Reading
+from dino_ds.evals.features import LabeledImages, Reading
 from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk
 from tests.sample import sampled
 
@@ -133,8 +133,8 @@ def trained(source: Files | Arrays, deep: bool, channels: int) -> list[torch.Ten
     """Crops of both sizes of two epochs, before colors are changed."""
     options = LoaderOptions(augment="device", value_range=RANGE if deep else None, channels=channels)
     groups = dino_groups(16, (0.4, 1.0), 8, (0.05, 0.4), 2)
-    normalisation = Normalisation.usual(channels)
-    dataset = MultiCropDataset(source, MultiCrop(groups, "dino", normalisation=normalisation), options)
+    normalization = Normalization.usual(channels)
+    dataset = MultiCropDataset(source, MultiCrop(groups, "dino", normalization=normalization), options)
     batches = [dataset.__getitems__([(epoch, 0)]) for epoch in range(2)]
     assert not any(batch.bad for batch in batches)
     return [crop for batch in batches for crop in batch.crops.values()]
@@ -158,10 +158,10 @@ def test_every_reader_gets_the_same_upright_pixels(kind, orientation):
     for ours, theirs in zip(*(trained(one, deep, channels) for one in (source, twin)), strict=True):
         assert torch.equal(ours, theirs)
 
-    cut = EvalCrop(HEIGHT, Normalisation.usual(channels))
+    cut = EvalCrop(HEIGHT, Normalization.usual(channels))
     expected = cut(shown if deep else Image.fromarray(pixels))
     reading = Reading(cut, value_range=value_range, channels=channels)
-    for found in (cut(load_image(source, 0, value_range, channels)), LabelledImages(source, [0], reading)[0][0]):
+    for found in (cut(load_image(source, 0, value_range, channels)), LabeledImages(source, [0], reading)[0][0]):
         assert torch.equal(found, expected)
 
     seen = _FactsOf(source, 10**6, channels)[0]

@@ -21,7 +21,7 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.decode import EncodedImage, load_image
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import to_unit
-from dino_ds.data.normalisation import visible
+from dino_ds.data.normalization import visible
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Files, encoded, photo
 

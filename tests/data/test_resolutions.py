@@ -18,7 +18,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader, ResumableSampler, draw_resolution
 from dino_ds.data.masks import with_rows
 from dino_ds.data.multicrop import MultiCrop, to_tensor
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import ConfigError
 from tests.data.test_loader import BOTH, CROPS, START, Noise
@@ -97,7 +97,7 @@ def test_a_step_has_one_size_after_the_global_batch_has_changed():
 
 
 def test_the_shares_come_out_over_many_steps():
-    """Of 20,000 steps in 20 epochs: within 4 standard deviations; neighbouring steps are independent."""
+    """Of 20,000 steps in 20 epochs: within 4 standard deviations; neighboring steps are independent."""
     shares = [one.share for one in recipe_of().resolutions]
     drawn = [draw_resolution(shares, 3, epoch, step) for epoch in range(20) for step in range(1000)]
     for number, share in enumerate(shares):

@@ -21,7 +21,7 @@ from dino_ds.data.find_range import DeepImage, Sample, find_misfits, look_at_val
 from dino_ds.data.folder import ImageFolder
 from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.normalisation import IMAGENET, STD
+from dino_ds.data.normalization import IMAGENET, STD
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff

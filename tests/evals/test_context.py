@@ -73,9 +73,9 @@ def test_what_does_not_fit_is_said_before_anything_is_computed(train, test, word
 
 def test_what_needs_no_labels():
     """The test images, else the training images, labels or not."""
-    unlabelled = _Images(None, None)
-    unlabelled.labels, unlabelled.__class__ = None, _Unlabelled
-    context = _context(unlabelled, None)
+    unlabeled = _Images(None, None)
+    unlabeled.labels, unlabeled.__class__ = None, _Unlabeled
+    context = _context(unlabeled, None)
     assert not context.any_images.classes and context.any_images.features.shape == (4, 64)
     with pytest.raises(DataError, match="there are no images"):
         _ = _context(None, None).any_source
@@ -88,7 +88,7 @@ def test_what_needs_no_labels():
     assert context.any_images.features is context.test.features and context.image_counts == (2, 1)
 
 
-class _Unlabelled(_Images):
+class _Unlabeled(_Images):
     def __len__(self):
         return 4
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import features as features_module
@@ -39,7 +39,7 @@ class _Live:
     """In the place of a live teacher: a few pixels are the features."""
 
     image_size, stride, side_multiple, width, is_vit, has_patches = 32, 8, 8, 6, True, True
-    normalisation, network = IMAGENET, SimpleNamespace(check_image=lambda *_: None)
+    normalization, network = IMAGENET, SimpleNamespace(check_image=lambda *_: None)
 
     def features(self, images):
         return images[:, :, 10, 10:12].flatten(1)
@@ -240,14 +240,14 @@ def test_the_recipe_says_how(sources, tmp_path):
 
 def test_what_can_not_be_evaluated_is_said_before_training(sources, tmp_path):
     train, test = sources
-    unlabelled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
-    with pytest.raises(DataError, match=r"knn: 4 training images have no 5 neighbours: give a smaller --eval\.k"):
+    unlabeled = build_source("folder", str(image_folder(tmp_path / "flat")), "train", False)
+    with pytest.raises(DataError, match=r"knn: 4 training images have no 5 neighbors: give a smaller --eval\.k"):
         _runner(sources, limit=4)
     with pytest.raises(DataError, match=r"eval\.evals linear: .* of 2 classes of the test images.*eval\.bank_images"):
         _runner(sources, ("linear",), limit=1)
     with pytest.raises(DataError, match=r"eval\.evals ridge: there are no test images: .* --eval\.root"):
         _runner((train, None), ("statistics", "ridge"))
-    for pair, which in (((unlabelled, test), "training"), ((train, unlabelled), "test")):
+    for pair, which in (((unlabeled, test), "training"), ((train, unlabeled), "test")):
         with pytest.raises(DataError, match=rf"eval\.evals linear: the {which} images have no classes"):
             _runner(pair, ("linear",))
 

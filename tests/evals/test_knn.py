@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 
 
 def _reference_knn(bank, bank_labels, queries, query_labels, k, temperature, classes):
-    """`knn_classifier` of facebookresearch/dino's eval_knn.py as it computes: one-hot labels of the neighbours times
+    """`knn_classifier` of facebookresearch/dino's eval_knn.py as it computes: one-hot labels of the neighbors times
     exp(similarity / temperature), summed; FP32, one query at a time. Returns top-1 in percent and the votes."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     correct, votes = 0, []
@@ -49,8 +49,8 @@ def test_equals_the_reference_protocol(k):
 
 
 @pytest.mark.parametrize(("bank_rows", "query_rows", "k"), [(4, 7, 6), (100, 64, 3), (65536, 512, 6), (65536, 512, 2)])
-def test_blocks_and_groups_find_the_same_neighbours(monkeypatch, bank_rows, query_rows, k):
-    """Blocks with a ragged end, fewer rows in a block than neighbours are wanted, groups with columns left over."""
+def test_blocks_and_groups_find_the_same_neighbors(monkeypatch, bank_rows, query_rows, k):
+    """Blocks with a ragged end, fewer rows in a block than neighbors are wanted, groups with columns left over."""
     generator = torch.Generator().manual_seed(1)
     bank, queries = torch.randn(230, 5, generator=generator), torch.randn(75, 5, generator=generator)
     slow = (F.normalize(queries, dim=1) @ F.normalize(bank, dim=1).T).sort(dim=1, descending=True)

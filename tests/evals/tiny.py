@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dino_ds.data.normalisation import IMAGENET, MEAN, STD
+from dino_ds.data.normalization import IMAGENET, MEAN, STD
 from dino_ds.evals.context import EvalContext, Settings
 
 COLORS = [(230, 20, 20), (20, 230, 20), (20, 20, 230), (220, 220, 10), (10, 220, 220), (220, 10, 220)]
@@ -21,7 +21,7 @@ class Colors:
     """A patch's token is its mean color and its likeness to each of COLORS; the feature is the tokens' mean."""
 
     image_size, stride, side_multiple, width, is_vit = 32, 8, 8, 3 + len(COLORS), True
-    normalisation = IMAGENET
+    normalization = IMAGENET
 
     def patch_tokens(self, images: Tensor) -> Tensor:
         mean = F.avg_pool2d(images, self.stride).permute(0, 2, 3, 1)

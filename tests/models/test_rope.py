@@ -87,7 +87,7 @@ class TestLaws:
             assert abs(torch.corrcoef(factors.log().T)[0, 1]) < 0.06
 
     def test_factors_scale_the_shift(self, monkeypatch):
-        """First the shift: the centre of the grid, 0, ends at shift * factors, which a table of period 1 shows."""
+        """First the shift: the center of the grid, 0, ends at shift * factors, which a table of period 1 shows."""
         draws = torch.tensor([[[1.0, 0.0, 1.0, 0.5, 1.0]]] * 2)
         monkeypatch.setattr(rope, "_draws", lambda *_: draws.view(1, 2, 5))
         tables = RopeTables(_HEAD16, BackboneOptions(rope_shift=0.25, rope_jitter=1.5, rope_rescale=2.0))

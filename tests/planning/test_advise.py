@@ -96,7 +96,7 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     with pytest.raises(SystemExit) as stopped:
         main(["advise", str(place)])
     says = (
-        f"holds train/ and val/: name the images to train on, {place}/train (for train, labelled test images: "
+        f"holds train/ and val/: name the images to train on, {place}/train (for train, labeled test images: "
         f"--eval.root {place}"
     )
     assert stopped.value.code == 2 and says in capsys.readouterr().err

@@ -16,12 +16,12 @@ from dino_ds.health.lock import RunLock
 from dino_ds.health.records import Heartbeat, Heartbeats
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report import html
-from dino_ds.report.charts import summarise_knn
+from dino_ds.report.charts import summarize_knn
 from dino_ds.report.command import run
 from dino_ds.report.curves import Curve, Metrics
 from dino_ds.report.folder import read_events, read_run
 from dino_ds.report.single_run import draw_run
-from dino_ds.report.summary import judge, mean_rate, summarise
+from dino_ds.report.summary import judge, mean_rate, summarize
 from dino_ds.report.text import duration, number
 from tests.report.runs import DONE, STAMP, knn, make_run, record, save_picture, write_events
 
@@ -112,7 +112,7 @@ def test_the_page_has_every_part(tmp_path, capsys):
             "Not yet learned: k-NN is 30.0 % at step 100, beside 35.3 %",
         ),
         ((62, 78.2, 76.2), 1, "bad", "Collapsed: "),
-        ((), 0, "odd", "Whether it has learned is not known: no labelled images"),
+        ((), 0, "odd", "Whether it has learned is not known: no labeled images"),
     ],
 )
 def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
@@ -120,7 +120,7 @@ def test_the_verdict(tmp_path, accuracies, collapsed, level, says):
     found = [knn(step, accuracy) for step, accuracy in zip((0, 50, 100), accuracies, strict=False)]
     _write_metrics(folder, *found, {**record(100), "collapsed": collapsed})
     shown = read_run(folder)
-    said = judge(shown, summarise_knn(shown.metrics))
+    said = judge(shown, summarize_knn(shown.metrics))
     assert said[0] == level and said[1].startswith(says)
 
 
@@ -345,7 +345,7 @@ def test_numbers_as_people_read_them():
 def test_figures_of_a_run():
     curves = {"images": _curve(100, 300), "images_per_second": _curve(100, 50)}
     assert mean_rate(Metrics(curves, 2, 0)) == 300 / 5  # a second and four
-    found = summarise_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
+    found = summarize_knn(Metrics({"knn_top1": Curve(np.array([5.0, 6, 7]), np.array([50, np.nan, 40]))}, 3, 0))
     assert found == {"teacher": 40, "step": 7, "best": 50, "best_step": 5}
 
 
@@ -365,7 +365,7 @@ def test_a_term_that_no_code_here_names_has_all_its_curves(tmp_path):
     titles = "Loss, the weighted sum of all terms", "Loss of toy", "Loss of toy: KL of teacher and student", "spread"
     for title in titles:
         assert page.count(f"<figcaption><b>{title}</b>") == 1, title
-    assert {key for key in summarise(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
+    assert {key for key in summarize(run) if key.startswith(("toy", "flat", "spread"))} == {*own, "toy_kl"}
 
 
 def test_what_a_folder_says(tmp_path):
@@ -375,7 +375,7 @@ def test_what_a_folder_says(tmp_path):
     run = read_run(folder)
     assert run.state == "unfinished"
     assert "metrics.jsonl: 1 broken lines were left out" in run.notes
-    assert summarise(run)["memory_gib"] == 0.9
+    assert summarize(run)["memory_gib"] == 0.9
     lock = RunLock(folder)
     lock.acquire()
     assert read_run(folder).state == "running"

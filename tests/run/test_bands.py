@@ -14,7 +14,7 @@ import torch
 import dino_ds
 from dino_ds.commands import embed, look_data
 from dino_ds.config.loading import change_recipe, load_recipe
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError
 from dino_ds.evals.results import read_results
 from dino_ds.options.commands import LookDataOptions
@@ -77,7 +77,7 @@ def test_features_are_equal_wherever_they_come_from(place, tmp_path):
     for form, name in (("safetensors", "copy.safetensors"), ("timm", "timm")):
         FORMATS[form][0](model, tmp_path / name)
         again = dino_ds.load(tmp_path / name)
-        assert again.normalisation == model.normalisation
+        assert again.normalization == model.normalization
         torch.testing.assert_close(again.features(images), expected, rtol=0, atol=1e-5)
     assert torch.equal(dino_ds.load(tmp_path / "copy.safetensors").preprocess(paths[0]), images[0])
 
@@ -114,7 +114,7 @@ def test_another_mean_is_refused_on_resume_and_noted_in_a_start_from_the_teacher
     assert re.search(r"changed since step 2: .*data.mean .*accept with --allow_change .*data.mean", said)
     recipe = load_recipe(str(run / "config.yaml"), {})
     model = change_recipe(recipe, {"model.init_from": str(run)}).model
-    assert find_start(model, (0.0, 4095.0), Normalisation.of(recipe)).notes == []
+    assert find_start(model, (0.0, 4095.0), Normalization.of(recipe)).notes == []
     assert "its images had mean 0.05,0.1,0.15,0.2,0.3,0.4, std" in find_start(model, (0.0, 4095.0)).notes[-1]
 
 

@@ -15,7 +15,7 @@ from dino_ds.checkpoint.manifest import read_manifest
 from dino_ds.commands import evaluate
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.cutting import EvalCrop
-from dino_ds.data.normalisation import IMAGENET
+from dino_ds.data.normalization import IMAGENET
 from dino_ds.errors import CheckpointError, ConfigError, DataError
 from dino_ds.evals.results import read_results
 from dino_ds.options.model import EvalOptions, PicturesOptions

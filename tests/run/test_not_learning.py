@@ -1,4 +1,4 @@
-"""A run that would sit at ln K is recognised, and the remedy that it prints makes it learn."""
+"""A run that would sit at ln K is recognized, and the remedy that it prints makes it learn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _last_targets(run):
     return last["teacher_entropy"] / MOST, last["kl"] / MOST
 
 
-def test_flat_targets_are_recognised_and_the_temperature_advised_makes_them_decide(tmp_path):
+def test_flat_targets_are_recognized_and_the_temperature_advised_makes_them_decide(tmp_path):
     """The alarm, then the same run with the option that it names, at the least of the values that it gives."""
     assert train_tiny(PHOTOS, tmp_path / "hot", changes=LENGTH | HOT) is None
     (said,) = [line for line in log_of(tmp_path / "hot").splitlines() if "collapse after step" in line]

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from dino_ds.cli.main import prepare
 from dino_ds.config.loading import load_recipe
-from dino_ds.data.sources import labelled_test, training_images
+from dino_ds.data.sources import labeled_test, training_images
 from dino_ds.errors import ConfigError
 from dino_ds.evals.runner import EvalRunner
 from dino_ds.run.metrics import RunLog
@@ -79,7 +79,7 @@ def test_held_out_images_are_test_images_and_never_trained_on(starts):
     place, *both = starts
     recipe = load_recipe(None, {**TINY, **SHARE, "data.root": str(place / "images")})
     train = training_images(recipe.data, recipe.eval.val_share)
-    test = labelled_test(train)
+    test = labeled_test(train)
     held_out = {test.name(index) for index in range(len(test))}
     assert set(test.labels) == {0, 1} and len(held_out) + len(train) == 40
     trained_on = {name for _, _, names in both for name in names}

@@ -96,7 +96,7 @@ class TestOut:
 class TestIn:
     @pytest.mark.slow
     def test_files_of_dino_s_training(self, tmp_path):
-        """A ResNet-18 inside MultiCropWrapper, the student inside DDP; torchvision's names, recognised by shapes."""
+        """A ResNet-18 inside MultiCropWrapper, the student inside DDP; torchvision's names, recognized by shapes."""
         theirs = randomised(timm.create_model("resnet18", num_classes=0))
         head = randomised(DinoHead(512, 24, 8, 40, 3).add_batch_norm(False))
         names = {"prototypes.weight": "last_layer.weight_v"}

@@ -18,7 +18,7 @@ from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError
 from dino_ds.method.build import build_network, build_objective
 from dino_ds.method.build_frozen import build_teacher, find_teacher
@@ -195,7 +195,7 @@ def test_learned_positions_do_not_start_rotary_ones(tmp_path):
 
 
 def test_tensors_that_the_model_has_no_place_for(tmp_path):
-    """A third normalisation in one block changes no shape of the others."""
+    """A third normalization in one block changes no shape of the others."""
     state = Original(32, 8, 64, 2, 2).state_dict() | {"blocks.1.ls1.gamma": torch.ones(64)}
     torch.save(state, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match=r"1 tensors too many, backbone\.blocks\.1\.ls1\.gamma"):
@@ -286,19 +286,19 @@ def test_the_head_of_a_dino_checkpoint(tmp_path):
 
 
 @pytest.mark.slow
-def test_timm_s_features_by_their_own_normalisation(monkeypatch):
+def test_timm_s_features_by_their_own_normalization(monkeypatch):
     """A network trained on images less .5, of a run whose images are less ImageNet's mean; weights are not looked for
     on the hub. A map of one place, resized to the student's grid, has another width than the image's features."""
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained=False, **how: create(name, **how))
     torch.manual_seed(0)
     theirs = create("mobilenetv3_small_100", num_classes=0).eval()
-    stated = Normalisation(tuple(theirs.default_cfg["mean"]), tuple(theirs.default_cfg["std"]))
+    stated = Normalization(tuple(theirs.default_cfg["mean"]), tuple(theirs.default_cfg["std"]))
     torch.manual_seed(0)
     changes = {"teacher__distill": "features", "objective__ibot_weight": "1", "data__mean": "0.5,0.5,0.5"}
     teacher = _frozen("mobilenetv3_small_100.lamb_in1k", **changes, data__std="0.5,0.5,0.5")
     pixels = [image.sigmoid() for image in _images()]
-    ours = Normalisation((0.5,) * 3, (0.5,) * 3)
+    ours = Normalization((0.5,) * 3, (0.5,) * 3)
     assert ours != stated
     found = teacher({"global": [ours(image) for image in pixels]}, {})
     with torch.no_grad():

@@ -104,7 +104,7 @@ def test_other_networks_of_timm(monkeypatch):
         ours, image = load(name), images(224, 224, 1)
         assert ours.network.spec.name == name.partition(".")[0] and ours.image_size == 224
         stated = theirs.default_cfg
-        assert (ours.normalisation.mean, ours.normalisation.std) == (stated["mean"], stated["std"])
+        assert (ours.normalization.mean, ours.normalization.std) == (stated["mean"], stated["std"])
         with torch.no_grad():
             torch.testing.assert_close(ours.features(image), theirs(image), rtol=1e-5, atol=1e-5)
     with pytest.raises(CheckpointError, match="Did you mean vit_small_patch16_224"):

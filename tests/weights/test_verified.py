@@ -211,7 +211,7 @@ def test_a_meant_edit_of_teacher_json(run):
         dino_ds.load(run)
     del facts["crc32"]
     place.write_text(json.dumps(facts))
-    assert dino_ds.load(run).normalisation.mean == (0, 0, 0)
+    assert dino_ds.load(run).normalization.mean == (0, 0, 0)
     DAMAGE["flipped"](run / "teacher.safetensors", None)
     with pytest.raises(CheckpointError, match=r"teacher\.safetensors is damaged"):
         dino_ds.load(run)

@@ -24,7 +24,7 @@ class ViTSpec(BackboneSpec):
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
     `layer_scale` is the initial value of LayerScale, None for none. `rope` gives it rotary positions (DINOv3) in the
-    place of learned ones, with coordinates normalised by each side ("separate") or the larger or smaller one ("max",
+    place of learned ones, with coordinates normalized by each side ("separate") or the larger or smaller one ("max",
     "min"), and periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE, is a bias of queries and values;
     keys have none. `rms_norm` takes the place of LayerNorm; `cls_norm`: the CLS token has another final norm than the
     patches; `local_cls_norm`: that of local crops has one more, in training. With `registers` tokens (after the CLS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dino_ds.data.images import ValueRange
-from dino_ds.data.normalisation import Normalisation
+from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError
 
 _MOST = 1e3
@@ -15,7 +15,7 @@ PROCESSOR = "preprocessor_config.json"
 """The file of a Hugging Face folder that says how images are prepared."""
 
 
-def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
+def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
     """Mean and deviation removed from training images of `channels` channels, or the usual ones if no file says.
 
     One number stands for all channels. Raises CheckpointError for anything but a number a channel, and deviations of 0
@@ -23,7 +23,7 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
     """
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
-        return Normalisation.usual(channels)
+        return Normalization.usual(channels)
     try:
         both = [stated[name] for name in ("mean", "std")]
         each = ([value] * channels if isinstance(value, int | float) else value for value in both)
@@ -37,7 +37,7 @@ def normalisation_of(about: Mapping[str, Any], channels: int) -> Normalisation:
             f"the JSON beside the weights has an unusable mean or std of {channels} channels: "
             f"{str(stated.get('mean'))[:80]} and {str(stated.get('std'))[:80]}"
         ) from None
-    return Normalisation(mean, std)
+    return Normalization(mean, std)
 
 
 def range_of(about: Mapping[str, Any]) -> ValueRange | None:
