@@ -293,7 +293,7 @@ def test_what_can_t_name_a_model_is_refused(given):
     ("given", "error", "answer"),
     [
         ({"max_step": 3}, ConfigError, "Did you mean --max_steps"),
-        ({"ds": {"zero_optimization": {"stage": 1}}}, ConfigError, "zero_optimization"),
+        ({"ds": {"zero_optimisation": {"stage": 1}}}, ConfigError, "zero_optimization"),
         ({"max_steps": object()}, ConfigError, "max_steps: a object can't be given; a value is text, a number"),
         ({"ds_config": {"zero_optimization": {}}}, ConfigError, "a dict is not a value; name a file"),
         ({"ds": "own.json"}, ConfigError, "--ds_config FILE names the DeepSpeed JSON"),

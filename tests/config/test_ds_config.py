@@ -104,9 +104,9 @@ def test_comments_and_trailing_commas_are_legal(load):
 
 
 def test_deepspeed_s_silence_is_broken(problems):
-    assert problems({"gradient_acumulation_steps": 8, "zero_optimization": {"stage": 2}}) == [
+    assert problems({"gradient_acumulation_steps": 8, "zero_optimisation": {"stage": 2}}) == [
         "gradient_acumulation_steps: DeepSpeed would ignore it silently. Did you mean gradient_accumulation_steps?",
-        "zero_optimization: DeepSpeed would ignore it silently. Did you mean zero_optimization?",
+        "zero_optimisation: DeepSpeed would ignore it silently. Did you mean zero_optimization?",
     ]
     assert problems({"data_types": {"grad_accum_dtpe": "fp32"}}) == [
         "data_types.grad_accum_dtpe: DeepSpeed would ignore it silently. Did you mean data_types.grad_accum_dtype?"

@@ -91,7 +91,7 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
 
 def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsys):
     given = dict.fromkeys(("source", "root", "test_root", "benchmark_root", "size", "temperature", "images", "out"))
-    given |= {"evals": ("knn",), "k": (5,), "epochs": None, "batch": None, "workers": 0, "json": True}
+    given |= {"evals": ("knn",), "k": (5,), "workers": 0, "json": True}
     trained = read_results(run / "evaluations.json")["knn"]["results"]
     evaluate.run(EvalOptions(model=str(run), **given))
     assert json.loads(capsys.readouterr().out)["results"]["knn"]["results"] == pytest.approx(trained)

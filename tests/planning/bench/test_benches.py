@@ -105,7 +105,7 @@ def test_step_with_real_data_waits_for_it_and_is_traced_with_its_parts(capsys, n
     events = json.loads((tmp_path / "new/trace.json").read_text())["traceEvents"]
     names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
     assert [names.count(part) for part in ("data", "teacher", "backward", "ema")] == [3] * 4
-    assert "aten::addmm" in setting["operators"] and "trace.json: open it in" in step._page(result)
+    assert "aten::" in setting["operators"] and "trace.json: open it in" in step._page(result)
     assert setting["parts"]["data"] > 0 and setting["clock"] == "wall", "waiting takes no CPU time"
 
 
