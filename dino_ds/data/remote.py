@@ -111,7 +111,7 @@ def remote_with_room(
     urls: Sequence[str], states: Sequence[Sequence[int]], needed: int, gib: float
 ) -> tuple[Remote, list[str]]:
     """The way to `needed` bytes of files, with a cache of `gib`, and a line for the log on how much of them stays."""
-    what = f"{needed / 2**30:.3g} GiB of images are elsewhere"
+    what = f"{needed / 2**20:,.0f} MiB of images are elsewhere"
     if not gib:
         return Remote(), [f"{what} and fetched in every epoch: --data.remote_cache_gib keeps them on a disk"]
     cache = RemoteCache(int(gib * 2**30))

@@ -11,7 +11,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, Source
 from dino_ds.data.masks import synthetic_masks
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.of_recipe import terms_of
+from dino_ds.method.specs.of_recipe import heads_of, terms_of
 from dino_ds.method.step import Inputs
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.run import LoopOptions
@@ -65,11 +65,12 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     for name, (part, so) in never.items():
         if part.value and (end := part.in_steps(batch, epoch_steps)) >= last:
             raise ConfigError(f"{name} {part} is step {end}, and {length} is {last} steps: {so}; shorten it {trial}")
-    late = {
-        "optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak"),
-        "objective.freeze_prototypes": (recipe.objective.freeze_prototypes, "the prototypes stay as they were drawn"),
-    }
-    how = recipe.objective
+    late, how = (
+        {"optimizer.warmup": (recipe.optimizer.warmup, "the learning rate does not reach its peak")},
+        recipe.objective,
+    )
+    if heads_of(recipe):
+        late["objective.freeze_prototypes"] = (how.freeze_prototypes, "the prototypes stay as they were drawn")
     if how.warmup_teacher_temp != how.teacher_temp:
         so = f"objective.teacher_temp {how.teacher_temp:g} is not reached"
         late["objective.teacher_temp_warmup"] = (how.teacher_temp_warmup, so)
