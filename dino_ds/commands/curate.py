@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from dino_ds.commands.embedded import Embedded
 
 
+_MANY_ALIKE = 0.05
+"""Part of the images that is hardly one group of near-duplicates."""
+
+
 class Curated(NamedTuple):
     """`folder` with the files; of each row of the features `duplicate_of`, the image that is kept in its place or -1,
     `clusters` (images, levels), -1 where it has none, and whether it is `listed` in the list that was written."""
@@ -114,6 +118,9 @@ def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path)
         (place / "duplicates.png").write_bytes(embedded.sheet(sheet))
     gone = len(lines) - len(sheet)
     found.notes.append(f"{found.folder}: {gone} near-duplicates of {len(sheet)} images, which are kept")
+    if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(rows)):
+        alike = f"{len(sheet[0])} of {len(rows)} images are one group: these features lie close together"
+        found.notes.append(f"warning: {alike}; look at duplicates.png, and raise --duplicates")
 
 
 def _cluster(embedded: Embedded, found: Curated, options: CurateOptions, place: Path) -> Curated:
