@@ -273,6 +273,7 @@ def bucket(folder):
     """The folder in a bucket of moto's server, which the driver finds as it finds any."""
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
     from moto.server import ThreadedMotoServer
 
     _driver_of.cache_clear()  # one that another test has made knows no endpoint
