@@ -144,8 +144,8 @@ def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Reque
             chosen.check_fits()
     folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
     folder.agree()
-    found += unused_classes(recipe, source)
-    return folder, [*dict.fromkeys(said), *config.notes, *getattr(source, "notes", ()), *found, *ranges]
+    found = [*getattr(source, "notes", ()), *found, *unused_classes(recipe, source)]
+    return folder, [*dict.fromkeys(said), *config.notes, *found, *ranges]
 
 
 def _build(

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from dino_ds.basics.durable import why_not_writable
+from dino_ds.basics.text_file import is_url
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.model import EmbedOptions
 
@@ -127,7 +128,7 @@ def write(options: EmbedOptions) -> dict[str, Any]:
 
 
 def facts_of_network(model: Backbone, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
-    """What the rows of an embedding depend on but for the images, as JSON: the network and its input."""
+    """The settings that an embedding depends on, as JSON: the network and how its input is made, without the images."""
     from dino_ds.weights.frozen import digest
 
     network = model.network
@@ -142,13 +143,16 @@ def facts_of_network(model: Backbone, what: str, size: int, value_range: ValueRa
 
 
 def _origin(options: EmbedOptions) -> dict[str, str | None]:
-    """Where the network and the images were, for commands that start in another folder."""
+    """Names of the network and the images, paths made absolute for commands that start in another folder.
+
+    The root of a user's own class (module:Class) and an address stay as they are.
+    """
     model, root = os.path.expanduser(options.model), options.root
-    is_place = root is not None and ":" not in (options.source or "") and "://" not in root  # of a class of the user's
+    is_path = root is not None and ":" not in (options.source or "") and not is_url(root)
     return {
         "model": os.path.abspath(model) if os.path.exists(model) else options.model,
         "source": options.source,
-        "root": os.path.abspath(os.path.expanduser(root)) if root is not None and is_place else root,
+        "root": os.path.abspath(os.path.expanduser(root)) if root is not None and is_path else root,
     }
 
 

@@ -1,4 +1,4 @@
-"""What `dino-ds embed` has written, opened with what made it: features, images and lists of them. Raises UserError."""
+"""Opens a file of features that `dino-ds embed` wrote, with the description beside it and the unchanged images."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, ClassVar, Literal
 
@@ -78,6 +79,11 @@ class EvalSection(Section):
     def holds_out(self) -> bool:
         """Whether there are images for a held-out loss."""
         return self.val_root is not None or self.val_share > 0
+
+
+def margin_of_chance(images: float) -> float:
+    """Points of accuracy on so many test images below which a difference may be chance: two standard errors of 50 %."""
+    return 100 / math.sqrt(images)
 
 
 def eval_problems(section: EvalSection, data: DataSection) -> list[str]:

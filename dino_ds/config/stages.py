@@ -127,7 +127,12 @@ def home_of(model: str) -> Home:
 
 def holds_run(run_dir: Path) -> bool:
     """Whether a run was begun in this folder."""
-    return (run_dir / "config.yaml").exists() or any(run_dir.glob("checkpoints/step_*"))
+    return (run_dir / "config.yaml").exists() or holds_checkpoint(run_dir)
+
+
+def holds_checkpoint(run_dir: Path) -> bool:
+    """Whether a run folder has a checkpoint, whole or not."""
+    return any(run_dir.glob("checkpoints/step_*"))
 
 
 def near_run(place: str | Path) -> str:

@@ -68,13 +68,18 @@ class Source(Protocol):
         ...
 
 
+def is_elsewhere(source: Source) -> bool:
+    """Whether images of a source are in a bucket or on a web server, so that it wants to know which are read next."""
+    return bool(getattr(source, "elsewhere", False))
+
+
 def prepare_images(source: Source, indices: Sequence[int], seconds: float | None = None) -> None:
-    """Tell a source which images are read next, if it wants to know: those that are elsewhere come together then.
+    """Tell a source which images are read next: those that are elsewhere come together then.
 
     seconds: time after which an image that has not come counts as lost.
     """
-    if prepare := getattr(source, "prepare", None):
-        prepare(indices, seconds)
+    if is_elsewhere(source):
+        source.prepare(indices, seconds)  # type: ignore[attr-defined]
 
 
 class JoinedPart(NamedTuple):

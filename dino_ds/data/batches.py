@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, get_worker_info
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
 from dino_ds.data.augmentation_params import AugmentationParams
-from dino_ds.data.base import Joined, Source, UnreadableImage, prepare_images
+from dino_ds.data.base import Joined, Source, UnreadableImage, is_elsewhere, prepare_images
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
 from dino_ds.data.image_cache import CachedImage, ImageCache
@@ -135,6 +135,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
+        self._elsewhere = is_elsewhere(source)
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
@@ -146,7 +147,8 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
         """Crops are written where the training process will read them: there is no other copy."""
-        self._prepare([index for _, index in keys], getattr(keys, "later", ()))
+        if self._elsewhere:
+            self._prepare([index for _, index in keys], getattr(keys, "later", ()))
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()

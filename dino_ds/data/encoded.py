@@ -120,9 +120,10 @@ class ListedImages(EncodedImages):
 
 
 class ListedFiles(ListedImages):
-    """Image files whose paths, relative to `_folder`, are in a Listing."""
+    """Image files whose paths, relative to `_folder`, or addresses are in a Listing; elsewhere: there are addresses."""
 
     _folder: str
+    elsewhere = False
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
         """Begin to fetch images that will be read next, of those that are elsewhere."""
@@ -172,7 +173,7 @@ class NamedFiles(ListedFiles):
     labels, classes, _folder, _opened = None, None, "", ()
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._names = list(paths)
+        self._names, self.elsewhere = list(paths), any(map(is_url, paths))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

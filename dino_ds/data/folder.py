@@ -83,6 +83,7 @@ class ListFile(ListedFiles):
         except OSError as error:
             raise DataError(f"{printable(listed)} cannot be read: {error.strerror or error}") from None
         self.notes: list[str] = self._listing.about.get("notes", [])
+        self.elsewhere = bool(self._listing.about.get("elsewhere"))
         if not len(self):
             raise DataError(f"{printable(listed)} lists no images: {(*self.notes, 'it has no path in a line')[0]}")
         some = [self._path(i) for i in evenly_spaced_indices(len(self), _LOOKED_AT)]
@@ -236,7 +237,7 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 def _parse(path: str, text: bytes | None) -> Contents:
     """The content of a list, which is read from `path` unless its `text` is given."""
     names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
-    folder = os.fsencode(os.path.dirname(path)) + b"/"
+    folder, elsewhere = os.fsencode(os.path.dirname(path)) + b"/", False
     with open(path, "rb") if text is None else io.BytesIO(text) as lines:
         for number, line in enumerate(lines):
             if number == 0 and line.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -248,8 +249,10 @@ def _parse(path: str, text: bytes | None) -> Contents:
             if not name.strip() or name.startswith(b"#"):
                 continue
             below = name.removeprefix(folder)
-            if is_url(place := os.fsdecode(name)) and (problem := unusable_text(place)):
-                raise DataError(f"line {number + 1} of {printable(path)}: {problem}")
+            if is_url(place := os.fsdecode(name)):
+                elsewhere = True
+                if problem := unusable_text(place):
+                    raise DataError(f"line {number + 1} of {printable(path)}: {problem}")
             if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
                 hidden.append(name)
                 continue
@@ -261,7 +264,7 @@ def _parse(path: str, text: bytes | None) -> Contents:
     if hidden:
         such = printable(os.fsdecode(hidden[0]))
         notes.append(f"{len(hidden)} lines are left out, such as {such}: its name, or a folder's, begins with a dot")
-    return Contents({**names.arrays("names"), **arrays}, {"notes": notes})
+    return Contents({**names.arrays("names"), **arrays}, {"notes": notes, "elsewhere": elsewhere})
 
 
 def _natural(name: bytes) -> tuple[bool, int, bytes]:

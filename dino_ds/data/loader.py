@@ -101,7 +101,8 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     def __iter__(self) -> Iterator[BatchKeys]:
         """torch gives batch i to process i modulo their number; where it doesn't, only time is lost."""
-        batches, ahead = self._batches(), max(1, self._options.workers or automatic_workers())
+        workers = self._options.workers
+        batches, ahead = self._batches(), max(1, automatic_workers() if workers is None else workers)
         waiting = deque(islice(batches, ahead))
         for batch in batches:
             keys = waiting.popleft()

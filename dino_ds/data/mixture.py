@@ -15,7 +15,7 @@ import numpy as np
 
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.mixture import MixturePart
-from dino_ds.data.base import Joined, JoinedPart, Source, prepare_images
+from dino_ds.data.base import Joined, JoinedPart, Source, is_elsewhere, prepare_images
 from dino_ds.data.encoded import EncodedImages, ListedFiles
 from dino_ds.data.folder import ListFile
 from dino_ds.data.formats import split_part
@@ -43,6 +43,7 @@ class Mixture(EncodedImages, Joined):
     ) -> None:
         self.parts = tuple(parts)
         self.sources = [_open(part, root, cache_gib) for part in parts]
+        self.elsewhere = any(map(is_elsewhere, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
         overlap = self._overlap(root)
         if overlap and not may_overlap:

@@ -77,11 +77,8 @@ class Remote:
     """A process's way to remote files: the pieces that `prepare` names are fetched while others are used."""
 
     def __init__(self, cache: RemoteCache | None = None) -> None:
-        self._cache, self._ahead, self._seconds = (
-            cache,
-            dict[FilePiece, Future[dict[FilePiece, bytes]]](),
-            _READ_SECONDS,
-        )
+        self._cache, self._seconds = cache, _READ_SECONDS
+        self._ahead = dict[FilePiece, Future[dict[FilePiece, bytes]]]()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Remote, (self._cache,)
@@ -211,7 +208,10 @@ def _state(facts: Any) -> list[int]:
 
 
 async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float) -> Any:
-    """What `act` gives, tried for `seconds`. Raises FileNotFoundError, and DataError with place and count."""
+    """The result of `act`, which is called again after an error until `seconds` are over.
+
+    Raises FileNotFoundError for a file that is not there, and DataError with the address and the number of tries.
+    """
     begin, tries = time.monotonic(), 0
     while True:
         tries += 1
@@ -264,7 +264,7 @@ def _driver(url: str) -> Any:
 
 @functools.lru_cache
 def _driver_of(scheme: str, pid: int) -> Any:
-    """What reads addresses of a scheme in one process; it looks for credentials where it always does."""
+    """The fsspec file system for addresses of a scheme, one in each process; it looks for credentials by itself."""
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":  # tries and waits are counted here
         options["config_kwargs"] = {"retries": {"max_attempts": 0}, "max_pool_connections": _REQUESTS}

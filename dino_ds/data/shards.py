@@ -51,9 +51,9 @@ class TarShards(ListedImages):
     _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
-        self._is_remote = is_url(shards[0])
-        shards = shards if self._is_remote else [os.path.abspath(shard) for shard in shards]
-        now: Sequence[list[int] | None] = find_states(shards) if self._is_remote else [None] * len(shards)
+        self.elsewhere = is_url(shards[0])
+        shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
+        now: Sequence[list[int] | None] = find_states(shards) if self.elsewhere else [None] * len(shards)
         build = functools.partial(_index, shards, kind, now)
         key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION)))
         super().__init__(find_listing("shards", key, functools.partial(_is_current, now), build))
@@ -61,7 +61,7 @@ class TarShards(ListedImages):
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
             raise DataError("; ".join([f"no images in {printable(where)}", *self.notes[:3]]) + "; fix data.root")
-        if self._is_remote:
+        if self.elsewhere:
             states = self._states.tolist()
             self._remote, note = remote_with_room(shards, states, int(self._size.sum()), cache_gib)
             self.notes += note
@@ -77,7 +77,7 @@ class TarShards(ListedImages):
             raise UnreadableImage(self.name(index), "empty file")
         if size > MAX_BYTES:
             raise UnreadableImage(self.name(index), f"{size} bytes, {MAX_BYTES} are allowed")
-        if self._is_remote:
+        if self.elsewhere:
             return self._remote.read(self._piece(index))
         try:
             file = _open_shard(self._shards[shard], *self._states[shard].tolist())
@@ -89,10 +89,9 @@ class TarShards(ListedImages):
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch images that will be read next, where the shards are elsewhere."""
-        if self._is_remote:
-            few = [index for index in indices if 0 < self.file_bytes(index) <= MAX_BYTES]
-            self._remote.prepare(map(self._piece, few), seconds)
+        """Begin to fetch images that will be read next, of shards that are elsewhere."""
+        few = [index for index in indices if 0 < self.file_bytes(index) <= MAX_BYTES]
+        self._remote.prepare(map(self._piece, few), seconds)
 
     def _piece(self, index: int) -> FilePiece:
         shard = int(self._shard[index])

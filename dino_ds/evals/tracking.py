@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds.basics.digits import short
-from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection
+from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS, EvalSection, margin_of_chance
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
 
@@ -174,10 +174,10 @@ class Knn:
         self.untrained = latest if step == 0 else self.untrained
 
     def notes(self) -> list[str]:
-        """A note on how far chance moves the accuracy where test images are few: two standard errors of a half."""
+        """A note on how far chance moves the accuracy where test images are few."""
         if not 0 < self.images < _FEW_TEST_IMAGES:
             return []
-        margin = 100 / math.sqrt(self.images)
+        margin = margin_of_chance(self.images)
         return [f"k-NN asks about {self.images} images: differences below {margin:.0f} points may be chance"]
 
     def metrics(self) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from dino_ds.basics.names import step_name
 from dino_ds.config.begun_with import ORIGIN, Origin
+from dino_ds.config.evaluation import margin_of_chance
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.schema import flat_values, show_value
@@ -71,7 +72,7 @@ def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
     known = {"at the start": start, "of raw pixels": knn.get("raw_pixels"), "by chance": knn.get("chance")}
     bar, name = max(((value, name) for name, value in known.items() if value is not None), default=(0.0, "before"))
     tests = next((e.about.get("test_images", 0) for e in run.evaluations if e.name == "knn"), 0)
-    noise = max(_NOISE, 100 / math.sqrt(tests) if tests > 0 else 0.0)
+    noise = max(_NOISE, margin_of_chance(tests) if tests > 0 else 0.0)
     if knn["best"] <= bar + noise:
         chance = f" (differences below {noise:.0f} points may be chance)" if noise > 2 * _NOISE else ""
         return "odd", f"Not yet learned: k-NN is {newest}, beside {percent(bar)} {name}{chance}. Train longer."

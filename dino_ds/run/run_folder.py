@@ -24,7 +24,7 @@ from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.fields import Resume
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.config.stages import holds_run, nothing_to_resume
+from dino_ds.config.stages import holds_checkpoint, holds_run, nothing_to_resume
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError, ConfigError, unwritable
 from dino_ds.run.environment import describe_environment
@@ -44,11 +44,7 @@ class RunFolder:
         self.path, self.recipe, self.config = path, recipe, config
         there = holds_run(path)
         if resume is False and there:
-            how = (
-                "--resume to continue it"
-                if any(path.glob("checkpoints/step_*"))
-                else "--resume auto: it made no checkpoint"
-            )
+            how = "--resume to continue it" if holds_checkpoint(path) else "--resume auto: it made no checkpoint"
             raise ConfigError(f"{path} already holds a run; add {how}, or give another --run_dir")
         if resume not in (False, "auto") and not there:
             raise nothing_to_resume(path)
