@@ -10,7 +10,7 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 44_150,  # 575 bought images in buckets and on web servers, 728 find and curate
+    "package lines": 44_250,  # 575 bought images in buckets, 728 find and curate, 68 two refusals of eval
     "package files": 302,  # 2 and 4 for the same
     "test lines": 36_250,
     "recipe keys": 141,  # data.remote_cache_gib

@@ -35,6 +35,13 @@ from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.weights.load import Backbone, load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
+_CONCERNS = {
+    **dict.fromkeys(("source", "root", "test_root", "images"), _OF_IMAGES),
+    **dict.fromkeys(("k", "temperature"), ("knn",)),
+    "workers": (*_OF_IMAGES, "oxford", "paris"),
+    "benchmark_root": BENCHMARKS,
+}
+"""Option -> the evaluations that it changes something of; others are of all."""
 
 
 class Evaluated(NamedTuple):
@@ -68,6 +75,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
         _check_places(options.model, options.out)
     for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
         preflight_eval(name, settings, lambda: (None, None))
+    _check_unused(options)
     began = time.monotonic()
     with distributed.raise_on_all_ranks():
         backbone = load(options.model, device())
@@ -78,7 +86,7 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
     if of_images:
         sources = [source for source in context.sources if source is not None]
         value_range, notes = range_for(backbone, sources)
-        context.note([*notes, *note_on_shared(options.root, options.test_root, "--test_root")])
+        context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")])
         context.settings = replace(settings, value_range=value_range)
     results: dict[str, Any] = {}
     try:
@@ -92,6 +100,16 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
             for note in context.notes:
                 print(note, file=sys.stderr)
             show(Evaluated(results, context, backbone, time.monotonic() - began))
+
+
+def _check_unused(options: EvalOptions) -> None:
+    """Raises ConfigError for an option that changes nothing of the chosen evaluations."""
+    for name, concerned in _CONCERNS.items():
+        if getattr(options, name) is not None and not set(concerned) & set(options.evals):
+            raise ConfigError(
+                f"--{name} changes nothing of {', '.join(options.evals)}: it is for {', '.join(concerned)}; "
+                f"add one to --evals, or leave --{name} out"
+            )
 
 
 def _settings(options: EvalOptions) -> Settings:

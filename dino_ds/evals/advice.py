@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
+from collections import defaultdict
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
 
+from dino_ds.data.base import Source
+from dino_ds.data.images import evenly_spaced_indices
+from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError, DataError
 
 OF_ONE_SET = ("retrieval", "statistics")
+_LOOKED_AT = 64
+_OF_ONE_NAME = 2
+"""Training images of the same file name that are compared with a test image, besides the one in the same folder."""
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
@@ -25,9 +34,51 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
     return type(error)(f"eval.evals {name}: {text}")
 
 
-def note_on_shared(train_root: str | None, test_root: str | None, option: str) -> list[str]:
-    """A note where the test images are the training images; `option` names others."""
-    if train_root is None or test_root is None or os.path.realpath(train_root) != os.path.realpath(test_root):
+def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
+    """A note where some of 64 test images have the same content as a training image of the same file name, and one of
+    the evaluations needs both; every rank calls it, and gets what rank 0 finds. `option` names other test images."""
+    found: list[str] = []
+    needed = set(evaluations) - set(OF_ONE_SET)
+    if needed and train is not None and test is not None and distributed.rank() == 0:
+        looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
+        shared = _shared(train, test, looked_at)
+        if shared:
+            found.append(
+                f"{len(shared)} of {len(looked_at)} test images looked at are training images too, such as "
+                f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
+            )
+    return distributed.gather_objects(found)[0]
+
+
+def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:
+    """The test images, by index, whose content a training image of the same name has."""
+    if not all(hasattr(source, "read") for source in (train, test)):
         return []
-    where = f"the test images are the training images, {test_root}"
-    return [f"{where}: a score on them says nothing about new images; name others with {option}"]
+    places = {index: _name(test, index) for index in looked_at}
+    wanted = {name for place in places.values() for name in (place, place[-1:])}
+    alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for index in range(len(train)):
+        place = _name(train, index)
+        for name in (place, place[-1:]):
+            if name in wanted and len(alike[name]) < _OF_ONE_NAME:
+                alike[name].append(index)
+    return [
+        index
+        for index, place in places.items()
+        if any(_is_same(train, other, test, index) for other in {*alike[place], *alike[place[-1:]]})
+    ]
+
+
+def _name(source: Source, index: int) -> tuple[str, ...]:
+    """The folder and the name of an image's file."""
+    name: str = getattr(source, "member", source.name)(index)
+    return tuple(name.split("/")[-2:])
+
+
+def _is_same(train: Any, one: int, test: Any, other: int) -> bool:
+    """Whether two files have the same content; False where one can't be read: the evaluation says of which image."""
+    with suppress(Exception):  # a source of the user's may raise anything
+        pair = ((train, one), (test, other))
+        sizes = {source.file_bytes(index) for source, index in pair if hasattr(source, "file_bytes")}
+        return len(sizes) < 2 and bool(train.read(one) == test.read(other))
+    return False

@@ -109,8 +109,7 @@ class EvalRunner(AtStep):
             best.basis = runner.held_out.basis if best.metric == VAL_LOSS and runner.held_out else runner.basis
         unread = f"eval.root {settings.root} is not read: data.source {data.source} has its own test images"
         runner._notes += [unread] * (settings.root is not None and not data.own_files)
-        shared = note_on_shared(data.root if data.own_files else None, settings.root, "eval.root")
-        runner._notes += [*problem, *runner.knn.notes(), *shared]
+        runner._notes += [*problem, *runner.knn.notes(), *note_on_shared(names, train, test, "eval.root")]
         return runner
 
     def _check(self, name: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,9 @@ from PIL import Image
 from dino_ds.cli.main import main
 from dino_ds.commands import evaluate
 from dino_ds.commands.evaluate import run
+from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labeled, Settings
 from dino_ds.evals.results import read_results
 from dino_ds.evals.suite import EVALUATIONS
@@ -98,13 +101,33 @@ def test_every_evaluation_gives_numbers(made, labeled):
 
 
 def test_test_images_that_are_training_images_are_said(place, capsys):
-    """k-NN with k 1 is 100 % there without any learning."""
+    """By content, whatever the folders are called; k-NN with k 1 is 100 % there without any learning."""
     _run(place, root=str(place / "test"), k=(1,))
     output, told = capsys.readouterr()
     assert json.loads(output)["results"]["knn"]["results"]["knn_1"] == 100
-    assert f"the test images are the training images, {place / 'test'}: a score on them says nothing" in told
+    assert "9 of 9 test images looked at are training images too, such as " in told
+    assert "a score on them says nothing about new images; name others with --test_root" in told
     _run(place, k=(1,))
-    assert "are the training images" not in capsys.readouterr().err
+    assert "training images too" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (lambda folder: None, 24),
+        (lambda folder: shutil.rmtree(folder / "class1"), 16),
+        (lambda folder: [path.rename(folder / path.name) for path in folder.glob("*/*")], 24),
+        (lambda folder: [path.write_bytes(path.read_bytes() + b"0") for path in folder.glob("class2/*")], 16),
+    ],
+)
+def test_shared_images_are_found_by_name_and_content(made, tmp_path, change, shared):
+    root = Path(shutil.copytree(made / "train", tmp_path / "copy"))
+    change(root)
+    train, test = (build_source("folder", str(path), "train", False) for path in (made / "train", root))
+    (note,) = note_on_shared(["knn"], train, test, "--test_root")
+    assert note.startswith(f"{shared} of {len(test)} test images looked at are training images too")
+    assert note_on_shared(["statistics"], train, test, "") == note_on_shared(["knn"], train, None, "") == []
+    assert note_on_shared(["knn"], train, build_source("photos", None, "test", False), "") == []
 
 
 def test_statistics_and_retrieval_need_one_set_of_images(place):
@@ -146,6 +169,22 @@ def test_labeled_images_and_benchmarks_in_one_command(place):
     found = read_results(place / "results.json")  # a benchmark is not of the images that others have used
     assert (found["knn"]["data"], found["knn"]["test_images"]) == (f"{place.name}/test", 9)
     assert (found["davis"]["data"], found["davis"]["test_images"]) == ("davis", None)
+
+
+@pytest.mark.parametrize(
+    ("evals", "changes", "words"),
+    [
+        ("ridge", {"k": (3,)}, "--k changes nothing of ridge: it is for knn; add one to --evals, or leave"),
+        ("ridge", {"benchmark_root": "."}, "--benchmark_root .* it is for oxford, paris, davis"),
+        ("davis", {"benchmark_root": "data"}, "--root changes nothing of davis: it is for knn, linear"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(place, monkeypatch, evals, changes, words):
+    clips(place / "data", names=("walk",), frames=3)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(evaluate, "load", lambda *_: pytest.fail("too late"))
+    with pytest.raises(ConfigError, match=words):
+        _run(place, evals, **changes)
 
 
 def test_an_evaluation_that_fails_leaves_the_others(place, capsys, monkeypatch):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dino_ds.config import fields
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
@@ -75,6 +76,10 @@ def _evaluate(runner, step, give_up=lambda: False):
 
 def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
     return Moment(None, CPU, step, 8 * step, run_dir, log, give_up)
+
+
+def test_names_of_the_recipe_are_those_of_the_table():
+    assert tuple(EVALUATIONS) == fields.EVALUATIONS
 
 
 def test_whoever_gives_up_keeps_nothing(sources):

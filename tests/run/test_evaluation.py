@@ -124,5 +124,5 @@ def test_test_images_that_are_trained_on_are_said(images, tmp_path):
     assert run_on_ranks(train_tiny, images / "images", tmp_path / "run", max_steps=1, changes=changes, world=1) == [
         None
     ]
-    said = [line for line in log_of(tmp_path / "run").splitlines() if "test images are the training images" in line]
-    assert len(said) == 1 and "evals    the test" in said[0] and "with eval.root" in said[0]
+    said = [line for line in log_of(tmp_path / "run").splitlines() if "training images too" in line]
+    assert len(said) == 1 and "evals    24 of 24 test images looked at are" in said[0] and "with eval.root" in said[0]
