@@ -1,4 +1,4 @@
-"""The contract of a source of images, and how it says that one can't be read. Imports nothing else of this room."""
+"""The contract of a source of images, and its error for an unreadable image. Imports nothing else of this room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = 500
 
 
 class UnreadableImage(Exception):
-    """An image that can't be decoded: `name` as the source calls it, `reason` in a few words."""
+    """An image can't be decoded: `name` as its source calls it, `reason` in a few words."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -27,11 +27,11 @@ class UnreadableImage(Exception):
 def find_placeholder(path: str) -> str | None:
     """Name the placeholder at `path`, such as a Git LFS pointer or a web page; None for any other file."""
     with suppress(OSError), open(path, "rb") as file:
-        return what_else_it_is(file.read(_HEAD))
+        return name_placeholder(file.read(_HEAD))
     return None
 
 
-def what_else_it_is(head: bytes) -> str | None:
+def name_placeholder(head: bytes) -> str | None:
     """Name the placeholder, such as a Git LFS pointer, that begins with `head`; None for any other file."""
     if head.startswith(b"version https://git-lfs"):
         return "a pointer of Git LFS in place of the file: git lfs pull fetches it"
@@ -43,65 +43,70 @@ def what_else_it_is(head: bytes) -> str | None:
 class Source(Protocol):
     """Images by index, always in the same order; picklable, since loader processes get a copy.
 
-    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder; one whose
-    images are not all drawn equally often has `draws` (`dino_ds.data.draws`).
+    A source of encoded files also has `read(index) -> bytes`, which lets the pipeline choose the decoder. A source
+    whose images are not drawn equally often has `draws` (`dino_ds.data.draws`).
     """
 
     @property
     def labels(self) -> Sequence[int] | None:
-        """One a sample, into `classes`; -1 = this image has none. None = no labels at all."""
+        """Class number of each image, an index into `classes`; -1 = no class. None = no labels at all."""
         ...
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of classes, each one printable line."""
+        """Names of the classes, each a printable line."""
         ...
 
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> Image.Image | Any:
-        """RGB, or an array (h, w, c) of uint8, or of deeper values as they are stored. Raises UnreadableImage."""
+        """RGB image, or an array (h, w, c) of uint8 or of deeper values as stored. Raises UnreadableImage."""
         ...
 
     def name(self, index: int) -> str:
-        """One printable line: the file's path, or such as cifar10/train/17."""
+        """Name in messages, a printable line: the file's path, or a name like cifar10/train/17."""
         ...
 
 
 def is_elsewhere(source: Source) -> bool:
-    """Whether images of a source are in a bucket or on a web server, so that it wants to know which are read next."""
+    """Whether images of a source are in a bucket or on a web server, and are to be announced by `prepare_images`."""
     return bool(getattr(source, "elsewhere", False))
 
 
 def prepare_images(source: Source, indices: Sequence[int], seconds: float | None = None) -> None:
-    """Tell a source which images are read next: those that are elsewhere come together then.
+    """Tell a source which images are read next, so that it fetches remote ones together.
 
-    seconds: time after which an image that has not come counts as lost.
+    Args:
+        source: any source; a local one ignores the call.
+        indices: images that are read next.
+        seconds: time after which an image that has not arrived counts as lost.
     """
     if is_elsewhere(source):
         source.prepare(indices, seconds)  # type: ignore[attr-defined]
 
 
 class JoinedPart(NamedTuple):
-    """One of the sources that a `Joined` has, at the place that was given; `value_range`: black and white of its images
-    deeper than 8 bits, or None where they are the run's."""
+    """A source within a `Joined` source."""
 
     place: str
+    """Path or address of its images, as the user wrote it."""
     source: Source
     value_range: tuple[float, float] | None
+    """Black and white of its images deeper than 8 bits; None = those of the run."""
 
 
 class Joined(ABC):
-    """A source that joins others: the questions that other sources have no answer to."""
+    """A source made of several others."""
 
     @property
     @abstractmethod
-    def joined(self) -> Sequence[JoinedPart]: ...
+    def joined(self) -> Sequence[JoinedPart]:
+        """The sources that it is made of, in order."""
 
     @abstractmethod
     def another(self, index: int, number: int) -> int:
-        """An image of the same source as `index`, by any number."""
+        """Index of another image from the same part as image `index`; `number`, any integer, chooses it."""
 
     @abstractmethod
     def range_of(self, index: int) -> tuple[float, float] | None:
-        """The `value_range` of the source of an image."""
+        """The `value_range` of the part that image `index` is from."""

@@ -1,4 +1,4 @@
-"""One micro-batch of crops from the images of a source: what a loader process does."""
+"""Builds micro-batches of crops from the images of a source: the work of a loader process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, get_worker_info
 
 from dino_ds.basics.hashing import crop_seed
 from dino_ds.config.crops import Masks
-from dino_ds.data.augmentation_params import AugmentationParams
 from dino_ds.data.base import Joined, Source, UnreadableImage, is_elsewhere, prepare_images
 from dino_ds.data.cutting import cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open_image
@@ -23,7 +22,7 @@ from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
 from dino_ds.data.multicrop import CropParameters, MultiCrop
-from dino_ds.data.photometric import augment, crops_per_params
+from dino_ds.data.photometric import AugmentationParams, augment, crops_per_params
 from dino_ds.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,22 +30,26 @@ if TYPE_CHECKING:
 
 _Opened = EncodedImage | DecodedImage | CachedImage
 _CPU = torch.device("cpu")
-_OF_PATIENCE = 0.8
-"""Part of the time after which the loader is started again in which an image must come."""
+_PATIENCE_SHARE = 0.8
+"""Share of `LoaderOptions.patience` within which a remote image must arrive."""
 _MAX_TRIES = 100
 """Unreadable images in a row before the data is given up."""
 
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """The settings by which a loader makes batches of a source's images.
+    """Settings of a loader.
 
-    global_batch is a multiple of micro_batch * world_size. workers: loader processes, 0 = in this process, None = by
-    the cores; patience: seconds without a batch after which they are restarted, None = never. augment "worker": all is
-    done in the loader, by Pillow; "device": it only cuts the crops, and `device` does the rest. channels: of every
-    image; the color operations that need RGB are left out where it is not 3. value_range: of images deeper than 8
-    bits; with one all crops are float32, and the device's code augments them in the worker too. cache: keeps
-    decoded files; only for a source that has files.
+    Attributes:
+        global_batch: images of a step, a multiple of micro_batch * world_size.
+        workers: loader processes; 0 = in this process, None = by the cores.
+        patience: seconds without a batch after which the processes are restarted, None = never.
+        augment: "worker" = crops are cut and augmented in the loader; "device" = only cut there.
+        channels: of every image; color operations that need RGB are left out where it is not 3.
+        value_range: of images deeper than 8 bits; with one all crops are float32, and torch augments them, not Pillow.
+        device: that augments crops.
+        shares: of the resolutions among the steps.
+        cache: of decoded files, only for a source that has files.
     """
 
     seed: int = 0
@@ -66,7 +69,7 @@ class LoaderOptions:
 
     @staticmethod
     def of(recipe: Recipe, **changes: Any) -> LoaderOptions:
-        """The options of a recipe, with these changed: ranks and micro-batch are not in it."""
+        """Options of a recipe with `changes`, such as ranks and micro-batch, which no recipe has."""
         data = recipe.data
         options = LoaderOptions(
             seed=recipe.seed,
@@ -78,18 +81,18 @@ class LoaderOptions:
             max_pixels=data.max_pixels,
             channels=recipe.model.in_chans,
             value_range=data.known_range,
-            shares=tuple(one.share for one in recipe.resolutions),
+            shares=tuple(resolution.share for resolution in recipe.resolutions),
         )
         return replace(options, **changes)
 
 
 @dataclass(frozen=True)
 class LoaderBatch:
-    """One micro-batch as the loader gives it: by group all its crops (v, b, ...) in one tensor; the rest as in Batch.
+    """A micro-batch from the loader: each group's crops (v, b, ...) in one tensor; other attributes as in `Batch`.
 
-    Augmented in the worker: crops (v, b, c, h, w) float32, no params. To be augmented on the device: (v, b, h, w, c) of
-    uint8, or of float32 in [0, 1] in a run with a value range, and for each group the params of its v * b crops;
-    normalize (2, c): what is then added at the end, and what is multiplied by before.
+    Crops augmented in the worker are (v, b, c, h, w) float32, without params. Crops to be augmented on the device are
+    (v, b, h, w, c) of uint8, or of float32 in [0, 1] in a run with a value range; `params` then has the augmentation of
+    each group's v * b crops, and `normalize` (2, c) the final offset and factor of each channel.
     """
 
     crops: dict[str, Tensor]
@@ -106,9 +109,9 @@ class LoaderBatch:
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LoaderBatch:
         """The same batch with every tensor moved."""
-        params = self.params and {name: [one.moved(move) for one in group] for name, group in self.params.items()}
+        params = self.params and {name: [part.moved(move) for part in parts] for name, parts in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
-        masks = {name: {key: move(one) for key, one in group.items()} for name, group in self.masks.items()}
+        masks = {name: {key: move(tensor) for key, tensor in mask.items()} for name, mask in self.masks.items()}
         indices, normalize = move(self.indices), move(self.normalize)
         return replace(self, crops=crops, params=params, indices=indices, normalize=normalize, masks=masks)
 
@@ -116,7 +119,7 @@ class LoaderBatch:
         # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
         # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
         # Tensors go by shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
-        masks = {name: {key: one.numpy() for key, one in group.items()} for name, group in self.masks.items()}
+        masks = {name: {key: tensor.numpy() for key, tensor in mask.items()} for name, mask in self.masks.items()}
         indices, normalize = self.indices.numpy(), self.normalize.numpy()
         rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalize, masks))
         return _unpack, (self.crops, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
@@ -124,14 +127,12 @@ class LoaderBatch:
 
 def _unpack(crops: dict[str, Tensor], rest: Tensor) -> LoaderBatch:
     params, indices, epoch, names, bad, normalize, arrays = pickle.loads(rest.numpy().tobytes())
-    masks = {name: {key: torch.from_numpy(one) for key, one in group.items()} for name, group in arrays.items()}
-    there = torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalize)
-    return LoaderBatch(crops, params, *there, masks)
+    masks = {name: {key: torch.from_numpy(array) for key, array in mask.items()} for name, mask in arrays.items()}
+    return LoaderBatch(crops, params, torch.from_numpy(indices), epoch, names, bad, torch.from_numpy(normalize), masks)
 
 
 class MultiCropDataset(Dataset[LoaderBatch | DataError]):
-    """Batches by (epoch, index) pairs, of the resolution whose number they have, if any. Boxes, colors and masks
-    depend on (seed, epoch, index), and on the resolution, and on nothing else."""
+    """Batches by `BatchKeys`. Boxes, colors and masks depend on (seed, epoch, index) and the resolution alone."""
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions) -> None:
         self._source, self._multicrop, self._options = source, multicrop, options
@@ -139,27 +140,27 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
-        """An error comes as a value: torch would make its message a traceback."""
+        """Batch of these keys, or the error: torch would turn a raised error's message into a traceback."""
         try:
             return self._build(keys)
         except DataError as error:
             return error
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
-        """Crops are written where the training process will read them: there is no other copy."""
+        """Batch whose crops are written where the training process reads them, without another copy."""
         if self._elsewhere:
             self._prepare([index for _, index in keys], getattr(keys, "later", ()))
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
         crops = {group.name: self._empty(group.count, len(keys), group.size) for group in multicrop.groups}
         sampled, names, bad = list[list[CropParameters]](), list[str](), list[str]()
-        places = [place for group in crops.values() for place in group]
+        slots = [slot for group in crops.values() for slot in group]
         for row, (epoch, index) in enumerate(keys):
-            own = [place[row] for place in places]
-            cut, how, name, failures = self._sample(multicrop, epoch, index, own)
-            for place, crop in zip(own, cut, strict=True):
-                if place is not crop:
-                    place.copy_(crop)
-            sampled.append(how)
+            outputs = [slot[row] for slot in slots]
+            cut, crop_params, name, failures = self._sample(multicrop, epoch, index, outputs)
+            for output, crop in zip(outputs, cut, strict=True):
+                if output is not crop:
+                    output.copy_(crop)
+            sampled.append(crop_params)
             names.append(name)
             bad += failures
         normalize = multicrop.normalization.offset_and_factor()
@@ -173,14 +174,14 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return LoaderBatch(crops, params, indices, keys[0][0], names, bad, normalize, masks)
 
     def _prepare(self, now: Sequence[int], later: Sequence[int]) -> None:
-        """Images of this batch and of this process's next one; those in the cache are not read."""
+        """Announce the images of this batch and of this process's next one, except those in the cache."""
         cache, patience = self._options.cache, self._options.patience
         indices = (index % len(self._source) for index in (*now, *later))
         missing = [index for index in indices if cache is None or cache.get(index) is None]
-        prepare_images(self._source, missing, patience and _OF_PATIENCE * patience)
+        prepare_images(self._source, missing, patience and _PATIENCE_SHARE * patience)
 
     def _empty(self, count: int, images: int, size: int) -> Tensor:
-        """Room for the crops of a group; in a loader process, in memory that it shares with the training process."""
+        """Empty tensor for the crops of a group; in a loader process, in memory shared with the training process."""
         channels, augmented = self._options.channels, self._by_pillow
         shape = (count, images, channels, size, size) if augmented else (count, images, size, size, channels)
         dtype = torch.float32 if augmented or self._options.value_range is not None else torch.uint8
@@ -190,11 +191,11 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return torch.empty(0, dtype=dtype).set_(storage).view(shape)
 
     def _sample(
-        self, multicrop: MultiCrop, epoch: int, index: int, places: Sequence[Tensor] | None = None
+        self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
-        """The crops of one image, in `places` unless Pillow augments them, what is still to be done to them, its name,
-        and the unreadable images met before it: others sampled for (seed, epoch, index) replace them, of a mixture from
-        the same part. Raises DataError after 100 in a row."""
+        """Crops of one image (in `outputs` unless Pillow augments them), their remaining augmentation, the image's
+        name, and the unreadable images met before it. An unreadable image is replaced by one that (seed, epoch, index)
+        decides, in a mixture from the same part. Raises DataError after 100 in a row."""
         seed, bad, images = self._options.seed, list[str](), len(self._source)
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):
@@ -203,7 +204,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
             actual = another(index % images, again) if attempt else index % images
             try:
                 image = self._open(actual)
-                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index), places)
+                crops, sampled = self._cut(multicrop, image, crop_seed(seed, epoch, index), outputs)
                 return crops, sampled, self._source.name(actual), bad
             except UnreadableImage as error:
                 bad.append(str(error))
@@ -231,24 +232,24 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         return image
 
     def _cut(
-        self, multicrop: MultiCrop, image: _Opened, seed: int, places: Sequence[Tensor] | None
+        self, multicrop: MultiCrop, image: _Opened, seed: int, outputs: Sequence[Tensor] | None
     ) -> tuple[list[Tensor], list[CropParameters]]:
-        """The crops of an image, turned; augmented where Pillow does it."""
+        """Crops of an image and their remaining augmentation; none remains where Pillow augments them."""
         if self._by_pillow:
             return multicrop(Image.fromarray(image.decode()), seed), []
         sampled = multicrop.sample(image.width, image.height, seed)
-        return cut_crops(image, sampled, multicrop.sizes, places), sampled
+        return cut_crops(image, sampled, multicrop.sizes, outputs), sampled
 
     def _params(
         self, crops: dict[str, Tensor], sampled: list[list[CropParameters]]
     ) -> dict[str, list[AugmentationParams]]:
-        """For each group: the first crops of all images, the second, ..."""
+        """Augmentation of each group's crops: the first crops of all images, then the second ones, ..."""
         params, first = {}, 0
         for name, group in crops.items():
-            ordered = [of_image[place] for place in range(first, first + len(group)) for of_image in sampled]
-            piece = crops_per_params(group.shape[2], self._options.device) or len(ordered)
-            pieces = [ordered[i : i + piece] for i in range(0, len(ordered), piece)]
-            params[name] = [AugmentationParams.build(some, self._options.channels) for some in pieces]
+            ordered = [crops_of_image[n] for n in range(first, first + len(group)) for crops_of_image in sampled]
+            count = crops_per_params(group.shape[2], self._options.device) or len(ordered)
+            pieces = [ordered[i : i + count] for i in range(0, len(ordered), count)]
+            params[name] = [AugmentationParams.build(piece, self._options.channels) for piece in pieces]
             first += len(group)
         return params
 
@@ -262,5 +263,5 @@ def augmented_crops(batch: LoaderBatch) -> dict[str, list[Tensor]]:
 
 
 def _augment_group(group: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
-    """(v, b, h, w, c) -> (v, b, c, h, w) float32."""
+    """Crops (v, b, h, w, c) -> (v, b, c, h, w) float32, augmented and normalized."""
     return augment(group.flatten(0, 1), params, normalize).unflatten(0, group.shape[:2])

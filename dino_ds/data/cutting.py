@@ -1,5 +1,5 @@
-"""Cuts crops out of images: for training from one that is decoded no larger than they need, for evaluations as DINO's
-k-NN does."""
+"""Cuts crops out of images: for training from an image decoded no larger than needed, for evaluations as in DINO's
+k-NN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, to_tensor
 from dino_ds.data.normalization import Normalization
 
 _FLAT = 16
-"""Times the side of a crop, above which the rest of an image is not enlarged only to be cut off: it might not fit."""
+"""Times a crop's side beyond which a long image is cut before it is resized, to save memory."""
 _SHRINKS = (8, 4, 2)
 """Factors by which a JPEG can be decoded smaller."""
 
@@ -25,36 +25,35 @@ def cut_crops(
     image: EncodedImage | DecodedImage | CachedImage,
     sampled: Sequence[CropParameters],
     sizes: Sequence[int],
-    places: Sequence[Tensor] | None = None,
+    outputs: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Crops (size, size, c) of an image: cut, resized and turned. places: tensors of their shape, each of
-    which is given back with its crop in it."""
+    """Crops (size, size, c) of an image: cut, resized and turned; in `outputs`, tensors of that shape, if given."""
     boxes = [crop.box for crop in sampled]
     array = image.decode(largest_shrink(boxes, sizes))
     if array.shape[:2] != (image.height, image.width):
         across, down = array.shape[1] / image.width, array.shape[0] / image.height
         boxes = [shrunk_box(box, across, down) for box in boxes]
-    rooms = [None] * len(boxes) if places is None else places
-    crops = [resize_crop(array, *each) for each in zip(boxes, sizes, rooms, strict=True)]
-    turned = [torch.rot90(crop, one.turns) if one.turns else crop for crop, one in zip(crops, sampled, strict=True)]
-    if places is None:
+    buffers = [None] * len(boxes) if outputs is None else outputs
+    crops = [resize_crop(array, *each) for each in zip(boxes, sizes, buffers, strict=True)]
+    turned = [torch.rot90(crop, p.turns) if p.turns else crop for crop, p in zip(crops, sampled, strict=True)]
+    if outputs is None:
         return turned
-    return [place if crop is place else place.copy_(crop) for place, crop in zip(places, turned, strict=True)]
+    return [out if crop is out else out.copy_(crop) for out, crop in zip(outputs, turned, strict=True)]
 
 
-def resize_crop(image: np.ndarray, box: Box, size: int, place: Tensor | None = None) -> Tensor:
-    """Image (h, w, c) -> its `box` (left, top, right, bottom) as (size, size, c), bicubic, antialiased; in `place`, a
-    tensor of that shape, if one is given.
+def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = None) -> Tensor:
+    """The `box` (left, top, right, bottom) of an image (h, w, c) as (size, size, c), bicubic, antialiased; in `output`,
+    a tensor of that shape, if given.
 
-    uint8 stays uint8, float32 stays in [0, 1]. Pillow's filter; rounding of uint8 differs by a level or two. Pixels
-    stay interleaved: so torch neither copies them before nor after.
+    uint8 stays uint8, float32 stays in [0, 1]. The filter is Pillow's, with other rounding of uint8 by a level or two.
+    Pixels stay interleaved, so that torch copies them neither before nor after.
     """
     left, top, right, bottom = box
     # A batch of one with all its strides: else torch would not see that pixels are interleaved.
     pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
     if pixels.shape[1:3] == (size, size):
-        return pixels[0] if place is None else place.copy_(pixels[0])
-    crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if place is None else place
+        return pixels[0] if output is None else output.copy_(pixels[0])
+    crop = torch.empty(size, size, image.shape[2], dtype=pixels.dtype) if output is None else output
     out = crop[None].permute(0, 3, 1, 2)
     torch._C._nn._upsample_bicubic2d_aa(pixels.permute(0, 3, 1, 2), (size, size), False, None, out=out)  # type: ignore[call-arg]
     if crop.is_floating_point():
@@ -63,7 +62,7 @@ def resize_crop(image: np.ndarray, box: Box, size: int, place: Tensor | None = N
 
 
 def largest_shrink(boxes: Sequence[Box], sizes: Sequence[int]) -> int:
-    """The largest factor by which the image may be decoded smaller while no crop is enlarged: 1, 2, 4 or 8."""
+    """Largest factor (1, 2, 4 or 8) by which the image may be decoded smaller without enlarging a crop."""
     spare = min(
         min(right - left, bottom - top) / size for (left, top, right, bottom), size in zip(boxes, sizes, strict=True)
     )
@@ -92,13 +91,13 @@ class EvalCrop:
         return _normalized(image, self._cut, self._normalization)
 
     def box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom of what is left of an image, in its own pixels."""
+        """Left, top, right and bottom of the kept part of an image, in its pixels."""
         (wide, high), (left, top) = self._resized(width, height)
         across, down = width / wide, height / high
         return left * across, top * down, (left + self.size) * across, (top + self.size) * down
 
     def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) before the cut, and its left upper corner."""
+        """(width, height) before the cut, and the upper left corner of the cut."""
         short, long = sorted((width, height))
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)

@@ -1,13 +1,14 @@
-"""An image file's bytes -> upright pixels by the fastest decoder at hand, within a limit of pixels.
+"""Decodes an image file's bytes to upright pixels by the fastest decoder, within a limit of pixels.
 
 8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
 
-JPEG: simplejpeg, which gives Pillow's pixels (both are libjpeg-turbo) without its detours through memory. What Pillow
-can't read, or not whole: `formats.open_file`. All else, and JPEGs with a fault: Pillow.
+JPEGs go to simplejpeg: the same pixels as Pillow's (both are libjpeg-turbo), with fewer copies. Files that Pillow can't
+read, or only in part, go to `formats.open_file`; all others, and damaged JPEGs, to Pillow.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +18,7 @@ import simplejpeg
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from dino_ds.data.base import Joined, Source, UnreadableImage, what_else_it_is
+from dino_ds.data.base import Joined, Source, UnreadableImage, name_placeholder
 from dino_ds.data.formats import open_file
 from dino_ds.data.images import (
     WITH_ALPHA,
@@ -30,16 +31,17 @@ from dino_ds.data.images import (
     to_rgb,
     to_unit,
 )
-from dino_ds.data.metadata import without_metadata
 from dino_ds.data.raster import Raster
 from dino_ds.data.tiff import check_nodata
 from dino_ds.errors import one_line
 
 MAX_PIXELS = 50_000_000
-"""The largest image where the recipe doesn't say: half a gigabyte while it is decoded."""
+"""Pixels of the largest image that is read outside of training: half a gigabyte while it is decoded."""
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
 _REASON = 300
+_PNG, _PNG_PIXELS = b"\x89PNG\r\n\x1a\n", b"IHDR PLTE tRNS IDAT IEND acTL fcTL fdAT eXIf".split()
+"""Signature of PNG files, and the chunks that pixels and their orientation need."""
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -49,7 +51,7 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     7: lambda a: a[::-1, ::-1].swapaxes(0, 1),
     8: lambda a: np.rot90(a),
 }
-"""The turn of an image by its EXIF orientation; with 1 and anything unknown it is upright already."""
+"""Transform that turns an image upright, by EXIF orientation; 1 and unknown values need none."""
 
 
 def load_image(
@@ -57,7 +59,7 @@ def load_image(
 ) -> Image.Image | np.ndarray:
     """Image `index` for evaluations: RGB of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
 
-    The pixels that training gets. Raises UnreadableImage, also where it has not so many `channels`.
+    The pixels equal those that training gets. Raises UnreadableImage, also for another number of channels.
     """
     name, limit = source.name(index), MAX_PIXELS if hasattr(source, "read") else None
     image = open_image(source, index, limit, channels=channels)
@@ -67,8 +69,8 @@ def load_image(
 
 
 def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> Image.Image | np.ndarray:
-    """(h, w, c) as evaluations take it: an RGB image of 8 bits, other channels of 8 bits as they are, deeper ones as
-    `to_unit` gives them."""
+    """Values (h, w, c) in the form that evaluations take: RGB of 8 bits as an image, other channels of 8 bits
+    unchanged, deeper values scaled by `to_unit`."""
     if values.dtype != np.uint8:
         return to_unit(values, value_range, name)
     return Image.fromarray(values) if values.shape[2] == 3 else values
@@ -77,9 +79,9 @@ def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> I
 def open_image(
     source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
 ) -> EncodedImage | DecodedImage:
-    """The file with its header read, where the source has files; else the pixels. Raises UnreadableImage.
+    """Image `index` with only its header read where the source has files, else decoded. Raises UnreadableImage.
 
-    `channels` are wanted; the image may have others.
+    channels: number that is wanted; the image may have another.
     """
     read, value_range = getattr(source, "read", None), range_at(source, index, value_range)
     if read is not None:
@@ -91,8 +93,8 @@ def open_image(
 
 def range_at(source: Source, index: int, value_range: ValueRange | None) -> ValueRange | None:
     """Black and white of an image deeper than 8 bits: those of its source in a mixture, else `value_range`."""
-    own = source.range_of(index) if isinstance(source, Joined) else None
-    return own or value_range
+    range_of_part = source.range_of(index) if isinstance(source, Joined) else None
+    return range_of_part or value_range
 
 
 def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:
@@ -120,12 +122,23 @@ class DecodedImage:
 
 
 class EncodedImage:
-    """A file of which only the header has been looked at; `width` and `height` (pixels) are the upright image's.
+    """An image file of which only the header has been read.
 
-    `deep`: more than 8 bits a channel; `value_range` scales these. `channels` are wanted (or None for all there
-    are), and the attribute says what there are: a grey file has one where one is wanted, else three, as everything else
-    that Pillow reads. `format` and `mode` are Pillow's words. Raises UnreadableImage, before memory is taken, if it is
-    no image or has more than `max_pixels` pixels (None = any number); every three channels count as one image.
+    Args:
+        data: the file.
+        name: its name in errors.
+        max_pixels: limit of pixels, None = any number; every three channels count as one image.
+        value_range: black and white of values deeper than 8 bits.
+        channels: number that is wanted; None = all channels of the file.
+
+    Attributes:
+        width, height: size in pixels of the upright image.
+        channels: number in the file; a gray file has one where one is wanted, else three, as all that Pillow reads.
+        deep: whether it has more than 8 bits a channel.
+        format, mode: Pillow's words.
+
+    Raises:
+        UnreadableImage: the file is no image or too large; found before memory is taken.
     """
 
     def __init__(
@@ -147,8 +160,10 @@ class EncodedImage:
             except (UnreadableImage, MemoryError):
                 raise
             except Exception:
-                if next(self._reopened(), None) is None:
+                if not data.startswith(_PNG):
                     raise
+                self._data = _without_metadata(data)
+                self._open()
 
     def _open(self) -> None:
         image = self._image = open_file(self._data, self._wanted)
@@ -160,29 +175,22 @@ class EncodedImage:
         else:
             _check_size(image.width, image.height, self._name, self._limit)
             self.deep, stored = is_deep(image, self._data), 1 if is_grey(image) else 3
-            orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
+            orientation = None
+            with suppress(SyntaxError, struct.error):  # a damaged block must not cost the image
+                orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
             if self._wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
                 stored = with_alpha
         self._orient(image, orientation)
         self._is_grey = stored == self._wanted == 1
         self.channels = 3 if stored == 1 and self._wanted != 1 else stored
 
-    def _reopened(self) -> Iterator[bool]:
-        """True after each time that the file could be opened without some more of its metadata."""
-        for less in without_metadata(self._data):
-            if less != self._data:
-                self._data = less
-                with suppress(Exception):
-                    self._open()
-                    yield True
-
     @property
     def is_raster(self) -> bool:
-        """Whether Pillow can't read the file, or not whole."""
+        """Whether the file is one that Pillow can't read, or only in part."""
         return isinstance(self._image, Raster)
 
     def _orient(self, image: Raster | ImageFile.ImageFile, orientation: Any) -> None:
-        """Sets the upright size, and what turns the decoder's pixels upright: once, also where Pillow does it."""
+        """Sets the upright size and the transform of decoded pixels, so that they are turned once, by us or Pillow."""
         (width, height), turn = image.size, _EXIF_TRANSFORMS.get(orientation)
         self._upright = turn
         if isinstance(image, TiffImageFile):  # Pillow turns these, and gives the size before that or after it
@@ -190,38 +198,26 @@ class EncodedImage:
         self.width, self.height = (height, width) if turn and orientation >= 5 else (width, height)
 
     def decode(self, shrink: int = 1) -> np.ndarray:
-        """(h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also of 8 bits.
+        """Pixels (h, w, channels): uint8 without a value range, float32 in [0, 1] with one, also from 8 bits.
 
-        `shrink`: how many times smaller a JPEG comes, 1, 2, 4 or 8. Raises UnreadableImage, also for a deep file
+        shrink: factor 1, 2, 4 or 8 by which a JPEG is decoded smaller. Raises UnreadableImage, also for a deep file
         without a range and for values beyond it.
         """
         return in_channels(_as_trained(self.values(shrink), self._range, self._name), self.channels)
 
     def values(self, shrink: int = 1) -> np.ndarray:
-        """Upright: uint8 (h, w, 3), or what a grey, deep or other file stores, (h, w) or (h, w, c), unscaled.
+        """Upright values, unscaled: uint8 (h, w, 3); of gray, deep and other files as stored, (h, w) or (h, w, c).
 
         Raises UnreadableImage.
         """
         with self._naming_errors():
-            values = self._stored_or_bare(shrink)
+            values = self._stored(shrink)
             if self.deep:
                 check_nodata(self._image, values)
             return values if self._upright is None else np.ascontiguousarray(self._upright(values))
 
-    def _stored_or_bare(self, shrink: int) -> np.ndarray:
-        """The values of the file; where that fails, of the file without metadata. Raises the first error."""
-        try:
-            return self._stored(shrink)
-        except (UnreadableImage, MemoryError):
-            raise
-        except Exception:
-            for _ in self._reopened():
-                with suppress(Exception):
-                    return self._stored(shrink)
-            raise
-
     def _stored(self, shrink: int) -> np.ndarray:
-        """The values as the file's decoder gives them."""
+        """Values as the file's decoder returns them."""
         image = self._image
         if isinstance(image, Raster):
             return image.read()
@@ -242,7 +238,7 @@ class EncodedImage:
         except UnreadableImage:
             raise
         except Image.UnidentifiedImageError:
-            raise UnreadableImage(self._name, what_else_it_is(self._data) or "not an image") from None
+            raise UnreadableImage(self._name, name_placeholder(self._data) or "not an image") from None
         except MemoryError:
             # An image too large for a decoder is the image's fault; where little is left either, nothing can go on.
             bytearray(_LITTLE)
@@ -252,13 +248,24 @@ class EncodedImage:
             raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
 
 
+def _without_metadata(png: bytes) -> bytes:
+    """A PNG without texts and color profiles, which must not cost an image when damaged or beyond Pillow's limits."""
+    chunks, begin = [_PNG], len(_PNG)
+    while begin + 8 <= len(png):
+        size, kind = struct.unpack_from(">I4s", png, begin)
+        if kind in _PNG_PIXELS:
+            chunks.append(png[begin : begin + size + 12])
+        begin += size + 12
+    return b"".join(chunks)
+
+
 def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
     return values if value_range is None and values.dtype == np.uint8 else to_unit(values, value_range, name)
 
 
 def _decode_jpeg(data: bytes, width: int, height: int, shrink: int, colors: str) -> np.ndarray | None:
-    """uint8 (height / shrink, width / shrink, 3 of RGB, 1 of GRAY), rounded up; None if there is any fault in it:
-    Pillow then decides."""
+    """Pixels (height / shrink, width / shrink, 3 of RGB or 1 of GRAY) of uint8, sizes rounded up; None for a file with
+    any fault, which is left to Pillow."""
     try:
         return simplejpeg.decode_jpeg(
             data, colors, min_width=-(-width // shrink), min_height=-(-height // shrink), min_factor=shrink

@@ -1,4 +1,4 @@
-"""DICOM files of one frame: the values that they stand for, by pydicom."""
+"""Reader of DICOM files of one frame, by pydicom: their rescaled values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SPARE = 1 << 16
 
 
 def _open(data: bytes, wanted: int | None) -> Raster:
-    """Grey: stored values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
+    """Gray values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
 
-    Integers stay integers where slope and intercept are; fewer than 8 bits without these become 0 to 255. Raises
-    ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, where pydicom or a
-    decoder is missing, and any Exception for broken files.
+    Integers stay integers if slope and intercept are; unscaled values of fewer than 8 bits become 0 to 255. Raises
+    ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, if pydicom or a
+    decoder is missing, and any Exception for damaged files.
     """
     try:
         import pydicom
@@ -44,57 +44,57 @@ def _open(data: bytes, wanted: int | None) -> Raster:
     if _DEFLATED in data:  # pydicom would inflate it without a limit
         raise ValueError("a deflated DICOM file: write it uncompressed")
     with _quiet():
-        found = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS), force=True)
-        if "TransferSyntaxUID" not in found.file_meta:  # as in files without a header, which are not compressed
-            is_implicit = found.original_encoding[0]
-            found.file_meta.TransferSyntaxUID = pydicom.uid.UID(_IMPLICIT if is_implicit else _EXPLICIT)
-        frames, color = int(found.get("NumberOfFrames") or 1), str(found.get("PhotometricInterpretation"))
-        if "PixelData" not in found:
+        file = pydicom.dcmread(io.BytesIO(data), specific_tags=list(_TAGS), force=True)
+        if "TransferSyntaxUID" not in file.file_meta:  # as in files without a header, which are not compressed
+            is_implicit = file.original_encoding[0]
+            file.file_meta.TransferSyntaxUID = pydicom.uid.UID(_IMPLICIT if is_implicit else _EXPLICIT)
+        frames, color = int(file.get("NumberOfFrames") or 1), str(file.get("PhotometricInterpretation"))
+        if "PixelData" not in file:
             raise ValueError("a DICOM file without an image")
         if frames > 1:
             raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
-        transforms = _transforms(found)
-        if color not in _COLORS + _GREYS or any(one.get("ModalityLUTSequence") for one in transforms):
-            what = "a modality LUT" if color in _GREYS else f"colors as {color}"
-            raise ValueError(f"{what} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
-        width, height, bits = (int(found[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
+        transforms = _transforms(file)
+        if color not in _COLORS + _GREYS or any(dataset.get("ModalityLUTSequence") for dataset in transforms):
+            problem = "a modality LUT" if color in _GREYS else f"colors as {color}"
+            raise ValueError(f"{problem} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
+        width, height, bits = (int(file[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
         rescale = _number(transforms, "RescaleSlope", 1.0), _number(transforms, "RescaleIntercept", 0.0)
         if not rescale[0]:
             raise ValueError("a rescale slope of 0 in a DICOM file, which makes all pixels equal")
-        stored_bits = int(found.BitsStored)
-        highest = int(found.get("HighBit", stored_bits - 1))
+        stored_bits = int(file.BitsStored)
+        highest = int(file.get("HighBit", stored_bits - 1))
         if highest != stored_bits - 1:
             raise ValueError(f"{stored_bits} bits up to bit {highest} of a DICOM file: write them as its lowest bits")
-        _check_coding(found, width * height * int(found.SamplesPerPixel) * bits // 8)
+        _check_coding(file, width * height * int(file.SamplesPerPixel) * bits // 8)
     rescaled = color in _GREYS and rescale != (1, 0)
-    signed = bool(found.PixelRepresentation)
+    signed = bool(file.PixelRepresentation)
     deep = bits > 8 or signed or rescaled
 
     def read() -> np.ndarray:
         with _quiet():
-            stored = np.array(found.pixel_array)
+            stored = np.array(file.pixel_array)
         if color == "MONOCHROME1":
             stored = black_first(stored, stored_bits, signed)
         return _rescaled(stored, *rescale) if rescaled else spread(stored, stored_bits)
 
-    return Raster("DICOM", width, height, int(found.SamplesPerPixel), deep, read)
+    return Raster("DICOM", width, height, int(file.SamplesPerPixel), deep, read)
 
 
-def _transforms(found: Any) -> list[Any]:
-    """Data sets that may hold the numbers of the rescaling: those of the frame, of all frames, and the file itself."""
-    groups = (found.get(name) or () for name in ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"))
+def _transforms(file: Any) -> list[Any]:
+    """Datasets that may hold slope and intercept: of the frame, of all frames, and the file itself."""
+    groups = (file.get(name) or () for name in ("PerFrameFunctionalGroupsSequence", "SharedFunctionalGroupsSequence"))
     items = (item.get("PixelValueTransformationSequence") or () for group in groups for item in group[:1])
-    return [*(one for some in items for one in some[:1]), found]
+    return [*(dataset for sequence in items for dataset in sequence[:1]), file]
 
 
-def _number(places: list[Any], name: str, default: float) -> float:
-    """The first number of that name; one without a value is as good as none."""
-    values = (one.get(name) for one in places)
+def _number(datasets: list[Any], name: str, default: float) -> float:
+    """First number called `name` in the datasets, without empty ones."""
+    values = (dataset.get(name) for dataset in datasets)
     return next((float(value) for value in values if value not in (None, "")), default)
 
 
 def _is_dicom(data: bytes) -> bool:
-    """Also without the preamble of 128 bytes: its first element is of group 2 or 8, of a type that such ones have."""
+    """Whether a file is DICOM; without the preamble, its first element is of group 2 or 8 and of a fitting type."""
     if data[128:132] == b"DICM":
         return True
     return data[:2] in (b"\2\0", b"\x08\0") and data[3:4] == b"\0" and (data[4:6] in _TYPES or data[5:8] == bytes(3))
@@ -102,7 +102,7 @@ def _is_dicom(data: bytes) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Our errors say in one line what is wrong."""
+    """Silence pydicom: our errors say in one line what is wrong."""
     logging.getLogger("pydicom").setLevel(logging.CRITICAL + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -110,7 +110,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _rescaled(stored: np.ndarray, slope: float, intercept: float) -> np.ndarray:
-    """int32 or float32. Raises ValueError for what int32 can't hold."""
+    """Rescaled values, int32 or float32. Raises ValueError for values beyond int32."""
     if not (slope.is_integer() and intercept.is_integer()):
         return (stored * slope + intercept).astype(np.float32)
     values = stored.astype(np.int64) * int(slope) + int(intercept)
@@ -119,22 +119,22 @@ def _rescaled(stored: np.ndarray, slope: float, intercept: float) -> np.ndarray:
     return values.astype(np.int32)
 
 
-def _check_coding(found: Any, size: int) -> None:
-    """Raises ValueError where the pixels, `size` bytes, are compressed so that they can't be read safely."""
+def _check_coding(file: Any, size: int) -> None:
+    """Raises ValueError for compressed pixels, `size` bytes, that can't be decoded safely."""
     from pydicom.encaps import generate_frames
     from pydicom.pixels import get_decoder
 
-    syntax = found.file_meta.TransferSyntaxUID
+    syntax = file.file_meta.TransferSyntaxUID
     if not syntax.is_compressed:
         return
     if not get_decoder(syntax).is_available:
         raise ValueError(f"pixels as {syntax.name}: install a decoder for pydicom (pylibjpeg), or uncompress the files")
-    if len(found.PixelData) > 2 * size + _SPARE:
-        raise ValueError(f"{len(found.PixelData)} compressed bytes for {size} of pixels")
-    frame = next(generate_frames(found.PixelData, number_of_frames=1))
+    if len(file.PixelData) > 2 * size + _SPARE:
+        raise ValueError(f"{len(file.PixelData)} compressed bytes for {size} of pixels")
+    frame = next(generate_frames(file.PixelData, number_of_frames=1))
     try:
         with Image.open(io.BytesIO(frame), formats=["JPEG", "JPEG2000"]) as image:
-            if image.size != (found.Columns, found.Rows):
+            if image.size != (file.Columns, file.Rows):
                 raise ValueError(f"a frame of {image.size} pixels, and the header says others")
     except Image.UnidentifiedImageError:
         pass  # run lengths, or a kind of JPEG that Pillow doesn't know

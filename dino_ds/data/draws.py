@@ -1,6 +1,6 @@
-"""How often each image is drawn where not all are drawn equally often: shares of sources, and balance within them.
+"""Draws images at unequal rates: by the shares of sources, and balanced over groups within a source.
 
-Stateless: what an epoch draws follows from (seed, epoch) and its length alone.
+Stateless: the images of an epoch follow from (seed, epoch) and its length alone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from torch import Tensor
 from dino_ds.basics.hashing import crop_seed, mix
 
 _PASSES, _SHUFFLE = -3, -1
-"""In the place of an image's index, which no image has: seeds of the order of a pass, and of an epoch."""
+"""Reserved negative image indices that seed the order of a pass and of an epoch."""
 
 
 class Draws:
-    """Images of several parts, each with a share of every epoch; within a part all groups are drawn equally often.
+    """Order of images from several parts, each with a share of every epoch; groups of a part are drawn equally often.
 
-    `parts` (n,) int64 and `groups` (n,) int64 say where each image belongs; groups are numbered through, part after
-    part, and an image of group -1 is never drawn. Group after group gives an image, and each group goes through all of
-    its images, in an order of its own, before it begins again: so the images of a part are exact to one an epoch, its
-    groups too, and at the end of any epoch the images of a group were drawn equally often, to one.
+    A part draws from its groups in turn, and a group draws all of its images, in a random order, before it repeats one.
+    So the counts of a part and of its groups are exact to one image an epoch, and after any epoch the images of a group
+    have been drawn equally often, to one.
+
+    Args:
+        shares: of the parts.
+        parts: (n,) int64, part of each image.
+        groups: (n,) int64, group of each image, numbered through part after part; -1 = never drawn.
     """
 
     def __init__(self, shares: Sequence[Fraction], parts: np.ndarray, groups: np.ndarray) -> None:
@@ -41,7 +45,7 @@ class Draws:
         self._drawn = drawn
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # loader processes get the indices of their images: they draw none
+        return _nothing, ()  # loader processes receive the indices of their images
 
     @property
     def digest(self) -> str:
@@ -49,21 +53,21 @@ class Draws:
         return hashlib.blake2b(np.ascontiguousarray(self._groups).tobytes(), digest_size=16).hexdigest()
 
     def most_repeats(self, part: int, length: int) -> float:
-        """How often the images of the smallest group of a part are drawn in an epoch of `length` images."""
+        """Times that each image of a part's smallest group is drawn in an epoch of `length` images."""
         groups = self._part_of_group == part
         return float(self.counts(length)[part] / self._counts[part] / self._sizes[groups].min())
 
     def counts(self, length: int) -> np.ndarray:
-        """(parts,) int64: images of each part in an epoch of `length`, by largest remainders."""
+        """Images of each part, (parts,) int64, in an epoch of `length`, by largest remainders."""
         exact = [share * length for share in self._shares]
-        whole = [int(one) for one in exact]
+        whole = [int(count) for count in exact]
         rest = sorted(range(len(exact)), key=lambda part: (whole[part] - exact[part], part))
         for part in rest[: length - sum(whole)]:
             whole[part] += 1
         return np.array(whole, np.int64)
 
     def epoch(self, seed: int, epoch: int, length: int) -> Tensor:
-        """(length,) int64, the images of an epoch in their order; the r-th repeat of image i is i + r * images."""
+        """Images of an epoch in order, (length,) int64; the r-th repeat of image i is i + r * images."""
         counts = self.counts(length)
         times = self._drawn_until(seed, (epoch + 1) * counts) - self._drawn_until(seed, epoch * counts)
         first = np.repeat(np.cumsum(times) - times, times)
@@ -73,7 +77,7 @@ class Draws:
         return images[torch.randperm(len(images), generator=generator)]
 
     def _drawn_until(self, seed: int, counts: np.ndarray) -> np.ndarray:
-        """(drawn images,) how often each was drawn once every part has given `counts` images."""
+        """Times that each of the drawn images was drawn when every part has drawn `counts` images."""
         begun = self._counts[self._part_of_group]
         of_group = (counts[self._part_of_group] + begun - 1 - self._place) // begun  # group after group
         passes, rest = np.divmod(of_group, self._sizes)
@@ -81,7 +85,7 @@ class Draws:
         return passes[group] + (self._places_in_pass(seed, passes) < rest[group])
 
     def _places_in_pass(self, seed: int, passes: np.ndarray) -> np.ndarray:
-        """(drawn images,) place of each in the order of its group, which is in its pass number `passes`."""
+        """Position of each drawn image in the order of its group, whose pass is number `passes`."""
         group = self._groups[self._drawn]
         start = crop_seed(seed, 0, _PASSES) - (1 << 63)
         keys = mix(mix(torch.from_numpy(passes[group]) ^ start) ^ torch.from_numpy(self._drawn)).numpy()
@@ -92,9 +96,9 @@ class Draws:
 
 
 def draws_in(source: object) -> Draws | None:
-    """How often each image of a source is drawn, or None where all are equally often."""
-    found = getattr(source, "draws", None)
-    return found if isinstance(found, Draws) else None
+    """The `Draws` of a source, or None where all images are drawn equally often."""
+    draws = getattr(source, "draws", None)
+    return draws if isinstance(draws, Draws) else None
 
 
 def _nothing() -> None:

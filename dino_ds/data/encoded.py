@@ -1,4 +1,4 @@
-"""Sources of encoded image files: their contract, and what those with a listing share."""
+"""Base classes for sources of encoded image files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dino_ds.data.listing import Labels, Listing, printable
 from dino_ds.data.remote import FilePiece, Remote
 
 MAX_BYTES = 1 << 30
-"""A larger file is not an image."""
+"""Size of the largest file that is read as an image."""
 
 
 class EncodedImages(ABC):
-    """A source of image files in any format, loose or inside other files: a `Source` that can give the files."""
+    """A `Source` of image files in any format, loose or inside other files."""
 
     labels: Sequence[int] | None = None
     classes: list[str] | None = None
@@ -37,14 +37,14 @@ class EncodedImages(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """The place of the image, as one printable line."""
+        """Path of the image, as a printable line."""
 
     @abstractmethod
     def member(self, index: int) -> str:
-        """The image's name within the data set, such as cat/1.jpg; any text, not to be used as a path."""
+        """Name within the dataset, such as cat/1.jpg; any text, not to be used as a path."""
 
     def load(self, index: int) -> Image.Image | np.ndarray:
-        """RGB; of a file deeper than 8 bits, or of other channels, its values (h, w, c) as they are stored.
+        """RGB image; from a file deeper than 8 bits or of other channels, its stored values (h, w, c).
 
         Raises UnreadableImage.
         """
@@ -54,13 +54,12 @@ class EncodedImages(ABC):
 
 
 class RowImages(EncodedImages):
-    """Images that are rows of files, file after file.
-
-    _parts: what holds the rows of each file, such as /images, or ""; _ends: the number of images up to each file's end.
-    """
+    """Images that are rows of files, file after file."""
 
     _parts: list[str]
+    """Name of each file's dataset, such as /images, or ""."""
     _ends: np.ndarray
+    """Number of images up to each file's end."""
 
     def __init__(self, files: list[str]) -> None:
         self._files = [file if is_url(file) else os.path.abspath(file) for file in files]
@@ -83,20 +82,20 @@ class RowImages(EncodedImages):
         return os.stat(self._files[self._find(index)[0]]).st_mtime_ns
 
     def _find(self, index: int) -> tuple[int, int]:
-        """File, and row of the file."""
+        """File and row of an image."""
         index = range(len(self))[index]
         file = int(np.searchsorted(self._ends, index, side="right"))
         return file, index - (int(self._ends[file - 1]) if file else 0)
 
 
 class ListedImages(EncodedImages):
-    """Encoded images whose names and labels are in a Listing: in memory once a machine, pickled as a path."""
+    """Encoded images with names and labels in a Listing, which is pickled as a path."""
 
     labels: Labels | None
     classes: list[str] | None
     _names: Sequence[str]
     _opened: tuple[str, ...] = ("_names", "labels", "classes")
-    """Attributes that `_open` makes of the listing."""
+    """Attributes that `_open` sets from the listing."""
 
     def __init__(self, listing: Listing) -> None:
         self._open(listing)
@@ -120,13 +119,13 @@ class ListedImages(EncodedImages):
 
 
 class ListedFiles(ListedImages):
-    """Image files whose paths, relative to `_folder`, or addresses are in a Listing; elsewhere: there are addresses."""
+    """Image files whose paths, relative to `_folder`, or URLs are in a Listing; `elsewhere`: some are URLs."""
 
     _folder: str
     elsewhere = False
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch images that will be read next, of those that are elsewhere."""
+        """Begin to fetch remote images that are read next."""
         self._remote.prepare((FilePiece(path) for path in map(self._path, indices) if is_url(path)), seconds)
 
     @functools.cached_property
@@ -134,7 +133,7 @@ class ListedFiles(ListedImages):
         return Remote()
 
     def read(self, index: int) -> bytes:
-        """A regular file's bytes; never waits for a pipe that has an image's name. Raises UnreadableImage."""
+        """Bytes of a regular file; never waits for a pipe with an image's name. Raises UnreadableImage."""
         try:
             if is_url(path := self._path(index)):
                 data = self._remote.read(FilePiece(path))
@@ -158,7 +157,7 @@ class ListedFiles(ListedImages):
         return os.stat(self._path(index)).st_mtime_ns
 
     def path(self, index: int) -> str:
-        """The path of an image's file, absolute, or its URL."""
+        """Absolute path of an image's file, or its URL."""
         path = self._path(index)
         return path if is_url(path) else os.path.abspath(path)
 
@@ -168,7 +167,7 @@ class ListedFiles(ListedImages):
 
 
 class NamedFiles(ListedFiles):
-    """Image files by their paths, without labels; what they name is first looked at when it is read."""
+    """Image files by path, without labels; a path is first checked when it is read."""
 
     labels, classes, _folder, _opened = None, None, "", ()
 
@@ -180,7 +179,7 @@ class NamedFiles(ListedFiles):
 
 
 def canonical_place(path: str, folder: str) -> str:
-    """The place of a file however it is spelled: below `folder` where it lies there, else its path without links."""
+    """One spelling for all paths of a file: relative to `folder` if it lies there, else without links."""
     if is_url(path):
         return path.removeprefix(f"{folder}/")
     path = os.path.normpath(path)

@@ -1,4 +1,4 @@
-"""The interface of training to its data: micro-batches on its device, and how far they have come."""
+"""The interface of training to its data: micro-batches on its device, and their position in the data."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from dino_ds.config.crops import Masks
 
 @dataclass(frozen=True)
 class Position:
-    """Place in the global stream of images: `samples` of `epoch` are consumed, over all ranks."""
+    """Position in the global stream of images: `samples` of `epoch` are consumed, over all ranks."""
 
     epoch: int = 0
     samples: int = 0
 
     def advance(self, samples: int, per_epoch: int) -> Position:
-        """After `samples` more, of `per_epoch` in an epoch; the next epoch begins where as many again don't fit."""
+        """Position after `samples` more; an epoch of `per_epoch` ends where the same number again does not fit."""
         consumed = self.samples + samples
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch on the device: by group of crops a list of (b, c, h, w) float32, in the order of the groups.
+    """A micro-batch on the device.
 
-    indices (b,) int64, all of one epoch. `bad` has one text for each unreadable image met: its name and the reason.
-    `masks` says which patches of masked groups are hidden from the student.
+    Attributes:
+        crops: by crop group, in the order of the groups, each crop as (b, c, h, w) float32.
+        indices: (b,) int64, all of `epoch`.
+        names: of the images.
+        bad: name and reason of each unreadable image that was replaced.
+        masks: patches of masked groups that are hidden from the student.
     """
 
     crops: dict[str, list[Tensor]]
@@ -41,25 +45,25 @@ class Batch:
 
 
 class DataTimeout(Exception):
-    """The next batch has not come, and who waits for it was told to give up. It may be asked for again."""
+    """The next batch has not arrived, and the caller gave up waiting. It may be asked for again."""
 
 
 class Feed(Protocol):
     """This rank's micro-batches, without end."""
 
     def next_unless(self, give_up: Callable[[], bool]) -> Batch:
-        """The next one; `give_up` is asked every few seconds without one, and DataTimeout raised if it returns true.
+        """The next micro-batch. `give_up` is called every few seconds of waiting; if true, DataTimeout is raised.
 
-        Raises DataError if too many images in a row are unreadable, or if what loads them does not come back.
+        Raises DataError if too many images in a row are unreadable, or if loader processes stay dead.
         """
         ...
 
     def prefetch(self) -> None:
-        """Begin with the one after it, as far as that can be done without waiting."""
+        """Begin to prepare the following micro-batch, without waiting."""
         ...
 
     def take_notes(self) -> list[str]:
-        """Human-readable lines that came up since the last call."""
+        """Lines for the log since the last call."""
         ...
 
     def close(self) -> None: ...

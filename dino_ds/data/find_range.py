@@ -1,4 +1,4 @@
-"""Looks at a few images before a run: their channels, and the values of those that are deeper than 8 bits."""
+"""Samples images before a run: their channels, and the values of those deeper than 8 bits."""
 
 from __future__ import annotations
 
@@ -23,36 +23,35 @@ _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
 """Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
 _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
 _LEAST_USED = 0.01
-"""Least part of a range that an image of the right kind uses: floats within 0 to 1 use nothing of 16 bits."""
+"""Least part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
 STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
 class DeepImage(NamedTuple):
-    """One of more than 8 bits: its values as they are stored, and the range of its source where that has its own."""
+    """An image of more than 8 bits, with its lowest and highest stored value, and its source's own range, if any."""
 
     name: str
     type: str
     low: float
     high: float
-    own_range: ValueRange | None = None
+    source_range: ValueRange | None = None
 
     def why_skipped(self, value_range: ValueRange | None) -> str:
-        """Why no run with this range reads it; "" if it does."""
-        return why_not_scaled(np.dtype(self.type), self.low, self.high, self.own_range or value_range)
+        """Reason why a run with this range skips the image; "" if it does not."""
+        return why_not_scaled(np.dtype(self.type), self.low, self.high, self.source_range or value_range)
 
 
-def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
-    """Notes on images beyond the range, and on images that use next to nothing of it.
-
-    An image of one value uses nothing of any range, and is left out.
-    """
+def find_misfits(images: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
+    """Notes on images beyond the range, and on images that use next to nothing of it, except those of one value."""
     skipped, faint = list[str](), list[str]()
-    for one in found:
-        if why := one.why_skipped(value_range):
-            skipped.append(f"{one.name} ({why})")
-        elif (span := one.own_range or value_range) and 0 < one.high - one.low < _LEAST_USED * (span[1] - span[0]):
-            faint.append(f"{one.name} ({one.type} values, {one.low:.10g} to {one.high:.10g})")
-    among = f"of {len(found)} images looked at that are deeper than 8 bits"
+    for image in images:
+        if reason := image.why_skipped(value_range):
+            skipped.append(f"{image.name} ({reason})")
+        elif (span := image.source_range or value_range) and (
+            0 < image.high - image.low < _LEAST_USED * (span[1] - span[0])
+        ):
+            faint.append(f"{image.name} ({image.type} values, {image.low:.10g} to {image.high:.10g})")
+    among = f"of {len(images)} images looked at that are deeper than 8 bits"
     notes = [f"{len(skipped)} {among} are skipped as unreadable, such as {skipped[0]}: {remedy}"] if skipped else []
     if faint and value_range:
         use = f"use less than {_LEAST_USED:.0%} of data.value_range {range_text(value_range)}"
@@ -62,34 +61,36 @@ def find_misfits(found: Sequence[DeepImage], value_range: ValueRange | None, rem
 
 @dataclass
 class Sample:
-    """Values of the images that could be read; `problem` is the first that could not, and why."""
+    """Values of sampled images."""
 
     images: int = 0
+    """Number of images that could be read."""
     channels: Counter[int] = field(default_factory=Counter)
     deep: list[DeepImage] = field(default_factory=list)
     problem: str = ""
+    """Name of the first unreadable image, and the reason."""
 
     def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
-        """`wanted`: the channels of the run; images of others are only counted. Larger ones are not read."""
+        """Read images of at most `max_pixels`; those of other channels than `wanted` are only counted."""
         prepare_images(source, indices := list(indices))
         for index in indices:
             try:
                 image = open_image(source, index, max_pixels, channels=wanted)
-                asks = getattr(image, "mode", None) in WITH_ALPHA  # alpha, or a band: its values tell
+                asks = getattr(image, "mode", None) in WITH_ALPHA  # alpha or a band, as its values tell
                 values = image.values() if (image.deep or asks) and image.channels == wanted else None
                 if values is not None and image.deep:
                     name = source.name(index)
                     self.deep.append(DeepImage(name, values.dtype.name, *extremes(values, name)))
-            except Exception as error:  # a source of the user's may raise anything: training says what, of which image
+            except Exception as error:  # a user's source may raise anything: training reports it with the image's name
                 self.problem = self.problem or str(error)
                 continue
             self.images += 1
             self.channels[image.channels] += 1
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
-        """The range, and what was found in words; None and "" where all are of 8 bits.
+        """Value range of the images, and words on it; None and "" if all have 8 bits.
 
-        Raises ConfigError where nothing says which values are black and white; its advice is `remedy`, else the flag.
+        Raises ConfigError, with `remedy` or the option as advice, if values do not tell which are black and white.
         """
         if not self.deep:
             return None, ""
@@ -113,19 +114,19 @@ class Sample:
 
     @property
     def types(self) -> set[str]:
-        return {one.type for one in self.deep}
+        return {image.type for image in self.deep}
 
     @property
     def low(self) -> float:
-        return min(one.low for one in self.deep)
+        return min(image.low for image in self.deep)
 
     @property
     def high(self) -> float:
-        return max(one.high for one in self.deep)
+        return max(image.high for image in self.deep)
 
     @property
     def measured(self) -> ValueRange:
-        """Lowest and highest, of fractions rounded to 3 digits, outwards."""
+        """Lowest and highest value; fractions are rounded outwards to 3 digits."""
         low, high = self.low, self.high
         if low == int(low) and high == int(high):
             return low, high if high > low else low + 1
@@ -138,8 +139,8 @@ class Sample:
 
 
 def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS) -> Sample:
-    """At most 64 images of each source, evenly spread, where `channels` are wanted, none of more than `max_pixels`. Of
-    files pixels are read only where they are deep, and where 3 are wanted JPEGs are left out."""
+    """Sample of at most 64 images of each source, evenly spread, for a run of `channels`. Of files only deep pixels are
+    read, and JPEGs only if other channels than 3 are wanted."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
@@ -160,45 +161,45 @@ def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = M
 def with_value_range(
     recipe: Recipe, source: Source, earlier: Callable[[], ValueRange | None] = lambda: None
 ) -> tuple[Recipe, list[str]]:
-    """`recipe` with numbers for data.value_range where it is auto and images are deep; and notes: what was found, and
-    images that the range does not fit.
+    """`recipe` with numbers for data.value_range if it is auto and images are deep; and notes on them, and on images
+    that the range does not fit.
 
-    The numbers are those of `earlier` where it has any. Rank 0 looks at the images; all ranks call it. Raises
-    ConfigError, on all ranks, where the range can't be known, or no image has model.in_chans channels, DataError where
-    no file looked at can be read.
+    The numbers are those of `earlier`, if any. Rank 0 samples the images; all ranks call it. Raises on all ranks:
+    ConfigError if the range can't be known or no image has model.in_chans channels, DataError if no sampled file can be
+    read.
     """
-    found: Any = None
+    from_rank_0: Any = None
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             known = recipe.data.known_range or earlier()
             sample = _look_at_parts(recipe, source)
             chosen, words = (known, "") if known else sample.decide()
-            found = chosen, [*([words] if words else []), *find_misfits(sample.deep, chosen)]
-    chosen, notes = distributed.gather_objects(found)[0]
+            from_rank_0 = chosen, [*([words] if words else []), *find_misfits(sample.deep, chosen)]
+    chosen, notes = distributed.gather_objects(from_rank_0)[0]
     data = recipe.data.model_copy(update={"value_range": chosen or "auto"})
     return recipe.model_copy(update={"data": data}), notes
 
 
 def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
-    """A sample of a source; of a mixture one of each part, all together. Raises as `with_value_range` does."""
-    found = Sample()
+    """Sample of a source, of a mixture from each part. Raises as `with_value_range`."""
+    total = Sample()
     parts = source.joined if isinstance(source, Joined) else [JoinedPart("", source, None)]
     for part in parts:
         sample = look_at_values([part.source], recipe.model.in_chans, recipe.data.max_pixels)
-        with _naming(part.place):
+        with _naming_part(part.place):
             _check_images(recipe, part.source, sample)
-        found.images += sample.images
-        found.channels += sample.channels
-        found.deep += [one._replace(own_range=part.value_range) for one in sample.deep]
-    return found
+        total.images += sample.images
+        total.channels += sample.channels
+        total.deep += [image._replace(source_range=part.value_range) for image in sample.deep]
+    return total
 
 
 @contextmanager
-def _naming(place: str) -> Iterator[None]:
+def _naming_part(path: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, DataError) as error:
-        raise type(error)(f"data.mixture: {place}: {error}" if place else str(error)) from None
+        raise type(error)(f"data.mixture: {path}: {error}" if path else str(error)) from None
 
 
 def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
@@ -206,11 +207,11 @@ def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
     if hasattr(source, "read") and not sample.images and sample.problem:
         raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
-        there = " or ".join(map(str, sorted(channels)))
+        numbers = " or ".join(map(str, sorted(channels)))
         most = channels.most_common(1)[0][0]
         statistics = "" if most in (1, 3) else " and the data.mean and data.std that dino-ds look-data prints with it"
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
         raise ConfigError(
-            f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {there} channels"
+            f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"
             f"; set --model.in_chans {most}{statistics}{keeps}"
         )

@@ -1,4 +1,4 @@
-"""Image files of the user's: any tree of folders, or a text file of paths."""
+"""The user's image files: any tree of folders, or a text file of paths."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ from dino_ds.errors import DataError
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _VERSION = 2
-"""Version of lists in the cache: those with another number are made anew."""
+"""Version of lists in the cache; others are rebuilt."""
 _LOOKED_AT = 20
-"""Number of lines of a list that are looked at."""
+"""Lines of a list that are checked to be files."""
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
-"""A folder that was changed so shortly before it was read may change again within one tick of its time."""
+"""A folder changed within this time before it was read may change again within one tick of its time."""
 
 
 class ImageFolder(ListedFiles):
     """All images under `root`, sorted by path.
 
     Labels are the first-level folders if every image lies in one and there are at least two; folders named train, val
-    or test are not classes. Names that begin with a dot are left out. The list comes from the cache while no folder of
-    the tree has another time than when it was read. Raises DataError if there are no images.
+    or test are not classes. Names that begin with a dot are ignored. The list comes from the cache while the times of
+    all folders are unchanged. Raises DataError if there are no images.
     """
 
     def __init__(self, root: str) -> None:
@@ -65,10 +65,10 @@ class ImageFolder(ListedFiles):
 
 
 class ListFile(ListedFiles):
-    """Images in the order of the lines, `path` or `path<TAB>class`; paths are relative to the list's own folder.
+    """Images in the order of a file's lines, `path` or `path<TAB>class`; paths are relative to the file's folder.
 
-    Empty lines, those that begin with # and hidden files are left out. The parsed list comes from the cache while the
-    file has the same size and time. Raises DataError if nothing is listed, or if none of 20 lines looked at is a file.
+    Empty lines, comments (#) and hidden files are ignored. The parsed list comes from the cache while the file's size
+    and time are unchanged. Raises DataError if no image is listed, or if none of 20 lines is a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -100,19 +100,19 @@ class ListFile(ListedFiles):
 
 @dataclass(frozen=True)
 class _Folder:
-    """One folder of the tree as it was read: names of images with NULs between; time -1 can't tell a later change.
-
-    others: paths of files that may be images of kinds that nothing here reads.
-    """
+    """A folder of the tree, as it was read."""
 
     path: bytes
     time: int
+    """Its modification time; -1 = can't tell later changes."""
     identity: tuple[int, int]
     images: bytes
+    """Names of images, with NULs between."""
     folders: list[bytes]
     linked: list[bytes]
     files: int
     others: list[bytes]
+    """Paths of files that may be images of kinds that are not read."""
 
 
 def _build(root: Path) -> Contents:
@@ -140,7 +140,7 @@ def _left_out(folders: dict[bytes, _Folder]) -> list[str]:
 
 
 def _is_current(root: str, known: Listing) -> bool:
-    """Whether each folder has the time it had: adding, removing or renaming an entry changes it."""
+    """Whether the time of each folder is unchanged: adding, removing or renaming an entry changes it."""
     folders, times = known.texts("folders"), known.arrays["folders.times"]
 
     def unchanged(first: int) -> bool:
@@ -160,9 +160,9 @@ def _time(root: str, folders: Texts, index: int) -> int | None:
 
 
 def _scan(root: Path) -> dict[bytes, _Folder]:
-    """Folders of the tree by relative path; one that several links lead to is read once, under its own path where that
-    is inside the tree. Raises DataError where one can't be read."""
-    found: dict[bytes, _Folder] = {}
+    """Folders of the tree by relative path; a folder with several links is read once, under its real path if that is
+    inside the tree. Raises DataError for a folder that can't be read."""
+    tree: dict[bytes, _Folder] = {}
     seen: set[tuple[int, int]] = set()
     level, linked = [b""], list[bytes]()
     bar = tqdm(desc=f"listing {root}", unit=" images", delay=2, leave=False, disable=None)
@@ -172,12 +172,12 @@ def _scan(root: Path) -> dict[bytes, _Folder]:
             for folder in pool.map(lambda path: _read_folder(root, path), level):
                 if folder.identity not in seen:
                     seen.add(folder.identity)
-                    found[folder.path] = folder
+                    tree[folder.path] = folder
                     following += folder.folders
                     linked += folder.linked
                     bar.update(folder.images.count(b"\0") + bool(folder.images))
             level = following or [linked.pop(0) for _ in linked[:1]]
-    return found
+    return tree
 
 
 def _read_folder(root: Path, path: bytes) -> _Folder:
@@ -185,7 +185,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
     here = os.path.join(os.fsencode(root), path)
     prefix = path + b"/" if path else b""
     try:
-        where = os.stat(here)  # before the entries: what is added meanwhile changes the time
+        state = os.stat(here)  # before the entries: additions meanwhile change the time
         with os.scandir(here) as entries:
             for entry in entries:
                 if is_hidden(entry.name):
@@ -202,8 +202,8 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
         raise DataError(
             f"{printable(os.fsdecode(here))} cannot be read: {error.strerror}; fix its permissions or link"
         ) from None
-    time = where.st_mtime_ns if where.st_mtime_ns > 0 else -1
-    identity = (where.st_dev, where.st_ino)
+    time = state.st_mtime_ns if state.st_mtime_ns > 0 else -1
+    identity = (state.st_dev, state.st_ino)
     return _Folder(path, time, identity, b"\0".join(images), sorted(folders), sorted(linked), files, others)
 
 
@@ -211,11 +211,11 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # a link to itself: as a file it will be unreadable
+        return False  # a link to itself: an unreadable file
 
 
 def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
-    """Paths of the images, sorted as whole paths are; the list of all is never in memory."""
+    """Paths of the images, sorted as whole paths, without the list of all in memory."""
 
     def entries(folder: _Folder) -> Iterator[bytes]:
         prefix = folder.path + b"/" if folder.path else b""
@@ -235,7 +235,7 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 
 def _parse(path: str, text: bytes | None) -> Contents:
-    """The content of a list, which is read from `path` unless its `text` is given."""
+    """Content of a list, from its `text` or, if None, from `path`."""
     names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
     folder, elsewhere = os.fsencode(os.path.dirname(path)) + b"/", False
     with open(path, "rb") if text is None else io.BytesIO(text) as lines:
@@ -249,9 +249,9 @@ def _parse(path: str, text: bytes | None) -> Contents:
             if not name.strip() or name.startswith(b"#"):
                 continue
             below = name.removeprefix(folder)
-            if is_url(place := os.fsdecode(name)):
+            if is_url(url := os.fsdecode(name)):
                 elsewhere = True
-                if problem := unusable_text(place):
+                if problem := unusable_text(url):
                     raise DataError(f"line {number + 1} of {printable(path)}: {problem}")
             if is_hidden(os.path.basename(name) if below.startswith(b"/") or b"://" in below else below):
                 hidden.append(name)
@@ -262,18 +262,18 @@ def _parse(path: str, text: bytes | None) -> Contents:
     arrays = label_arrays([numbers[name] for name in classes], np.asarray(labels, np.int32), classes) if classes else {}
     notes = []
     if hidden:
-        such = printable(os.fsdecode(hidden[0]))
-        notes.append(f"{len(hidden)} lines are left out, such as {such}: its name, or a folder's, begins with a dot")
+        example = printable(os.fsdecode(hidden[0]))
+        notes.append(f"{len(hidden)} lines are left out, such as {example}: its name, or a folder's, begins with a dot")
     return Contents({**names.arrays("names"), **arrays}, {"notes": notes, "elsewhere": elsewhere})
 
 
 def _natural(name: bytes) -> tuple[bool, int, bytes]:
-    """Numbers by their value, before texts."""
+    """Sort key of classes: numbers by value, before texts."""
     return (False, int(name), name) if name.isdigit() else (True, 0, name)
 
 
 def describe_missing(root: Path) -> str:
-    """Error text for a folder of images that is not there: names the nearest folder next to it."""
+    """Error text for a missing folder of images, with the nearest name beside it."""
     if os.path.exists(root):
         return f"{root} is neither a folder nor a file; wanted is a folder of images"
     parent = root.parent
@@ -286,7 +286,7 @@ def describe_missing(root: Path) -> str:
 
 
 def _describe_empty(root: Path, files: int, folders: list[str]) -> str:
-    found = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
-    looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {found}{' ...' if len(folders) > 5 else ''}"
+    seen = f"{len(folders)} folders" + (f": {' '.join(folders[:5])}" if folders else "")
+    looked = f"looked for {' '.join(EXTENSIONS)} in {files} files, {seen}{' ...' if len(folders) > 5 else ''}"
     listed = "; a .txt list may name images without such endings" if files else ""
     return f"no images under {root} ({looked}{listed}). Give the folder that holds the images"

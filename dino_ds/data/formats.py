@@ -1,6 +1,6 @@
-"""Every kind of image file: the endings by which it is found, and who reads it.
+"""Kinds of image files: the endings by which they are found, and their readers.
 
-A kind that Pillow reads is one line of `images.PILLOW`; another is a file with a `Format`, and its name in `_OWN`.
+A kind that Pillow reads is a line of `images.PILLOW`; another one is a file with a `Format`, named in `_READERS`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from dino_ds.data.listing import printable
 from dino_ds.data.raster import NPY, Raster
 from dino_ds.data.tiff import TIFF
 
-_OWN = (NPY, DICOM, TIFF)
-ENDINGS = PILLOW | {one.name: one.endings for one in _OWN}
+_READERS = (NPY, DICOM, TIFF)
+ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
 """Endings of each kind of file, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
-"""Endings of all files that are taken for images."""
+"""Endings of all image files."""
 _SIDE_FILES = tuple(
     b".txt .json .jsonl .csv .tsv .xml .yaml .yml .toml .ini .cfg .md .rst .html .htm .css .js .pdf .log .lst .cls "
     b".pyd .py .ipynb .sh .pkl .pth .pt .safetensors .mat .db .sha256 .md5 .lock .xmp .aae .thm .url readme license "
     b"makefile".split()
 )
-"""Endings of files that are about images: left out without a word, as all others are with one."""
+"""Endings of files about images, which are ignored without a note."""
 _KNOWN = (*(os.fsencode(ending) for ending in EXTENSIONS), *_SIDE_FILES)
 _READ_ALONE = tuple(map(os.fsencode, ARCHIVES))
 _PACKED = tuple(b".zip .7z .rar .tgz .tbz2 .txz .gz .bz2 .xz .zst".split())
@@ -38,24 +38,24 @@ _NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)|(.+\.t
 
 
 def split_part(root: str) -> tuple[str, str | None]:
-    """`file.h5:/images`, `file.tar:input.png` -> the file, or a pattern of files, and what is taken of it, or None."""
+    """`file.h5:/images` or `file.tar:input.png` -> the file or pattern, and the part that is read, or None."""
     match = _NAMED.fullmatch(root)
     return (match[1] or match[3], match[2] or match[4]) if match else (root, None)
 
 
 def is_left_out(name: bytes) -> bool:
-    """Whether a file may be an image, and is of a kind that nothing here reads: left out, but not in silence."""
+    """Whether a file may be an image of a kind that is not read: left out with a note."""
     return not name.lower().endswith(_KNOWN)
 
 
 def note_left_out(files: Iterable[bytes]) -> list[str]:
-    """A note for each remedy that files need which `is_left_out` names."""
+    """Notes on left-out files, one for each remedy."""
     groups = dict[str, list[bytes]]()
     for file in files:
         groups.setdefault(_remedy(file.lower()), []).append(file)
     return [
-        f"{len(some)} files that can't be read are left out, such as {printable(os.fsdecode(min(some)))}: {remedy}"
-        for remedy, some in sorted(groups.items())
+        f"{len(names)} files that can't be read are left out, such as {printable(os.fsdecode(min(names)))}: {remedy}"
+        for remedy, names in sorted(groups.items())
     ]
 
 
@@ -70,7 +70,7 @@ def _remedy(name: bytes) -> str:
 
 
 def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile:
-    """An image of which the header was read: Pillow's, or a Raster of what Pillow can't read, or not whole. Raises any
-    Exception for broken files."""
-    found = next((one for one in _OWN if one.is_kind_of(data)), None)
-    return found.open(data, channels) if found else Image.open(io.BytesIO(data), formats=[*PILLOW])
+    """Image with its header read: Pillow's, or a Raster where Pillow can't read all of the file. Raises any Exception
+    for damaged files."""
+    reader = next((reader for reader in _READERS if reader.is_kind_of(data)), None)
+    return reader.open(data, channels) if reader else Image.open(io.BytesIO(data), formats=[*PILLOW])

@@ -1,9 +1,8 @@
-"""Images in a dataset of HDF5 files: arrays, or encoded files as bytes; needs h5py only."""
+"""Images in a dataset of HDF5 files, arrays or encoded files; needs h5py only."""
 
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,22 +16,22 @@ from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _OPEN_FILES = 32
-"""Files a process keeps open at most."""
+"""Most files that a process keeps open."""
 _CACHE = 16 << 20
-"""Bytes of decompressed chunks that a process keeps of each dataset."""
+"""Bytes of decompressed chunks that a process keeps for each dataset."""
 _MOST_NAMES = 10_000
-"""Names in a file that are looked at for a dataset that fits."""
+"""Most names of a file that are searched for a fitting dataset."""
 _MOST_ROWS = 10**9
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
 
 
 class Hdf5Images(RowImages):
-    """The images of a dataset, file after file in the order given: the one called `name`, or the one that fits.
+    """The images of a dataset, file after file: the dataset called `name`, or the only one that fits.
 
-    An array is read as a .npy file of it would be. Numbers next to it, one an image, called as in `_LABELS`, are its
-    classes. What leads out of a file is refused: external and soft links, virtual datasets, external storage. Raises
-    ConfigError without h5py, DataError where a file can't be read or has no such dataset.
+    A row is read as a .npy file of it would be. Numbers next to the dataset, one an image and called as in `_LABELS`,
+    are its classes. References to other files are refused: external and soft links, virtual datasets, external storage.
+    Raises ConfigError without h5py, DataError for a file that can't be read or has no such dataset.
     """
 
     def __init__(self, files: list[str], name: str | None = None) -> None:
@@ -47,7 +46,6 @@ class Hdf5Images(RowImages):
                     if problem := _problem(dataset):
                         raise DataError(f"{printable(f'{file}:{dataset.name}')} {problem}; wanted is {_FITTING}")
                     self._parts.append(dataset.name)
-                    self.notes += _note_chunks(dataset, file)
                     counts.append(len(dataset))
                     labels.append(_labels_beside(opened, dataset, self.notes))
             except DataError as error:
@@ -92,7 +90,7 @@ def _open(file: str) -> Any:
 
 @lru_cache(maxsize=_OPEN_FILES)
 def _dataset(process: int, file: str, name: str) -> Any:
-    """The dataset, opened by this process: a handle of another one, after a fork, shares its place in the file."""
+    """The dataset, opened by this process: a handle from before a fork would share its position in the file."""
     dataset = _named(_open(file), name)
     if problem := _problem(dataset):
         raise ValueError(f"the file has changed: {name} {problem}")
@@ -101,28 +99,28 @@ def _dataset(process: int, file: str, name: str) -> Any:
 
 def _named(opened: Any, name: str) -> Any:
     """The dataset called `name`, by hard links alone: others may lead to any file. Raises DataError."""
-    h5py, found = import_h5py(), opened
+    h5py, node = import_h5py(), opened
     for part in filter(None, name.split("/")):
-        link = found.get(part, getlink=True) if isinstance(found, h5py.Group) else None
+        link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
         if link is None:
             raise DataError(f"{printable(opened.filename)} has no dataset {printable(name)}{_there(opened)}")
         if not isinstance(link, h5py.HardLink):
             raise DataError(
                 f"{printable(f'{opened.filename}:{name}')} is a link, which is not followed: name its target"
             )
-        found = found[part]
-    if not isinstance(found, h5py.Dataset):
+        node = node[part]
+    if not isinstance(node, h5py.Dataset):
         raise DataError(f"{printable(f'{opened.filename}:{name}')} is no dataset{_there(opened)}")
-    return found
+    return node
 
 
 def _only(opened: Any) -> Any:
-    """The one dataset of a file that fits. Raises DataError where there is none, or several."""
-    found = [dataset for dataset in _datasets(opened) if not _problem(dataset)]
-    if len(found) == 1:
-        return found[0]
-    what = f"{len(found)} datasets that fit" if found else f"no dataset of images ({_FITTING})"
-    raise DataError(f"{printable(opened.filename)} has {what}{_there(opened)}: name one, as file.h5:/images")
+    """The only dataset of a file that fits. Raises DataError for none or several."""
+    fitting = [dataset for dataset in _datasets(opened) if not _problem(dataset)]
+    if len(fitting) == 1:
+        return fitting[0]
+    count = f"{len(fitting)} datasets that fit" if fitting else f"no dataset of images ({_FITTING})"
+    raise DataError(f"{printable(opened.filename)} has {count}{_there(opened)}: name one, as file.h5:/images")
 
 
 def _there(opened: Any) -> str:
@@ -132,21 +130,21 @@ def _there(opened: Any) -> str:
 
 def _datasets(opened: Any) -> list[Any]:
     """Datasets of a file, without following links."""
-    h5py, found, seen = import_h5py(), list[Any](), 0
+    h5py, datasets, seen = import_h5py(), list[Any](), 0
 
     def visit(_: str, item: Any) -> bool | None:
         nonlocal seen
         seen += 1
         if isinstance(item, h5py.Dataset):
-            found.append(item)
+            datasets.append(item)
         return True if seen >= _MOST_NAMES else None
 
     opened.visititems(visit)
-    return found
+    return datasets
 
 
 def _problem(dataset: Any) -> str:
-    """Why a dataset does not hold images that can be read from this file alone; "" if it does."""
+    """Reason why a dataset has no images that can be read from this file alone; "" if it has."""
     if dataset.is_virtual or dataset.external:
         return "takes its values from other files, which are not read"
     shape, kind = dataset.shape or (), dataset.dtype
@@ -169,57 +167,35 @@ def _problem(dataset: Any) -> str:
 
 
 def _why_not_stored(dataset: Any) -> str:
-    """Why a dataset can't have so many images as it claims; "" if it may: each takes a byte of the file at least."""
+    """Reason why a dataset can't have the claimed number of images, at least a byte each; "" if it can."""
     if not dataset.id.get_storage_size():
         return "has no values: none were written"
     there = os.stat(dataset.file.filename).st_size
     return f"has {len(dataset)} images in a file of {there} bytes" if len(dataset) > there else ""
 
 
-def _note_chunks(dataset: Any, file: str) -> list[str]:
-    """Notes on chunks that cost each image far more than its own bytes, and on those that were never written."""
-    if not dataset.chunks:
-        return []
-    where, notes = printable(f"{file}:{dataset.name}"), list[str]()
-    size = int(np.prod(dataset.chunks, dtype=object)) * dataset.dtype.itemsize
-    if dataset.chunks[0] > 1 and size > _CACHE:
-        notes.append(
-            f"each image of {where} costs a chunk of {size >> 20} MiB, {dataset.chunks[0]} images: "
-            "write it with one image in each chunk"
-        )
-    grid = math.prod(-(-side // chunk) for side, chunk in zip(dataset.shape, dataset.chunks, strict=True))
-    if missing := grid - dataset.id.get_num_chunks():
-        notes.append(f"{missing} of {grid} chunks of {where} were never written: their images are of one color")
-    return notes
-
-
 def _labels_beside(opened: Any, dataset: Any, notes: list[str]) -> np.ndarray | None:
-    """Class numbers (n,) next to a dataset, or None; `notes` gets a line for each set of values that can't be these."""
-    h5py, group = import_h5py(), _parent(opened, dataset.name)
+    """Class numbers (n,) next to a dataset, or None; `notes` gets a line for values that can't be classes."""
+    h5py, group = import_h5py(), opened[os.path.dirname(dataset.name) or "/"]
     for name in _LABELS:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             continue
-        found = group[name]
-        if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
+        values = group[name]
+        if not isinstance(values, h5py.Dataset) or values.is_virtual or values.external:
             continue
-        if found.dtype.kind in "ui" and found.shape == (len(dataset), *[1] * (found.ndim - 1)):
-            return np.asarray(found[()], np.int64).reshape(-1)
-        what = f"{found.name} {found.shape} {found.dtype} of {opened.filename} is not read as classes"
-        notes.append(printable(f"{what}: it must be whole numbers, one an image"))
+        if values.dtype.kind in "ui" and values.shape == (len(dataset), *[1] * (values.ndim - 1)):
+            return np.asarray(values[()], np.int64).reshape(-1)
+        labels = f"{values.name} {values.shape} {values.dtype} of {opened.filename}"
+        notes.append(printable(f"{labels} is not read as classes: it must be whole numbers, one an image"))
     return None
 
 
-def _parent(opened: Any, name: str) -> Any:
-    folder = os.path.dirname(name)
-    return opened[folder] if folder else opened
-
-
-def _number(found: Sequence[np.ndarray | None]) -> tuple[Labels | None, list[str] | None]:
-    """Classes of all files by their numbers, -1 for none; (None, None) where a file has no labels."""
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
+def _number(labels_of_files: Sequence[np.ndarray | None]) -> tuple[Labels | None, list[str] | None]:
+    """Labels of all files and names of the classes, -1 for no class; (None, None) if a file has no labels."""
+    known = [labels for labels in labels_of_files if labels is not None]
+    if len(known) < len(labels_of_files):
         return None, None
     labels = np.concatenate(known)
     classes = np.unique(labels[labels >= 0])
     numbers = np.where(labels >= 0, np.searchsorted(classes, labels), -1).astype(np.int32)
-    return (Labels(numbers), [str(one) for one in classes.tolist()]) if len(classes) else (None, None)
+    return (Labels(numbers), list(map(str, classes.tolist()))) if len(classes) else (None, None)

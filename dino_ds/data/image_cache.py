@@ -1,4 +1,4 @@
-"""Decoded images in memory that a machine's loader processes share: each file of a small set is decoded once a run."""
+"""Decoded images in memory shared by a machine's loader processes: a small dataset is decoded once a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 
 _USED, _FULL, _FIRST = 0, 1, 2
-"""Places in the table of int64: the bytes taken; 1 after an image had no room, 2 once that was said; image 0's."""
+"""Positions in the table of int64: bytes used; 1 after an image had no room, 2 once reported; offset of image 0."""
 _HEADER = 5
-"""int32 numbers before the pixels: height, width, channels, bytes a value, whether a decoder may shrink the file."""
+"""int32 numbers before the pixels: height, width, channels, bytes per value, whether a decoder may shrink the file."""
 _ALIGNED = 64
 
 
 class _Address(NamedTuple):
-    """Place at which other processes of this machine find a cache; its inode tells it from another process's file."""
+    """Address of a cache for other processes of this machine; the inode tells it from an unrelated file."""
 
     pid: int
     fd: int
@@ -35,10 +35,10 @@ class _Address(NamedTuple):
 
 
 class ImageCache:
-    """Pixels by image index, up to `size` bytes; an image for which there is no room is not kept.
+    """Pixels by image index; an image without room is not kept.
 
-    The memory has no name in a file system: a process that is given the cache gets its descriptor, and the kernel
-    frees it with the last process that has one, however that ends.
+    The memory has no name in a file system: processes receive its descriptor with the pickled cache, and the kernel
+    frees it with the last process, however that ends.
     """
 
     def __init__(self, fd: int, images: int) -> None:
@@ -48,7 +48,7 @@ class ImageCache:
 
     @staticmethod
     def create(images: int, size: int) -> ImageCache:
-        """An empty cache for a source of `images` images. Memory is taken as images come."""
+        """Empty cache of `size` bytes for `images` images. Memory is allocated as images are added."""
         fd, table = os.memfd_create("dino_ds images"), _aligned(8 * (images + _FIRST))
         os.ftruncate(fd, table + size)
         cache = ImageCache(fd, images)
@@ -75,38 +75,38 @@ class ImageCache:
         ImageCache.__init__(self, state[0].detach(), state[1])
 
     def get(self, index: int) -> tuple[np.ndarray, bool] | None:
-        """Pixels (h, w, c) of an image, and whether a decoder may shrink its file; None where they are not kept."""
-        if not (place := int(self._table[_FIRST + index])):
+        """Pixels (h, w, c) of an image, and whether a decoder may shrink its file; None if it is not kept."""
+        if not (offset := int(self._table[_FIRST + index])):
             return None
-        *shape, itemsize, shrinks = np.frombuffer(self._memory, np.int32, _HEADER, place).tolist()
+        *shape, itemsize, shrinks = np.frombuffer(self._memory, np.int32, _HEADER, offset).tolist()
         dtype = np.uint8 if itemsize == 1 else np.float32
-        pixels = np.frombuffer(self._memory, dtype, shape[0] * shape[1] * shape[2], place + _ALIGNED)
+        pixels = np.frombuffer(self._memory, dtype, shape[0] * shape[1] * shape[2], offset + _ALIGNED)
         return pixels.reshape(shape), bool(shrinks)
 
     def put(self, index: int, pixels: np.ndarray, shrinks: bool) -> None:
         """Keep pixels (h, w, c) of uint8 or float32, if there is room."""
-        if not (place := self._take(_aligned(pixels.nbytes) + _ALIGNED)):
+        if not (offset := self._reserve(_aligned(pixels.nbytes) + _ALIGNED)):
             return
         header = [*pixels.shape, pixels.itemsize, shrinks]
-        np.frombuffer(self._memory, np.int32, _HEADER, place)[:] = header
-        np.frombuffer(self._memory, pixels.dtype, pixels.size, place + _ALIGNED)[:] = pixels.reshape(-1)
-        self._table[_FIRST + index] = place  # last: now others may read it
+        np.frombuffer(self._memory, np.int32, _HEADER, offset)[:] = header
+        np.frombuffer(self._memory, pixels.dtype, pixels.size, offset + _ALIGNED)[:] = pixels.reshape(-1)
+        self._table[_FIRST + index] = offset  # last: now others may read it
 
-    def _take(self, size: int) -> int:
-        """The place of `size` bytes, or 0 where so much is not left. A lock of the kernel's ends with its process."""
+    def _reserve(self, size: int) -> int:
+        """Offset of `size` reserved bytes, 0 if there is no room. A lock of the kernel's ends with its process."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
-            place = int(self._table[_USED])
-            if place + size > len(self._memory):
+            offset = int(self._table[_USED])
+            if offset + size > len(self._memory):
                 self._table[_FULL] = self._table[_FULL] or 1
                 return 0
-            self._table[_USED] = place + size
-            return place
+            self._table[_USED] = offset + size
+            return offset
         finally:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def take_note(self) -> str | None:
-        """Lines for the user after the first image without room; each line is given to one process, once."""
+        """A line for the user after the first image without room, for one process and once; else None."""
         if self._table[_FULL] != 1:
             return None
         self._table[_FULL] = 2
@@ -115,9 +115,9 @@ class ImageCache:
 
 
 class CachedImage:
-    """An image whose pixels are in the cache, or come there once they are decoded whole; EncodedImage's interface.
+    """An image from the cache, or cached once it is decoded in full, with EncodedImage's interface.
 
-    `open_file` gives the file with its header read; it is called only where the cache can't answer.
+    open_file: returns the file with its header read; called only for an image or size that is not cached.
     """
 
     def __init__(self, cache: ImageCache, index: int, open_file: Callable[[], EncodedImage | DecodedImage]) -> None:
@@ -130,7 +130,7 @@ class CachedImage:
             self.height, self.width, self.channels = self._file.height, self._file.width, self._file.channels
 
     def decode(self, shrink: int = 1) -> np.ndarray:
-        """The pixels that EncodedImage.decode gives, bit for bit. Raises UnreadableImage."""
+        """The same pixels as EncodedImage.decode, bit for bit. Raises UnreadableImage."""
         if self._kept and (shrink == 1 or not self._kept[1]):
             return self._kept[0]
         file = self._file or self._open_file()
@@ -141,8 +141,8 @@ class CachedImage:
 
 
 def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
-    """`gib`, or 0 with a line for the log where the source has no files. Raises ConfigError for more memory than this
-    machine has free."""
+    """Size of the cache: `gib`, or 0 with a log line for a source without files. Raises ConfigError for more memory
+    than this machine has free."""
     if gib and not hasattr(source, "read"):
         return 0.0, [f"data.cache_gib {gib:g} is left out: it keeps decoded files, and this data.source has none"]
     if gib > (free := host_memory_gib()[1]):
@@ -151,17 +151,17 @@ def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
 
 
 def open_cache(gib: float, images: int) -> ImageCache | None:
-    """The cache that the ranks of this machine share, or None for 0 GiB; every rank calls it.
+    """Cache shared by the ranks of this machine, or None for 0 GiB; every rank calls it.
 
-    Raises ConfigError where the ranks of a machine can't see each other.
+    Raises ConfigError if the ranks of a machine can't see each other.
     """
     if not gib:
         return None
-    own, node = ImageCache.create(images, int(gib * 2**30)), platform.node()
-    first = next(there for name, there in distributed.gather_objects((node, own.address)) if name == node)
+    cache, node = ImageCache.create(images, int(gib * 2**30)), platform.node()
+    first = next(address for name, address in distributed.gather_objects((node, cache.address)) if name == node)
     with distributed.raise_on_all_ranks():  # the owner waits here until all have opened it
         try:
-            return own if first == own.address else ImageCache.attach(first, images)
+            return cache if first == cache.address else ImageCache.attach(first, images)
         except OSError as error:
             raise ConfigError(
                 f"the ranks of {node} can't share memory ({error.strerror}), as in containers of their own: set "

@@ -1,4 +1,4 @@
-"""Any Pillow image -> RGB of 8 bits, or the values of a deeper one, scaled to [0, 1] by the range that a run has."""
+"""Converts Pillow images to RGB of 8 bits, or deeper values to [0, 1] by the value range of a run."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ PILLOW = {
     "JPEG2000": (".jp2",),
     "AVIF": (".avif",),
 }
-"""Endings of the kinds of files that Pillow reads, by its names. Its other decoders (PSD, EPS, FLI, ...) see no
-file of the user's."""
+"""Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
 ValueRange = tuple[float, float]
-"""The values that become 0 and 1. 8-bit images have 0 and 255 whatever it is."""
+"""Values that become 0 and 1; of 8-bit images always 0 and 255."""
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
-"""A tag of TIFFs, and its value where the lowest number is white."""
+"""A TIFF tag, and its value in files whose lowest number is white."""
 _SEPARATE, _UNSIGNED, _SIGNED = 2, 1, 2
 """Values of these tags: a plane for each channel; integers without and with a sign."""
 _WHITE = 65535
 WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
-"""Modes whose last channel is called alpha, and how many channels these have."""
+"""Modes whose last channel is alpha, and their numbers of channels."""
 _FEW_ALPHAS = 16
-"""Different values of an alpha channel between nothing and all that are no image's."""
+"""Most distinct partial values of an alpha channel that is transparency for sure."""
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
-"""Modes of a class's images whose channels may be wanted as they are, and how many these are."""
+"""Modes of in-memory images whose channels may be wanted unchanged, and their numbers of channels."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
-"""Pillow's names of the values of which it keeps one byte, and can be made to give both."""
+"""Raw modes of two bytes, of which Pillow keeps one and can be told which."""
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
@@ -78,12 +77,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def is_grey(image: Image.Image) -> bool:
-    """Whether it has one channel of brightness alone: neither colors, nor a palette, nor transparency."""
+    """Whether an image has brightness alone: neither colors, nor a palette, nor transparency."""
     return (image.mode in ("1", "L") or image.mode[0] in "IF") and "transparency" not in image.info
 
 
 def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
-    """Whether a file, of which only the header was read, has more than 8 bits a channel: Pillow may not tell."""
+    """Whether a file has more than 8 bits a channel, by its header: Pillow's mode may not tell."""
     if image.mode[0] in "IF":
         return True
     if image.format == "PNG":
@@ -97,7 +96,7 @@ def is_deep(image: ImageFile.ImageFile, data: bytes) -> bool:
 
 
 def reads_all_bits(image: ImageFile.ImageFile) -> bool:
-    """Whether `deep_values` can read a deep file of which only the header was read."""
+    """Whether `deep_values` can read a deep file, by its header."""
     if image.mode[0] in "IF":
         return True
     by_libtiff = any(tile.codec_name == "libtiff" for tile in image.tile)
@@ -107,18 +106,16 @@ def reads_all_bits(image: ImageFile.ImageFile) -> bool:
 
 
 def reads_as_stored(image: TiffImageFile) -> bool:
-    """Whether Pillow has a type for the numbers of a TIFF: it takes signed ones of 8 bits for unsigned ones, and
-    unsigned ones of 32 bits for signed ones."""
+    """Whether Pillow has a type for a TIFF's numbers: it confuses signed and unsigned ones of 8 and of 32 bits."""
     formats, bits = (image.tag_v2.get(tag, (1,)) for tag in (_SAMPLE_FORMAT, _BITS_PER_SAMPLE))
     return (formats[0], bits[0]) not in ((_SIGNED, 8), (_UNSIGNED, 32))
 
 
 def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
-    """Pixels of an image of any mode, (h, w, c) in its own type: as a file of this mode is read where `channels` are
-    wanted, but RGBA, CMYK and gray with alpha as they are stored where so many are wanted.
+    """Pixels (h, w, c) of an in-memory image of any mode, in its own type: as `channels` are read from a file of that
+    mode; RGBA, CMYK and gray with alpha unchanged if their number of channels is wanted.
 
-    It is taken as it lies: only a file is turned upright by its orientation. Raises UnreadableImage for a file of more
-    than 8 bits a channel of which Pillow would give only 8, and of numbers that Pillow takes for others.
+    The image is not turned by its orientation. Raises UnreadableImage for values that Pillow would not return in full.
     """
     if isinstance(image, TiffImageFile) and not reads_as_stored(image):
         raise UnreadableImage(name, f"numbers that Pillow's {image.mode} does not hold: give it as an array")
@@ -136,15 +133,15 @@ def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
 
 
 def in_channels(values: np.ndarray, channels: int) -> np.ndarray:
-    """(h, w, c): gray (h, w) in one channel where one is wanted, else in three; (h, w, c) as it is."""
+    """Values (h, w, c): gray (h, w) in one channel if one is wanted, else in three; (h, w, c) unchanged."""
     return values if values.ndim == 3 else np.repeat(values[:, :, None], 1 if channels == 1 else 3, axis=2)
 
 
 def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3) -> np.ndarray:
-    """Stored values of a deep image: uint16, int32 or float32, grey (h, w) or RGB (h, w, 3); transparency on white,
-    but RGBA (h, w, 4) as it is where 4 `channels` are wanted.
+    """Stored values of a deep image: uint16, int32 or float32, gray (h, w) or RGB (h, w, 3) with transparency on
+    white, or RGBA (h, w, 4) if 4 `channels` are wanted.
 
-    `data` is its file, which is needed for RGB. Raises ValueError for what can't be read without loss.
+    data: its file, needed for RGB. Raises ValueError for values that can't be read without loss.
     """
     if image.mode[0] in "IF":
         _mend_byte_order(image)
@@ -164,8 +161,7 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
 
 
 def _check_alpha(alpha: np.ndarray, white: int) -> None:
-    """Raises ValueError for a last channel of many values, most of what is not transparent in between: as an infrared
-    band would look, which may not be laid on white."""
+    """Raises ValueError for an alpha channel of mostly partial, varied values: it may be an infrared band."""
     counts = np.bincount(alpha.reshape(-1), minlength=white + 1)
     between = counts[1:white]
     if between.sum() > counts[white] and np.count_nonzero(between) > _FEW_ALPHAS:
@@ -176,7 +172,7 @@ def _check_alpha(alpha: np.ndarray, white: int) -> None:
 
 
 def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
-    """Integers of `bits` bits, the lowest of which is white -> the lowest is black. Raises ValueError for others."""
+    """Inverted integers of `bits` bits whose lowest value was white. Raises ValueError for other types."""
     if values.dtype.kind != ("i" if signed else "u"):
         raise ValueError(f"{values.dtype} values of which 0 is white: save them so that 0 is black")
     both_ends = -1 if signed else (1 << bits) - 1
@@ -184,7 +180,7 @@ def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarr
 
 
 def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:
-    """uint8 divided by 255, all else scaled by the range: float32 in [0, 1].
+    """Values scaled to float32 in [0, 1]: uint8 divided by 255, other types by the range.
 
     Raises UnreadableImage for values beyond the range, for NaN and infinity, and where there is no range.
     """
@@ -202,18 +198,18 @@ def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np
 
 
 def why_not_scaled(dtype: np.dtype, low: float, high: float, value_range: ValueRange | None) -> str:
-    """Why values of more than 8 bits, from `low` to `high`, have no place in the range; "" where they have."""
-    found = f"{dtype.name} values, {low:.10g} to {high:.10g}"
+    """Reason why deep values from `low` to `high` do not fit the range; "" if they fit."""
+    values = f"{dtype.name} values, {low:.10g} to {high:.10g}"
     if value_range is None:
-        return f"{found}: deeper than 8 bits, and no data.value_range was given or found"
+        return f"{values}: deeper than 8 bits, and no data.value_range was given or found"
     black, white = value_range
     limit = dtype.type if dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
     is_within = limit(black) <= low and high <= limit(white)
-    return "" if is_within else f"{found}: beyond data.value_range {range_text(value_range)}"
+    return "" if is_within else f"{values}: beyond data.value_range {range_text(value_range)}"
 
 
 def extremes(values: np.ndarray, name: str) -> ValueRange:
-    """The lowest and the highest value. Raises UnreadableImage for NaN, infinity and what is not numbers."""
+    """Lowest and highest value. Raises UnreadableImage for NaN, infinity and other types than numbers."""
     if values.dtype.kind not in "uif" or not values.size:
         raise UnreadableImage(name, f"{values.dtype.name} of shape {values.shape} is not an image")
     low, high = float(values.min()), float(values.max())  # a NaN makes both NaN
@@ -223,7 +219,7 @@ def extremes(values: np.ndarray, name: str) -> ValueRange:
 
 
 def _mend_byte_order(image: Image.Image) -> None:
-    """libtiff gives compressed values in the machine's byte order; Pillow may take them for the file's."""
+    """Correct Pillow's byte order of a compressed TIFF: libtiff returns the machine's, Pillow may assume the file's."""
     if isinstance(image, ImageFile.ImageFile):
         image.tile = [
             _with_raw_mode(tile, mode.replace("BS", "S").replace("BF", "F")) if tile.codec_name == "libtiff" else tile
@@ -232,8 +228,8 @@ def _mend_byte_order(image: Image.Image) -> None:
 
 
 def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """uint16 (h, w, 3 or 4); None where Pillow has no such mode. It keeps the high byte of two, and told of the other
-    byte order the low one."""
+    """Values (h, w, 3 or 4) of uint16 from two decodings: Pillow keeps the high byte of two, and with the other byte
+    order the low one. None for modes without that."""
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
         if other.format == "TIFF":
             other.seek(image.tell())
@@ -246,7 +242,7 @@ def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
 
 
 def _raw_modes(image: ImageFile.ImageFile) -> list[str]:
-    """Modes in which Pillow will read each part of a file, such as RGB;16B; none are left once it was decoded."""
+    """Raw mode of each tile that Pillow will read, such as RGB;16B; empty once the file is decoded."""
     return [str(tile.args[0] if isinstance(tile.args, tuple) else tile.args) for tile in image.tile]
 
 
@@ -255,6 +251,6 @@ def _with_raw_mode(tile: ImageFile._Tile, mode: str) -> ImageFile._Tile:
 
 
 def _jpeg2000_bits(data: bytes) -> int:
-    """Bits of the first channel, from the codestream's header."""
+    """Bits of a JPEG 2000's first channel, from the codestream's header."""
     start = data.find(b"\xff\x4f\xff\x51")
     return (data[start + 42] & 0x7F) + 1 if 0 <= start < len(data) - 42 else 8

@@ -1,7 +1,7 @@
-"""Long lists of images kept in one file and memory-mapped: millions of names cost a process almost nothing.
+"""Lists of millions of images in a memory-mapped file, which costs each process almost nothing.
 
-The file lies in the user's cache (`cache_folder`) under a name that is used once, so a source travels to loader
-processes as a path. It is a safetensors file: numpy arrays and one JSON object.
+The safetensors file (numpy arrays and a JSON object) lies in the user's cache (`cache_folder`) under a name that is
+used once, so that a source is pickled for loader processes as a path.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _FORMAT = 1
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
 _SPLIT_NAMES = {b"train", b"training", b"val", b"valid", b"validation", b"test", b"testing"}
 LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
-"""Names that a column or key of classes has."""
+"""Names of a column or key with classes."""
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
-"""The newest three files of a list stay, and those opened within a week: jobs may still start workers on them."""
+"""The newest three files of a list are kept, and those opened within a week: jobs may still start workers on them."""
 
 
 def is_hidden(path: bytes) -> bool:
-    """Whether a file is left out of every set of images: its name, or a folder's in its path, begins with a dot."""
+    """Whether a file is ignored: its name, or that of a folder in its path, begins with a dot or is lost+found."""
     if not (path.startswith((b".", b"lost+found")) or b"/." in path or b"/lost+found" in path):
         return False
     parts = path.split(b"/")
@@ -55,13 +55,13 @@ class Texts(Sequence[str]):
         return len(self._ends)
 
     def __getitem__(self, index: Any) -> Any:
-        place = range(len(self))[index]
-        begin = int(self._ends[place - 1]) if place else 0
-        return os.fsdecode(self._data[begin : int(self._ends[place])].tobytes())
+        number = range(len(self))[index]
+        begin = int(self._ends[number - 1]) if number else 0
+        return os.fsdecode(self._data[begin : int(self._ends[number])].tobytes())
 
 
 class Labels(Sequence[int]):
-    """Class numbers, int32 in an array; `np.asarray` gives it without a copy."""
+    """Class numbers, int32 in an array, which `np.asarray` returns without a copy."""
 
     def __init__(self, numbers: np.ndarray) -> None:
         self._numbers = numbers
@@ -83,7 +83,7 @@ class Labels(Sequence[int]):
 
 
 class Packer:
-    """Collects texts, given as bytes, into the two arrays of `Texts`."""
+    """Collects texts (bytes) into the two arrays of `Texts`."""
 
     def __init__(self) -> None:
         self._data, self._ends = bytearray(), array("q")
@@ -103,7 +103,7 @@ class Packer:
 
 
 class FolderLabels:
-    """The class of an image is the first folder of its path, if every path has one and there are at least two, not
+    """Classes from the first folder of each path, if every path has a folder and there are at least two of them, not
     all called train, val or test."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ class FolderLabels:
             self._labels.append(self._numbers.setdefault(first, len(self._numbers)))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Arrays from which a Listing reads labels and classes; empty if the folders are not classes."""
+        """Arrays of a Listing with labels and classes; empty if the folders are not classes."""
         names = sorted(self._numbers)
         if not self._everywhere or len(names) < 2 or {name.lower() for name in names} <= _SPLIT_NAMES:
             return {}
@@ -127,25 +127,25 @@ class FolderLabels:
 
 
 def label_arrays(order: list[int], numbers: np.ndarray, names: list[bytes]) -> dict[str, np.ndarray]:
-    """Numbers (n,) -> arrays of a Listing in which `order[k]` has become k, called `names[k]`; -1 stays -1."""
-    place = np.full(len(order) + 1, -1, np.int32)  # the last entry is that of -1
-    place[order] = np.arange(len(order), dtype=np.int32)
+    """Arrays of a Listing for `numbers` (n,), where number `order[k]` becomes k with the name `names[k]`; -1 stays."""
+    renumbered = np.full(len(order) + 1, -1, np.int32)  # the last entry is for -1
+    renumbered[order] = np.arange(len(order), dtype=np.int32)
     classes = Packer()
     for name in names:
         classes.add(name)
-    return {"labels": place[numbers], **classes.arrays("classes")}
+    return {"labels": renumbered[numbers], **classes.arrays("classes")}
 
 
 @dataclass
 class Contents:
-    """Content of a list file: arrays by name (uint8, int32 or int64) and plain values that JSON can hold."""
+    """Content of a list file: arrays by name (uint8, int32 or int64) and JSON values."""
 
     arrays: dict[str, np.ndarray]
     about: dict[str, Any] = field(default_factory=dict)
 
 
 class Listing:
-    """An opened list file. Raises OSError or ValueError if the file is not a whole one of this format."""
+    """An opened list file. Raises OSError or ValueError if the file is incomplete or of another format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -182,26 +182,24 @@ class Listing:
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
-    """The list named `key` from the cache if `is_current` accepts it; otherwise what `build` makes, which is kept.
+    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it, and it is kept.
 
-    One process of a machine builds, the others wait for it. Where the cache can't be written the list is kept in a
-    temporary folder until the process ends. Raises DataError if not even that has room, and what `build` raises.
+    One process of a machine builds, the others wait for it. If the cache can't be written, the list is kept in a
+    temporary folder until the process ends. Raises DataError if that has no room either, and the errors of `build`.
     """
     stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
     folder = cache_folder()
-    found = _find_current(folder, stem, is_current)
-    if found is not None:
-        return found
+    if listing := _find_current(folder, stem, is_current):
+        return listing
     with _one_process_at_a_time(folder, stem):
-        found = _find_current(folder, stem, is_current)
-        if found is not None:
-            return found
+        if listing := _find_current(folder, stem, is_current):
+            return listing
         contents = build()
-        for find_place in (lambda: folder, _temporary_folder):
+        for find_folder in (lambda: folder, _temporary_folder):
             try:
-                place = find_place()
-                listing = save_listing(place / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
-                _prune(place, stem)
+                kept = find_folder()
+                listing = save_listing(kept / f"{stem}-{uuid.uuid4().hex[:12]}.safetensors", contents)
+                _prune(kept, stem)
                 return listing
             except OSError as error:
                 reason = error
@@ -237,7 +235,7 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
         try:
             listing = Listing(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # of another version, or damaged: it will be replaced
+            continue  # of another version, or damaged: to be replaced
         if is_current(listing):
             with suppress(OSError):  # another user's cache, read-only here
                 os.utime(path)
@@ -246,13 +244,11 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
 
 
 def _newest_first(folder: Path, stem: str) -> list[Path]:
-    found = []
+    files = []
     for path in folder.glob(f"{stem}-*.safetensors"):
-        try:
-            found.append((path.stat().st_mtime_ns, path))
-        except OSError:
-            continue  # pruned by another process
-    return [path for _, path in sorted(found, reverse=True)]
+        with suppress(OSError):  # pruned by another process
+            files.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(files, reverse=True)]
 
 
 def _prune(folder: Path, stem: str) -> None:

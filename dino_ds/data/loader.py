@@ -43,20 +43,25 @@ _POLL_SECONDS = 0.001
 
 
 class BatchKeys(list[tuple[int, int]]):
-    """(epoch, index) of the images of a micro-batch, the r-th repeat of image i within an epoch as i + r * images;
-    `resolution`: the number of the one that its step has; `later`: indices of the batch that the same process gets
-    next, where that is known."""
+    """(epoch, index) of the images of a micro-batch; the r-th repeat of image i in an epoch is index i + r * images."""
 
     resolution = 0
+    """Number of the step's resolution."""
     later: tuple[int, ...] = ()
+    """Indices of the batch that the same process gets next, where known."""
 
 
 class ResumableSampler(Sampler[BatchKeys]):
-    """The (epoch, index) pairs of one rank's micro-batches, without end, and the resolution that each step draws.
+    """Endless `BatchKeys` of one rank's micro-batches, and the resolution that each step draws.
 
-    Micro-step m of a step, on rank r, reads the places [m * micro * ranks + r * micro, + micro) of the global batch.
-    What does not fill a global batch at the end of an epoch is left out; each epoch leaves out other images. `start` is
-    where a step begins. `draws` says how often each image is drawn, or is None where all are equally often.
+    Micro-batch m of a step, on rank r, has positions [m * micro * ranks + r * micro, + micro) of the global batch.
+    Images that do not fill a global batch at the end of an epoch are left out; each epoch leaves out different ones.
+
+    Args:
+        images: number in the source.
+        options: of the loader.
+        start: position at which a step begins.
+        draws: how often each image is drawn; None = equally often.
     """
 
     def __init__(self, images: int, options: LoaderOptions, start: Position, draws: Draws | None = None) -> None:
@@ -65,17 +70,17 @@ class ResumableSampler(Sampler[BatchKeys]):
         assert options.global_batch % self._chunk == 0
         self._per_epoch = steps_per_epoch(images, options.global_batch) * options.global_batch
         self._begun = (0, 0)
-        """Batches of the current step before the next one, and the step's resolution if there are several."""
+        """Number of batches that the current step has had, and the step's resolution if there are several."""
 
     def advance(self) -> None:
-        """One batch has been used: an iterator that begins later continues behind it."""
+        """Count one batch as used: an iterator that begins later continues behind it."""
         position = self._first()
         self._begun = self._after(self._begun[0], self._resolution(*self._begun, position))
         self._start = position.advance(self._chunk, self._per_epoch)
 
     @property
     def where(self) -> str:
-        """Human-readable place of the next batch."""
+        """Human-readable position of the next batch."""
         position = self._first()
         return f"epoch {position.epoch}, image {position.samples}"
 
@@ -83,15 +88,15 @@ class ResumableSampler(Sampler[BatchKeys]):
         start = self._start
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
-    def _resolution(self, before: int, resolution: int, position: Position) -> int:
-        """Resolution of the batch at `position`, after `before` batches of its step: the first one draws it."""
+    def _resolution(self, batches: int, resolution: int, position: Position) -> int:
+        """Resolution of the batch at `position`, after `batches` batches of its step: the first batch draws it."""
         options = self._options
-        if before:
+        if batches:
             return resolution
         return draw_resolution(options.shares, options.seed, position.epoch, position.samples // options.global_batch)
 
-    def _after(self, before: int, resolution: int) -> tuple[int, int]:
-        return (before + 1) % (self._options.global_batch // self._chunk), resolution
+    def _after(self, batches: int, resolution: int) -> tuple[int, int]:
+        return (batches + 1) % (self._options.global_batch // self._chunk), resolution
 
     def _order(self, epoch: int) -> Tensor:
         """The images of an epoch in their order, the same on all ranks."""
@@ -100,7 +105,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         return _permutation(self._images, self._options.seed, epoch)
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        """torch gives batch i to process i modulo their number; where it doesn't, only time is lost."""
+        """Keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
         workers = self._options.workers
         batches, ahead = self._batches(), max(1, automatic_workers() if workers is None else workers)
         waiting = deque(islice(batches, ahead))
@@ -125,10 +130,10 @@ class ResumableSampler(Sampler[BatchKeys]):
 
 
 class Loader:
-    """An endless iterator of LoaderBatch: this rank's micro-batches from `start` on.
+    """Endless iterator of this rank's LoaderBatches from `start` on.
 
-    Where a loader process dies, or none gives a batch for `options.patience` seconds, all of them are started again at
-    the same batch, once; `notes` says so. Raises DataError if there are fewer images than a global batch.
+    If a loader process dies, or none returns a batch for `options.patience` seconds, all are restarted at the same
+    batch, once, with a line in `notes`. Raises DataError if there are fewer images than a global batch.
     """
 
     def __init__(self, source: Source, multicrop: MultiCrop, options: LoaderOptions, start: Position) -> None:
@@ -147,7 +152,7 @@ class Loader:
         )
         with main_module_left_out(unless_defines=self._source):
             self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
-        # Of a loader that nobody has closed: Python would wait for them at its end for ever, they ignore SIGTERM.
+        # If nobody closes the loader, Python would wait at its exit for ever for processes that ignore SIGTERM.
         weakref.finalize(self, kill_workers, self._batches)
 
     def __iter__(self) -> Loader:
@@ -169,11 +174,11 @@ class Loader:
         return batch
 
     def next_if_ready(self) -> LoaderBatch | None:
-        """The next batch where a loader process has made it already."""
+        """The next batch if a loader process has it ready, else None."""
         return self._poll(_POLL_SECONDS) if self._options["num_workers"] else None
 
     def _poll(self, seconds: float) -> LoaderBatch | None:
-        """The next batch; None where no loader process has made it within `seconds`."""
+        """The next batch; None if no loader process has it within `seconds`."""
         while True:
             if self._batches is None:
                 raise StopIteration
@@ -208,15 +213,15 @@ class Loader:
         self._waits_since = time.monotonic()
 
     def close(self) -> None:
-        """Stop the workers; what they have prefetched is dropped."""
+        """Stop the workers and drop the batches that they have prefetched."""
         if self._gave_up:
-            kill_workers(self._batches)  # what gives no batch may not end when it is asked to
+            kill_workers(self._batches)  # a process that returns no batch may not end when asked to
         stop_workers(self._batches)
         self._batches = None
 
 
 def steps_per_epoch(images: int, global_batch: int) -> int:
-    """Optimizer steps in one pass over the data; the rest that fills no batch is dropped. Raises DataError if none."""
+    """Optimizer steps in one pass over the data, without an incomplete last batch. Raises DataError if none."""
     if images < global_batch:
         raise DataError(
             f"{images} images < one global batch of {global_batch}: set --data.global_batch to {images} or less, "
@@ -226,7 +231,7 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
 
 
 def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -> int:
-    """The number of the resolution that a step of an epoch has: the same on all ranks and in all micro-batches.
+    """Number of the resolution of an epoch's step: the same on all ranks and in all micro-batches.
 
     Source: facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume.
     """
@@ -237,7 +242,7 @@ def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -
 
 
 def _permutation(images: int, seed: int, epoch: int) -> Tensor:
-    """(images,) int64, the order of an epoch, the same on all ranks."""
+    """Order of an epoch, (images,) int64, the same on all ranks."""
     generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
     return torch.randperm(images, generator=generator)
 

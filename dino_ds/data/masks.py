@@ -1,4 +1,4 @@
-"""The patches of a crop that are hidden from the student: blocks of random shape, from one seed a crop.
+"""Draws the patches of a crop that are hidden from the student: blocks of random shape, from one seed a crop.
 
 Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
 batch's crops are masked, with ratios dealt to equal bins. Here each crop is masked with a probability and draws its
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 _LOG_ASPECT = math.log(1 / 0.3)
 _MIN_AREA = 4
-"""Patches of a block, where as many are still to be hidden."""
+"""Least patches of a block, if as many are still to be hidden."""
 _TRIES = 10
-"""For one block, before a mask is left as it is."""
+"""Attempts at a block, after which the mask is left as it is."""
 
 
 @dataclass(frozen=True)
 class MaskOptions:
-    """The masks of one group of crops.
+    """The masks of a crop group.
 
     A crop is masked with probability `share`; int(patches * ratio) of its patches are to be hidden, the ratio drawn
-    evenly from the range `ratio`. law "dinov2": by blocks, which may leave some out; "dinov3": what they leave out is
-    made up by single patches at random. grid: (rows, columns) of a crop's patches.
+    evenly from the range `ratio`. Law "dinov2" hides blocks, which may fall short of that number; "dinov3" adds single
+    patches at random. grid: (rows, columns) of a crop's patches.
     """
 
     law: Literal["dinov2", "dinov3"]
@@ -48,9 +48,9 @@ class MaskOptions:
 
     @staticmethod
     def of(recipe: Recipe, groups: Sequence[CropGroup] | None = None) -> dict[str, MaskOptions]:
-        """Maskers of a recipe's masked groups by name; `groups` are those of one of its resolutions, else the largest.
+        """Options by name of a recipe's masked groups; `groups`: of one of its resolutions, by default the largest.
 
-        Raises ConfigError for a backbone that is not known yet.
+        Raises ConfigError for an unknown backbone.
         """
         crops = recipe.crops
         if crops.mask == "none":
@@ -82,7 +82,7 @@ def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
 
 
 def add_block(mask: np.ndarray, most: float, rng: random.Random) -> int:
-    """Hide one more block of `mask` (rows, columns), at most `most` new patches, and count them; 0: none was found.
+    """Hide one more block of `mask` (rows, columns), at most `most` new patches, and return their number; 0: no block.
 
     Its area is drawn evenly between 4 and `most`, its height / width log-evenly between .3 and 1 / .3. It is smaller
     than the crop both ways, and may overlap others if it hides at least one patch more.
@@ -103,13 +103,13 @@ def add_block(mask: np.ndarray, most: float, rng: random.Random) -> int:
 
 
 def with_rows(mask: Tensor) -> dict[str, Tensor]:
-    """The masks of v * b crops (v * b, n) bool, on the host, as an entry of `Masks`."""
+    """Masks (v * b, n) bool of v * b crops, on the host, as an entry of `Masks`."""
     rows = mask.flatten().nonzero().squeeze(1)
     return {"mask": mask, "rows": rows, "weights": 1 / mask.sum(1)[rows // mask.shape[1]].float()}
 
 
 def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], seeds: Sequence[int]) -> Masks:
-    """The masks of a micro-batch on the host. masks: by name of the masked groups; seeds: of each image's crops."""
+    """Masks of a micro-batch, on the host. masks: options by name of masked groups; seeds: of each image's crops."""
     drawn, first = {}, 0
     for group in groups:
         if options := masks.get(group.name):
@@ -121,7 +121,7 @@ def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], se
 
 
 def synthetic_masks(recipe: Recipe, images: int, device: torch.device) -> Masks:
-    """Masks for crops that are not cut from images, as the recipe draws them; always the same."""
+    """A recipe's masks for synthetic crops; always the same."""
     options = MaskOptions.of(recipe)
     drawn = draw_masks(recipe.groups, options, range(images))
     return {name: {key: tensor.to(device) for key, tensor in mask.items()} for name, mask in drawn.items()}

@@ -1,5 +1,5 @@
-"""Several sources of images as one, each of which has a share of every epoch; and groups of images that data.balance
-draws equally often: the classes of a source, or clusters that a file names."""
+"""Several sources of images as one, each with a share of every epoch; and groups of images that data.balance draws
+equally often: the classes of a source, or clusters from a file."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from dino_ds.data.draws import Draws
 
 _LISTED = 1000
-"""Images of a list that are looked for in other parts."""
+"""Images of a list that are checked for overlap with other parts."""
 
 
 class Mixture(EncodedImages, Joined):
-    """The images of all parts, part after part, with classes of the same name as one.
+    """Images of all parts, part after part; classes of the same name are one class.
 
-    Raises ConfigError for a place that is named twice or lies nowhere, DataError where one holds no images; also for
-    places with images in common, unless they `may_overlap`, of which a note tells.
+    Raises DataError for a part without images; ConfigError for a part that is named twice or has no path, and for parts
+    with images in common, unless `may_overlap`, which makes that a note.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Mixture(EncodedImages, Joined):
         return [JoinedPart(part.place, source, part.value_range) for part, source in pairs]
 
     def part_of(self, index: int) -> tuple[int, int]:
-        """The number of the part that an image is of, and its index there."""
+        """Number of the part that an image is from, and its index there."""
         part = int(np.searchsorted(self.ends, index, side="right"))
         return part, index - self.first_of(part)
 
@@ -83,23 +83,23 @@ class Mixture(EncodedImages, Joined):
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
         of_part = np.searchsorted(self.ends, indices, side="right")
         for part, source in enumerate(self.sources):
-            places = np.asarray(indices)[of_part == part] - self.first_of(part)
-            prepare_images(source, places.tolist(), seconds)
+            inner = np.asarray(indices)[of_part == part] - self.first_of(part)
+            prepare_images(source, inner.tolist(), seconds)
 
     def read(self, index: int) -> bytes:
-        source, place = self._find(index)
-        return source.read(place)
+        source, inner = self._find(index)
+        return source.read(inner)
 
     def name(self, index: int) -> str:
-        source, place = self._find(index)
-        return source.name(place)
+        source, inner = self._find(index)
+        return source.name(inner)
 
     def member(self, index: int) -> str:
-        part, place = self.part_of(index)
-        return f"{part}/{self.sources[part].member(place)}"
+        part, inner = self.part_of(index)
+        return f"{part}/{self.sources[part].member(inner)}"
 
     def file_bytes(self, index: int) -> int:
-        """Bytes of the image's file. Raises OSError, also where its part does not tell them."""
+        """Bytes of the image's file. Raises OSError, also where its part does not know them."""
         return self._asked("file_bytes", index)
 
     def file_time(self, index: int) -> int:
@@ -107,60 +107,60 @@ class Mixture(EncodedImages, Joined):
         return self._asked("file_time", index)
 
     def _find(self, index: int) -> tuple[EncodedImages, int]:
-        part, place = self.part_of(range(len(self))[index])
-        return self.sources[part], place
+        part, inner = self.part_of(range(len(self))[index])
+        return self.sources[part], inner
 
-    def _asked(self, what: str, index: int) -> int:
-        source, place = self._find(index)
-        ask = getattr(source, what, None)
+    def _asked(self, method: str, index: int) -> int:
+        source, inner = self._find(index)
+        ask = getattr(source, method, None)
         if ask is None:
-            raise OSError(f"{type(source).__name__} has no {what}")
-        return int(ask(place))
+            raise OSError(f"{type(source).__name__} has no {method}")
+        return int(ask(inner))
 
     def _overlap(self, root: str | None) -> str:
-        """Which two parts have images in common, of which each would have more than its share; "" for none."""
+        """Words on two parts with images in common, which would get more than their share; "" for none."""
         owners: dict[tuple[bool, str], str] = {}
         for part, source in zip(self.parts, self.sources, strict=True):
             loose = isinstance(source, ListedFiles)
-            for place in _real_places(place_of(part, root), source):
-                if (same := owners.setdefault((loose, place), part.place)) != part.place:
-                    both = f"{same} and {part.place} are the same place, or both have {place}"
+            for path in _real_paths(place_of(part, root), source):
+                if (same := owners.setdefault((loose, path), part.place)) != part.place:
+                    both = f"{same} and {part.place} are the same place, or both have {path}"
                     return f"{both}: give it once, with the sum of its shares"
-        for (loose, place), inner in owners.items():
-            for folder in map(str, Path(place).parents):
+        for (loose, path), inner in owners.items():
+            for folder in map(str, Path(path).parents):
                 if (outer := owners.get((loose, folder), inner)) != inner:
                     both = f"images of {inner} lie in {outer} too, and would have the shares of both"
                     return f"{both}: give places without images in common"
         return ""
 
     def _join_labels(self) -> tuple[Any, list[str] | None]:
-        """Labels of all images, -1 for those of a part without labels, and the names of all classes."""
+        """Labels of all images (-1 in a part without labels), and the names of all classes."""
         if all(source.labels is None for source in self.sources):
             return None, None
         classes = list(dict.fromkeys(name for source in self.sources for name in source.classes or ()))
-        number = {name: place for place, name in enumerate(classes)}
+        numbers = {name: number for number, name in enumerate(classes)}
         labels = np.full(len(self), -1, np.int32)
         for part, source in enumerate(self.sources):
             if source.labels is not None:
-                ours = np.array([*(number[name] for name in source.classes or ()), -1], np.int32)
-                labels[self.first_of(part) : self.ends[part]] = ours[np.asarray(source.labels)]
+                joined = np.array([*(numbers[name] for name in source.classes or ()), -1], np.int32)
+                labels[self.first_of(part) : self.ends[part]] = joined[np.asarray(source.labels)]
         return Labels(labels), classes
 
 
 def place_of(part: MixturePart, root: str | None) -> str:
     """The path or pattern of a part's images. Raises ConfigError for a relative one without data.root."""
-    place = os.path.expanduser(part.place)
-    if is_url(place):
-        return place
-    if root is None and not os.path.isabs(place):
+    path = os.path.expanduser(part.place)
+    if is_url(path):
+        return path
+    if root is None and not os.path.isabs(path):
         raise ConfigError(
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
         )
-    return os.path.join(os.path.expanduser(root or ""), place)
+    return os.path.join(os.path.expanduser(root or ""), path)
 
 
-def _real_places(path: str, source: EncodedImages) -> list[str]:
-    """Paths without links: the folder of a part, its archives, or some of the images that its list names."""
+def _real_paths(path: str, source: EncodedImages) -> list[str]:
+    """Paths without links: of a part's folder, of its archives, or of some images of its list."""
     if isinstance(source, ListFile):
         return [os.path.realpath(source.name(i)) for i in evenly_spaced_indices(len(source), _LISTED)]
     plain, inside = split_part(path)
@@ -176,15 +176,15 @@ def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImage
 
 
 _MOST_FIELD = 1 << 16
-"""The longest name or cluster in a file."""
+"""Characters of the longest name or cluster in a file."""
 _OFTEN = 10
-"""Repeats an epoch beyond which a note says so."""
+"""Repeats of an image an epoch beyond which a note says so."""
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
-    """How often each image of a source is drawn, or None where all are equally often; and notes on it.
+    """`Draws` of a source, None where all images are drawn equally often; and notes on them.
 
-    Raises ConfigError or DataError where its images have no such classes or clusters.
+    Raises ConfigError or DataError if the images have no such classes or clusters.
     """
     parts = source.parts if isinstance(source, Mixture) else (MixturePart("data.root", Fraction(1)),)
     if balance == "none" and len(parts) == 1:
@@ -197,14 +197,14 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     for number, part in enumerate(parts):
         if not (groups[part_of == number] >= 0).any():
             raise ConfigError(f"data.balance {kind}: no image of {part.place} has one: leave data.balance out")
-    from dino_ds.data.draws import Draws  # with torch, which a mistyped place must not wait for
+    from dino_ds.data.draws import Draws  # imports torch, for which a mistyped path must not wait
 
     draws = Draws([part.share for part in parts], part_of, groups)
     return draws, [*_left_out(labels, kind), *_repeats(draws, parts, kind, len(source))]
 
 
 def _labels(source: Source, kind: str, file: str) -> np.ndarray:
-    """(images,) the class or cluster of each, -1 for an image that has none."""
+    """Class or cluster of each image, (images,), -1 for none."""
     if kind == "none":
         return np.zeros(len(source), np.int64)
     if kind == "clusters":
@@ -218,7 +218,7 @@ def _labels(source: Source, kind: str, file: str) -> np.ndarray:
 
 
 def _numbered(parts: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Numbers of the groups (part, label) without gaps, part after part; -1 where the label is."""
+    """Number of each image's group (part, label), without gaps, part after part; -1 where the label is -1."""
     has = labels >= 0
     keys = parts[has] * (labels.max(initial=0) + 1) + labels[has]
     groups = np.full(len(labels), -1, np.int64)
@@ -232,7 +232,7 @@ def _left_out(labels: np.ndarray, kind: str) -> list[str]:
 
 
 def _repeats(draws: Draws, parts: tuple[MixturePart, ...], kind: str, images: int) -> list[str]:
-    """Notes on images that come more than once in an epoch. Raises ConfigError for a part of which none comes."""
+    """Notes on images that are drawn more than once an epoch. Raises ConfigError for a part with no image drawn."""
     notes = []
     for number, part in enumerate(parts):
         if not draws.counts(images)[number]:
@@ -244,15 +244,15 @@ def _repeats(draws: Draws, parts: tuple[MixturePart, ...], kind: str, images: in
         if kind == "none" and most > 1:
             notes.append(f"data.mixture: each image of {part.place} comes {most:.3g} times in an epoch")
         elif most > _OFTEN:
-            what = "class" if kind == "classes" else "cluster"
+            group = "class" if kind == "classes" else "cluster"
             where = "" if len(parts) == 1 else f" of {part.place}"
-            notes.append(f"data.balance: each image of the rarest {what}{where} comes {most:.3g} times in an epoch")
+            notes.append(f"data.balance: each image of the rarest {group}{where} comes {most:.3g} times in an epoch")
     return notes
 
 
 def _read_clusters(file: str, source: Source) -> np.ndarray:
-    """Clusters (images,) of a .csv whose row i has the name of image i and its cluster, -1 where that is empty."""
-    numbers, found = dict[str, int](), np.full(len(source), -1, np.int64)
+    """Clusters (images,) from a .csv whose row i has the name of image i and its cluster; an empty cluster is -1."""
+    numbers, clusters = dict[str, int](), np.full(len(source), -1, np.int64)
     count = 0
     for name, cluster in _rows(file):
         if count < len(source):
@@ -262,13 +262,13 @@ def _read_clusters(file: str, source: Source) -> np.ndarray:
                     f"data is {source.name(count)}: make it again for these images, in the order of dino-ds embed"
                 )
             if cluster and cluster != "-1":
-                found[count] = numbers.setdefault(cluster, len(numbers))
+                clusters[count] = numbers.setdefault(cluster, len(numbers))
         count += 1
     if count != len(source):
         raise DataError(
             f"data.balance: {file} has {count} rows, and there are {len(source)} images: make it again for these"
         )
-    return found
+    return clusters
 
 
 def _rows(file: str) -> Iterator[tuple[str, str]]:
@@ -287,6 +287,6 @@ def _rows(file: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_name(name: str, source: Source, index: int) -> bool:
-    """Whether it is an image's name, below a root that may have moved."""
+    """Whether `name` is an image's name, below a root that may have moved."""
     member = getattr(source, "member", None)
     return name == source.name(index) or (member is not None and name.endswith("/" + printable(member(index))))

@@ -36,14 +36,14 @@ _SOLARIZE_THRESHOLD = 128
 BICUBIC = Image.Resampling.BICUBIC
 _ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
 _KINDS = {"global": (0, 1), "local": (2,)}
-"""The places in a triple of the numbers for a group's first crop, its second, ...; the last one is for all others."""
+"""Index of a group's first crop, its second, ... in a triple of probabilities; the last index is for all others."""
 _TURNS = -2
-"""Stream of random numbers beside the crops' own, of `seed` itself, and the masks', -1."""
+"""Random stream of turns; the crops' stream is `seed` itself, the masks' is -1."""
 
 
 @dataclass(frozen=True)
 class CropParameters:
-    """Random changes of one crop, in this order."""
+    """Random changes of a crop, in this order."""
 
     box: Box
     flip: bool
@@ -57,12 +57,14 @@ class CropParameters:
 
 
 class MultiCrop:
-    """Cuts the crops of all `groups` from an image, augments them as `augment` says, and normalizes them by
-    `normalization`.
+    """Cuts the crops of all groups from an image, augments and normalizes them.
 
-    augment: what is done with which chance, or the name of a preset.
-    masks: by name of the masked groups, which of their patches are hidden from the student.
-    resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
+    Args:
+        groups: crop groups.
+        augment: probabilities and strengths, or the name of a preset.
+        masks: options by name of the masked groups.
+        normalization: mean and deviation of the channels.
+        resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
     """
 
     def __init__(
@@ -77,24 +79,24 @@ class MultiCrop:
         self.augmentation = AUGMENTATIONS[augment] if isinstance(augment, str) else augment
         self.sizes = crop_sizes(groups)
         self.crops = [(group, _kind(group, number)) for group in groups for number in range(group.count)]
-        """Group of every crop, and its index in the triples of an Augmentation (or None if it is not augmented)."""
+        """Group of every crop, and the crop's index in the triples of an Augmentation (None = not augmented)."""
         self.masks, self.normalization = dict(masks), normalization
         self.resolutions = tuple(resolutions) or (self,)
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
-        """The crops of a recipe; of several resolutions its groups are those of the largest."""
+        """Crops of a recipe; `groups` are those of its largest resolution."""
         augmentation, normalization = recipe.crops.augmentation, Normalization.of(recipe)
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
             masks = MaskOptions.of(recipe, groups)
             return MultiCrop(groups, augmentation, masks, normalization, resolutions)
 
-        sized = [of_groups(recipe.groups_of(one)) for one in recipe.resolutions]
+        sized = [of_groups(recipe.groups_of(resolution)) for resolution in recipe.resolutions]
         return of_groups(recipe.groups, sized if len(sized) > 1 else ())
 
     def __call__(self, image: Image.Image, seed: int) -> list[Tensor]:
-        """RGB image -> crops (3, size, size) float32, group after group. The seed alone decides."""
+        """RGB image -> crops (3, size, size) float32, group after group; all randomness is from `seed`."""
         sampled = self.sample(image.width, image.height, seed)
         crops = map(apply_crop, repeat(image), sampled, self.sizes)
         return [to_tensor(crop, self.normalization) for crop in crops]
@@ -105,16 +107,16 @@ class MultiCrop:
         sampled: list[CropParameters] = []
         first: dict[str, int] = {}
         for group, kind in self.crops:
-            own = first.setdefault(group.name, len(sampled))
+            first_of_group = first.setdefault(group.name, len(sampled))
             if group.like is None:
                 sampled.append(turning(self._sample_crop(rng, width, height, group, kind)))
             else:
-                seen = sampled[first[group.like] + len(sampled) - own]
+                seen = sampled[first[group.like] + len(sampled) - first_of_group]
                 sampled.append(CropParameters(seen.box, seen.flip, turns=seen.turns))
         return sampled
 
     def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
-        """Adds turns and top-to-bottom flips: all else is drawn as without them."""
+        """Function that adds turns and top-to-bottom flips; other parameters are drawn as without them."""
         strength = self.augmentation
         if not (strength.vertical_flip or strength.rotation):
             return lambda crop: crop
@@ -172,7 +174,7 @@ def to_tensor(image: Image.Image, normalization: Normalization) -> Tensor:
 
 
 def _kind(group: CropGroup, number: int) -> int | None:
-    """Index of this crop's probabilities in an Augmentation, or None if it is not augmented."""
+    """Index of a crop's probabilities in an Augmentation, or None if it is not augmented."""
     if not group.augmented:
         return None
     kinds = _KINDS[group.name]

@@ -1,7 +1,7 @@
-"""Images by name: torchvision's data sets, which is imported only when one is asked for, and the photographs.
+"""Datasets by name: torchvision's, which is imported only for these, and the photographs.
 
-The photographs are 18 of the public domain, cut into patches: which of them is a patch from? The left 60 % of each is
-for training and the right 30 % for testing, so that no pixel is in both. Sources and licences: photos/NOTICE.md.
+The 18 photographs, of the public domain, are cut into patches, whose class is the photograph. The left 60 % of each are
+for training and the right 30 % for testing, so that no pixel is in both. Sources and licenses: photos/NOTICE.md.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import fcntl
 import os
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,13 @@ TORCHVISION_SETS: dict[str, tuple[str, list[dict[str, Any]], list[dict[str, Any]
     "pets": ("OxfordIIITPet", [{"split": "trainval"}], [{"split": "test"}]),
     "eurosat": ("EuroSAT", [{}], [{}]),
 }
-"""torchvision's class, and the arguments of the data sets to be read one after the other: for training, for testing."""
+"""torchvision's class, and the arguments of the datasets that are joined for training and for testing."""
 _EUROSAT_TEST = 10
-"""EuroSAT has no split of its own: every tenth image is for testing."""
+"""EuroSAT has no splits: every tenth image is for testing."""
 
 
 class TorchvisionImages:
-    """One split of a torchvision data set. Raises DataError if it isn't there, or torchvision isn't."""
+    """One split of a torchvision dataset. Raises DataError if the dataset or torchvision is missing."""
 
     def __init__(self, dataset: str, root: str, split: str, download: bool) -> None:
         self._prefix = f"{dataset}/{split}"
@@ -83,9 +82,7 @@ def _open(dataset: str, root: str, split: str, download: bool) -> list[Any]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".download.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            with suppress(RuntimeError, OSError):  # another process of this node may have fetched it meanwhile
-                return _build(datasets, dataset, folder, split, download=False)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # torchvision downloads nothing that another process has fetched meanwhile
             return _build(datasets, dataset, folder, split, download=True)
     except (RuntimeError, OSError) as error:
         raise DataError(
@@ -111,7 +108,7 @@ def _import_datasets() -> Any:
 
 
 def _labels(images: Any) -> list[int]:
-    """torchvision has no common name for them; -1 where there are none."""
+    """Labels of a torchvision dataset, for which it has several names; -1 for none."""
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(images, attribute, None)
         if values is not None:
@@ -135,7 +132,7 @@ _PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
 
 
 class PhotoPatches:
-    """Patches of 40 x 40 pixels, all in memory (uint8), sorted by photograph; positions and sizes never change."""
+    """Patches of 40 x 40 pixels, in memory (uint8), sorted by photograph; positions and sizes never change."""
 
     def __init__(self, split: str) -> None:
         photos, count = list(_load_photos()), _PER_PHOTO[split]

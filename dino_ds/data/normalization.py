@@ -1,5 +1,5 @@
-"""The mean and the standard deviation of each channel that are taken out of images before a network sees them, and the
-display of images of any number of channels."""
+"""Normalizes images by the mean and standard deviation of each channel, and displays images of any number of
+channels."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 _SIDE = 512
-"""Rows and columns, about, that percentiles are taken of."""
+"""Approximate rows and columns of pixels from which percentiles are taken."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Mean and deviation of every channel, in images whose black is 0 and whose white is 1."""
+    """Mean and standard deviation of each channel, for black 0 and white 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @staticmethod
     def of(recipe: Recipe) -> Normalization:
-        """The recipe's; where it has none the usual one."""
+        """Normalization of a recipe, by default the usual one."""
         data = recipe.data
         if data.mean is None or data.std is None:
             return Normalization.usual(recipe.model.in_chans)
@@ -43,14 +43,14 @@ class Normalization:
 
     @staticmethod
     def usual(channels: int) -> Normalization:
-        """ImageNet's; their averages where the channels are not RGB."""
+        """ImageNet's normalization; its averages for other channels than RGB."""
         if channels == 3:
             return IMAGENET
         return Normalization((sum(MEAN) / 3,) * channels, (sum(STD) / 3,) * channels)
 
     @staticmethod
     def measured(moments: Sequence[tuple[np.ndarray, np.ndarray]]) -> Normalization:
-        """The normalization of measured images, which all count the same, with 4 digits as a recipe takes it.
+        """Normalization of measured images, equally weighted, with 4 digits.
 
         moments: for each image and channel the mean of its values and of their squares, black 0 and white 1.
         """
@@ -60,19 +60,19 @@ class Normalization:
         return Normalization(*(tuple(np.round(np.clip(part, least, 1), 4).tolist()) for part, least in values))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Pixels (..., c, h, w) in [0, 1], normalized. Raises ConfigError where there are more or fewer channels."""
+        """Pixels (..., c, h, w) in [0, 1], normalized. Raises ConfigError for another number of channels."""
         if pixels.shape[-3] != len(self.mean):
             raise ConfigError(f"an image has {pixels.shape[-3]} channels, and the model takes {len(self.mean)}")
         mean, std = self._tensors()
         return (pixels - mean) / std
 
     def undone(self, pixels: Tensor) -> Tensor:
-        """Normalized pixels (..., c, h, w) as they were; rounding may take them out of [0, 1]."""
+        """Inverse of the normalization, for pixels (..., c, h, w); rounding may leave [0, 1]."""
         mean, std = self._tensors()
         return pixels * std + mean
 
     def offset_and_factor(self) -> Tensor:
-        """(2, c): what is added to pixels in [0, 1], and what they are multiplied by before."""
+        """Offset and factor (2, c) of each channel: pixels in [0, 1] are multiplied, then the offset is added."""
         mean, std = (np.asarray(values, dtype=np.float64) for values in (self.mean, self.std))
         return torch.from_numpy(np.stack([-mean / std, 1 / std]).astype(np.float32))
 
@@ -88,16 +88,16 @@ IMAGENET = Normalization(MEAN, STD)
 
 @cache
 def normalized_levels(normalization: Normalization) -> np.ndarray:
-    """(c, 256): the normalized value of each channel's 256 levels."""
+    """Normalized values (c, 256) of each channel's 256 levels."""
     levels = torch.arange(256, dtype=torch.uint8).float() / 255
     return normalization(levels.expand(len(normalization.mean), 1, 256)).squeeze(1).numpy()
 
 
 def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
-    """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1].
+    """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1] for display.
 
-    RGB as it is. Of more channels the first three as red, green and blue, of fewer the first in grey, each stretched so
-    that 2 and 98 % of the values in `like` (or in the image itself) become 0 and 1.
+    RGB stays. Of more channels the first three become red, green and blue, of fewer the first gray, each stretched from
+    the 2nd to the 98th percentile of `like` (by default the image itself).
     """
     count = 3 if len(pixels) >= 3 else 1
     shown, reference = _fractions(pixels[:count]), _fractions((pixels if like is None else like)[:count])
@@ -110,7 +110,7 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def how_visible(channels: int) -> str:
-    """A description of what `visible` does; empty for RGB."""
+    """Description of `visible` for a number of channels; empty for RGB."""
     if channels == 3:
         return ""
     if channels < 3:
@@ -123,10 +123,7 @@ def _fractions(pixels: Tensor) -> Tensor:
 
 
 def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
-    """The first `images` of every crop (b, c, h, w), group after group, as the student sees them.
-
-    Hidden patches are 0: of the images' mean color, a grey.
-    """
+    """First `images` of every crop (b, c, h, w), group after group, with hidden patches set to 0, a mean gray."""
     shown = []
     for name, group in crops.items():
         hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None
@@ -137,7 +134,7 @@ def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, ima
 
 
 def _pixels(mask: Tensor, crops: Tensor) -> Tensor:
-    """(b, n) -> (b, 1, h, w), which pixels of square `crops` (b, c, h, w) lie in hidden patches."""
+    """Patch masks (b, n) -> pixel masks (b, 1, h, w) of square `crops` (b, c, h, w)."""
     side = math.isqrt(mask.shape[1])
     stride = crops.shape[-1] // side
     return mask.view(-1, 1, side, side).repeat_interleave(stride, 2).repeat_interleave(stride, 3)

@@ -1,4 +1,4 @@
-"""A recipe of other images, started on the user's own: what of it can't stay."""
+"""Adapts a recipe written for other images to the user's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dino_ds.data.formats import EXTENSIONS, split_part
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000
-"""Entries of a tree of folders, to see whether it holds images."""
+"""Entries of a tree of folders that are searched for images."""
 _SETS = {
     "cifar10": "cifar-10-",
     "cifar100": "cifar-100-",
@@ -25,26 +25,26 @@ _SETS = {
     "pets": "oxford-iiit-pet",
     "eurosat": "eurosat",
 }
-"""Names that torchvision gives the folder, or the archive, of a data set within its root."""
+"""Beginning of the names of a torchvision dataset's folder or archive."""
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)
 """Evaluations that need no labeled test images."""
 
 
-def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) -> Recipe:
-    """`recipe` as it is meant where data.root names images of the user's and the recipe was written for others.
+def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> Recipe:
+    """`recipe` with data.source folder if data.root names images of the user's, without evaluations that need labeled
+    test images, unless such are named.
 
-    data.source is folder then, and eval.evals goes without those that need test images of the same classes, where none
-    are named. given: the keys of the command line, which all stay. `notes` gets a line for each change.
+    keys: given on the command line; they never change. `notes` gets a line for each change.
     """
     changes, data, settings = dict[str, str](), recipe.data, recipe.eval
     root = data.root
-    asked = "data.source" not in given and not data.own_files
+    asked = "data.source" not in keys and not data.own_files
     if asked and (data.mixture or (root is not None and _holds_images(root, data.source))):
         changes["data.source"] = "folder"
-        what = "data.mixture" if data.mixture else f"data.root {root}"
-        notes.append(f"{what} names images: data.source is folder, not {data.source} as in the recipe")
-    own = changes or (data.own_files and {"data.root", "data.source", "data.mixture"} & set(given))
-    if own and settings.root is None and settings.evals != "auto" and "eval.evals" not in given:
+        images = "data.mixture" if data.mixture else f"data.root {root}"
+        notes.append(f"{images} names images: data.source is folder, not {data.source} as in the recipe")
+    has_own_images = changes or (data.own_files and {"data.root", "data.source", "data.mixture"} & set(keys))
+    if has_own_images and settings.root is None and settings.evals != "auto" and "eval.evals" not in keys:
         kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
         if left_out := [name for name in settings.evals if name not in kept]:
             changes["eval.evals"] = ",".join(kept) or "auto"
@@ -56,7 +56,7 @@ def with_own_images(recipe: Recipe, given: Collection[str], notes: list[str]) ->
 
 
 def _holds_images(root: str, source: str) -> bool:
-    """Whether `root` is a place of image files, and not of torchvision's data set `source`."""
+    """Whether `root` has image files, and not torchvision's dataset `source`."""
     path, _ = split_part(os.path.expanduser(root))
     if source == "photos" or is_url(root):
         return True  # those of the package have no root
@@ -66,6 +66,6 @@ def _holds_images(root: str, source: str) -> bool:
         if any(name.startswith(_SETS[source]) for name in os.listdir(path)):
             return False
     except OSError:
-        return False  # the source says why
+        return False  # opening the source says why
     names = (name for _, _, files in os.walk(path) for name in files)
     return any(name.lower().endswith((*EXTENSIONS, *ENDINGS)) for name in itertools.islice(names, _LOOKED_AT))

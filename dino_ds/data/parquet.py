@@ -1,4 +1,4 @@
-"""Images in a column of Parquet files, as Hugging Face keeps them; needs pyarrow only."""
+"""Images in a column of Parquet files, as on the Hugging Face Hub; needs pyarrow only."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
 _OPEN_FILES = 32
-"""Files a process keeps open at most, with what their footers say."""
+"""Most files that a process keeps open, with their footers."""
 _MOST_BYTES = 1 << 30
-"""The most that a column of a row group may hold: each loader process reads an image with its whole group."""
+"""Most bytes of a row group's column: each loader process reads an image with its whole group."""
 _LOOKED_AT, _NUMBERS = 64, 1 << 16
-"""Rows that are read at a time to see whether they have bytes, and rows of plain numbers."""
+"""Rows of a read that looks for bytes, and of a read of plain numbers."""
 
 
 class ParquetImages(RowImages):
-    """The rows of Parquet files, file after file in the order given.
+    """The rows of Parquet files, file after file.
 
-    The image column is of type binary or struct with `bytes`; a label column of whole numbers or texts gives classes,
-    with the names that Hugging Face stores beside the schema. Raises ConfigError without pyarrow, DataError where a
-    file can't be read, has no such column, or has row groups that are too large.
+    The image column is of type binary or struct with `bytes`. A label column of whole numbers or texts has the classes,
+    whose names Hugging Face stores beside the schema. Raises ConfigError without pyarrow, DataError for a file that
+    can't be read, has no such column, or has row groups that are too large.
     """
 
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
@@ -45,7 +45,7 @@ class ParquetImages(RowImages):
         first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
         for number, file in enumerate(self._files):
             try:
-                opened = _parquet_file(self._place(number))
+                opened = _parquet_file(self._location(number))
                 if number == 0:
                     schema = opened.schema_arrow
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
@@ -82,10 +82,9 @@ class ParquetImages(RowImages):
 
     def read(self, index: int) -> bytes:
         index = range(len(self))[index]
-        place = np.searchsorted(self._groups[:, 0], index, side="right") - 1
-        first, group = self._groups[place].tolist()
+        first, group = self._groups[np.searchsorted(self._groups[:, 0], index, side="right") - 1].tolist()
         try:
-            data = _read_group(self._place(self._find(index)[0]), group, self._column)[index - first].as_py()
+            data = _read_group(self._location(self._find(index)[0]), group, self._column)[index - first].as_py()
         except DataError:
             raise
         except Exception as error:  # as above
@@ -96,8 +95,8 @@ class ParquetImages(RowImages):
             raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
 
-    def _place(self, number: int) -> tuple[Any, ...]:
-        """A file, and the way to it, its size and its tag where it is elsewhere."""
+    def _location(self, number: int) -> tuple[Any, ...]:
+        """Path of a file; of a remote file its address, `Remote`, size and tag."""
         return (self._files[number], *(self._elsewhere[number] if self._elsewhere else ()))
 
 
@@ -111,15 +110,15 @@ def import_parquet() -> Any:
 
 
 @lru_cache(maxsize=1)  # neighboring rows cost one read; more groups would be too much memory in each worker
-def _read_group(place: tuple[Any, ...], group: int, column: str) -> Any:
+def _read_group(location: tuple[Any, ...], group: int, column: str) -> Any:
     import pyarrow
 
-    return pyarrow.chunked_array(_read_parts(_open_parquet(place), group, column))
+    return pyarrow.chunked_array(_read_parts(_open_parquet(location), group, column))
 
 
 def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
-    """A column of a row group, in parts. Raises ValueError where it becomes too large: a file of a few kilobytes can
-    say that every row is the same gigabyte, and its footer counts that once."""
+    """Parts of a row group's column. Raises ValueError if it becomes too large: a file of a few kilobytes can claim
+    that every row is the same gigabyte, and its footer counts that once."""
     total, size = 0, _bytes_of(opened, group, column)
     rows = max(1, _MOST_BYTES // size) if size else _NUMBERS
     # One thread: loader processes share out the cores, and threads of a library do not survive a fork.
@@ -131,23 +130,26 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
-    """Bytes that texts of a column take in a row group before they are compressed, by the footer."""
-    about = opened.metadata.row_group(group)
-    chunks = [about.column(place) for place in range(about.num_columns)]
-    own = [one for one in chunks if one.path_in_schema == column or one.path_in_schema.startswith(f"{column}.")]
-    return sum(one.total_uncompressed_size for one in own if one.physical_type == "BYTE_ARRAY")
+    """Uncompressed bytes of a row group's column, by the footer."""
+    metadata = opened.metadata.row_group(group)
+    chunks = [metadata.column(number) for number in range(metadata.num_columns)]
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.physical_type == "BYTE_ARRAY" and f"{chunk.path_in_schema}.".startswith(f"{column}.")
+    )
 
 
 def _has_bytes(opened: Any, group: int, column: str) -> bool:
-    """Whether any row of a group has the bytes of an image: others have its path alone."""
+    """Whether any row of a group has an image's bytes, not only its path."""
     rows = min(_LOOKED_AT, max(1, _MOST_BYTES // max(1, _bytes_of(opened, group, column))))
     parts = (batch.column(0) for batch in opened.iter_batches(rows, [group], [column], use_threads=False))
     values = (part.field("bytes") if hasattr(part, "field") else part for part in parts)
     return any(part.null_count < len(part) for part in values)
 
 
-def _parquet_file(place: tuple[Any, ...]) -> Any:
-    file, *elsewhere = place
+def _parquet_file(location: tuple[Any, ...]) -> Any:
+    file, *elsewhere = location
     return import_parquet().ParquetFile(open_remote(elsewhere[0], file, elsewhere[1:], 0) if elsewhere else file)
 
 
@@ -162,33 +164,32 @@ def _image_column(schema: Any, file: str) -> str:
             return kind.get_field_index("bytes") >= 0 and holds_images(kind.field("bytes").type)
         return types.is_binary(kind) or types.is_large_binary(kind)
 
-    found = [field.name for field in schema if holds_images(field.type)]
-    named = [name for name in _IMAGE_NAMES if name in found]
-    if named or len(found) == 1:
-        return (named or found)[0]
-    texts = "" if found else "; paths in a column of texts write into a .txt list, one a line"
-    what = f"several columns of bytes ({', '.join(found)}), none called image" if found else "no column of image files"
+    fitting = [field.name for field in schema if holds_images(field.type)]
+    named = [name for name in _IMAGE_NAMES if name in fitting]
+    if named or len(fitting) == 1:
+        return (named or fitting)[0]
+    texts = "" if fitting else "; paths in a column of texts write into a .txt list, one a line"
+    several = f"several columns of bytes ({', '.join(fitting)}), none called image"
+    problem = several if fitting else "no column of image files"
     columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
     raise DataError(
-        f"{printable(file)} has {what}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}{texts}"
+        f"{printable(file)} has {problem}; wanted is bytes or struct<bytes, path>, and it has {columns[:300]}{texts}"
     )
 
 
 def _label_column(schema: Any, notes: list[str]) -> str | None:
-    """The column of classes, or None; `notes` gets a line for one whose values can't be classes."""
-    for name in LABEL_NAMES:
-        place = schema.get_field_index(name)
-        if place < 0:
-            continue
-        if _kind_of_label(schema.field(place).type):
+    """Name of the column of classes, or None; `notes` gets a line for a column whose values can't be classes."""
+    for name in filter(schema.names.__contains__, LABEL_NAMES):
+        kind = schema.field(name).type
+        if _kind_of_label(kind):
             return name
-        what = f"the column {name} ({schema.field(place).type}) of the Parquet files"
-        notes.append(f"{what} is not read as classes: it must be whole numbers or texts")
+        column = f"the column {name} ({kind}) of the Parquet files"
+        notes.append(f"{column} is not read as classes: it must be whole numbers or texts")
     return None
 
 
 def _kind_of_label(kind: Any) -> str:
-    """The kind of values that an Arrow type holds: "number", "text", or "" for what can't be classes."""
+    """Kind of classes that an Arrow type holds: "number", "text", or "" for none."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -199,20 +200,19 @@ def _kind_of_label(kind: Any) -> str:
 
 
 def _check_alike(first: Any, schema: Any, image: str, label: str | None, files: tuple[str, str]) -> None:
-    """Raise DataError where a file, the second of `files`, lacks a column of the first one's, or has other labels."""
-    for column in (image, label) if label else (image,):
-        place = schema.get_field_index(column)
-        if place < 0:
-            what = f"has no column {column}"
-        elif column == label and _kind_of_label(schema.field(place).type) != _kind_of_label(first.field(label).type):
-            what = f"has another type in the column {column}, {schema.field(place).type}"
+    """Raises DataError if the second of `files` lacks a column of the first, or has other labels."""
+    for column in filter(None, (image, label)):
+        if column not in schema.names:
+            problem = f"has no column {column}"
+        elif column == label and _kind_of_label(schema.field(label).type) != _kind_of_label(first.field(label).type):
+            problem = f"has another type in the column {label}, {schema.field(label).type}"
         else:
             continue
-        raise DataError(f"{printable(files[1])} {what}, unlike {printable(files[0])}: write all files alike")
+        raise DataError(f"{printable(files[1])} {problem}, unlike {printable(files[0])}: write all files alike")
 
 
 def _class_names(schema: Any, label: str) -> list[str]:
-    """Hugging Face's, or none."""
+    """Hugging Face's names of the classes, or none."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
@@ -221,7 +221,7 @@ def _class_names(schema: Any, label: str) -> list[str]:
 
 
 def _number(values: list[Any], names: list[str]) -> tuple[Labels | None, list[str] | None]:
-    """Values of the label column (None = none) -> class numbers and their names; all of `names`, where it fits."""
+    """Class numbers and names for values of the label column (None = no class); all of `names` if they fit."""
     present = sorted({value for value in values if value is not None and value != -1})
     if not present:
         return None, None

@@ -1,33 +1,34 @@
-"""Photometric augmentation of whole batches on any device, every crop with its own parameters.
+"""Photometric augmentation of whole batches on any device, each crop with its own parameters.
 
-The loader sends crops and the AugmentationParams of each. Every operation is that of torchvision's functional on
-float tensors in [0, 1]; Pillow's, which `data.augment worker` applies, round to 8 bits after each. Which crops an
-operation touches is known on the host, so nothing here waits for the device. On CUDA the kernels of
-`photometric_triton` do the same in four launches a crop size.
+The loader sends crops with their AugmentationParams. The operations are torchvision's functional ones on float tensors
+in [0, 1]; Pillow's, used by `data.augment worker`, round to 8 bits after each operation. The host knows which crops an
+operation changes, so nothing waits for the device. On CUDA the kernels of `photometric_triton` do the same in four
+launches a crop size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.data.augmentation_params import (
-    BLUR_REACH,
-    FLIP,
-    GRAY,
-    LUMA,
-    SIGMA,
-    SLOTS,
-    SOLARIZE,
-    AugmentationParams,
-)
 from dino_ds.data.multicrop import CropParameters
 
+SLOTS = 4
+"""Jitter operations of one crop, in its own order."""
+FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
+COLUMNS = 4 * SLOTS + 4
+"""Numbers for each crop: see AugmentationParams."""
+LUMA = (0.2989, 0.587, 0.114)
+BLUR_REACH = 6
+"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
+_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
 _CACHED_PIXELS = 4 * 224**2
@@ -37,34 +38,81 @@ _KERNEL_TOLERANCE = 1e-4
 Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
 
 
+@dataclass(frozen=True)
+class AugmentationParams:
+    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
+
+    Each jitter slot has four: three weights, of the pixel, its gray and the crop's mean gray, whose sum is clamped, and
+    the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
+    the blur's standard deviation in pixels (0 = none), and whether it is solarized.
+    """
+
+    table: Tensor
+    """The rows, on the host."""
+    there: Tensor
+    """Their copy on the device of the crops."""
+
+    @staticmethod
+    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
+        """Parameters of crops; saturation, hue and gray are left out for channels other than RGB."""
+        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
+        return AugmentationParams(table, table)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
+        """The same with the copy moved."""
+        return AugmentationParams(self.table, move(self.there))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As plain bytes: a tensor would be sent through a file of shared memory.
+        return _from_array, (self.table.numpy(),)
+
+
+def _row(crop: CropParameters, rgb: bool) -> list[float]:
+    row = _NOTHING.copy()
+    for slot, (name, factor) in enumerate(crop.jitter):
+        if name == "brightness":
+            row[4 * slot] = factor
+        elif name == "contrast":
+            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
+        elif rgb and name == "saturation":
+            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
+        elif rgb:
+            row[4 * slot + 3] = factor
+    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
+    return row
+
+
+def _from_array(table: np.ndarray) -> AugmentationParams:
+    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
+
+
 def crops_per_params(size: int, device: torch.device) -> int | None:
-    """Most crops of `size` pixels that are augmented at once: what a CPU's cache holds, or None for all on a GPU."""
+    """Most crops of `size` pixels that are augmented at once: as many as fit a CPU's cache; None = all, on a GPU."""
     return max(1, _CACHED_PIXELS // size**2) if device.type == "cpu" else None
 
 
 def augment(crops: Tensor, params: Sequence[AugmentationParams], normalize: Tensor) -> Tensor:
     """Crops (n, h, w, c) -> (n, c, h, w) float32, augmented and normalized, on the device of crops and params.
 
-    Crops are uint8, or float32 in [0, 1]. The params follow each other: the first are for the first crops. normalize
-    (2, c), on the device too: what is added at the end, and what is multiplied by before.
+    Crops are uint8, or float32 in [0, 1]; `params` are in the order of the crops. `normalize` (2, c) has the final
+    offset and factor of each channel.
     """
     n, h, w, c = crops.shape
     out = torch.empty(n, c, h, w, device=crops.device)
-    sizes = [len(one.table) for one in params]
+    sizes = [len(piece.table) for piece in params]
     kernels, _ = find_kernels(crops.device, crops.dtype, (h, w, c))
-    for some, one, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
+    for some, piece, part in zip(crops.split(sizes), params, out.split(sizes), strict=True):
         if kernels:
-            kernels(some, one.there, _scale(some), normalize, part)
+            kernels(some, piece.there, _scale(some), normalize, part)
         else:
-            _augment(some, one, _scale(some), normalize, part)
+            _augment(some, piece, _scale(some), normalize, part)
     return out
 
 
 @cache
 def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> tuple[Kernels | None, str]:
-    """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and why.
-
-    The reason is empty on other devices: there the kernels are not wanted.
+    """The fused kernels if they run on `device` and agree with `_augment` on crops (h, w, c); else None and the reason,
+    which is empty on devices other than CUDA.
     """
     if device.type != "cuda":
         return None, ""
@@ -80,7 +128,7 @@ def find_kernels(device: torch.device, dtype: torch.dtype, shape: tuple[int, int
 
 
 def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> float:
-    """The largest one between the kernels' results and those of `_augment` on a CPU; waits for the device."""
+    """Largest difference between results of the kernels and of `_augment` on a CPU; waits for the device."""
     first = (("brightness", 0.7), ("contrast", 1.3), ("saturation", 0.8), ("hue", -0.08))
     second = (("hue", 0.1), ("saturation", 1.2), ("contrast", 0.6), ("brightness", 1.4))
     box = (0, 0, 1, 1)
@@ -96,9 +144,9 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
     params, expected = AugmentationParams.build(sampled, c), torch.empty(len(sampled), c, h, w)
     normalize = torch.stack([torch.linspace(-2, 0, c), torch.linspace(2, 5, c)])
     _augment(crops, params, _scale(crops), normalize, expected)
-    found = torch.empty_like(expected, device=device)
-    kernels(crops.to(device), params.table.to(device), _scale(crops), normalize.to(device), found)
-    return (expected - found.cpu()).abs().max().item()
+    result = torch.empty_like(expected, device=device)
+    kernels(crops.to(device), params.table.to(device), _scale(crops), normalize.to(device), result)
+    return (expected - result.cpu()).abs().max().item()
 
 
 def _scale(crops: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Batches on the device: the next one is copied and augmented while the training step works on this one."""
+"""Batches on the device: the next is copied and augmented during the current training step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dino_ds.errors import DataError
 
 
 class DevicePrefetcher:
-    """An endless iterator of Batch over a loader. Raises what the loader raises.
+    """Endless iterator of Batch over a loader. Raises the loader's errors.
 
-    On a GPU, who calls `prefetch` when a step's backward pass is launched finds the next crops ready: they are copied
-    and augmented by a stream of their own, behind that pass.
+    On a GPU, `prefetch`, called once a step's backward pass is launched, copies and augments the next crops by a side
+    stream during that pass.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
@@ -47,13 +47,13 @@ class DevicePrefetcher:
             ready = self._to_device(self._loader.next_unless(give_up))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
-        masks = (one for group in ready.masks.values() for one in group.values())
+        masks = (tensor for mask in ready.masks.values() for tensor in mask.values())
         for tensor in (*all_crops(ready.crops), ready.indices, *masks):
             tensor.record_stream(step)  # or the side stream would reuse its memory while the step reads it
         return ready
 
     def prefetch(self) -> None:
-        """Copy and augment the next batch if it is there; never waits for it. Its errors come with `next_unless`."""
+        """Copy and augment the next batch if it is ready, without waiting. `next_unless` raises its errors."""
         if self._stream is None or self._next is not None:
             return
         try:
@@ -63,7 +63,7 @@ class DevicePrefetcher:
             self._next = error
 
     def take_notes(self) -> list[str]:
-        """Lines of the loader and of the augmentation since the last call."""
+        """Log lines of the loader and of the augmentation since the last call."""
         notes, self._loader.notes, self._notes = self._loader.notes + self._notes, [], []
         return notes
 
@@ -87,8 +87,8 @@ class DevicePrefetcher:
 
 
 def to_device(batch: LoaderBatch, device: torch.device) -> Batch:
-    """Copy a batch to the device and augment it there, by the current stream; the host does not wait."""
-    there = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
+    """Copy a batch to the device and augment it there on the current stream; the host does not wait."""
+    moved = batch.moved(lambda tensor: tensor.to(device, non_blocking=True))
     with named_range(AUGMENTATION):
-        crops = augmented_crops(there)
-    return Batch(crops, there.indices, batch.epoch, batch.names, batch.bad, there.masks)
+        crops = augmented_crops(moved)
+    return Batch(crops, moved.indices, batch.epoch, batch.names, batch.bad, moved.masks)

@@ -1,9 +1,8 @@
-"""The contract of image files that Pillow does not read, or not whole, what their readers share, and NumPy's files."""
+"""The contract of readers for image files that Pillow can't read in full, their common parts, and the NumPy reader."""
 
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,21 +14,21 @@ EXTRA = "pip install 'dino_ds[images]'"
 
 @dataclass(frozen=True)
 class Raster:
-    """A file of which the header has been read. `read` gives (height, width), of several channels (height, width,
-    channels), in the machine's byte order; it raises any Exception where the file is broken.
-
-    `deep`: the values are not uint8. `orientation`: the EXIF tag's value; width and height are those before turning.
-    `nodata`: the number of pixels without a value, as GDAL writes it.
-    """
+    """An image file whose header has been read."""
 
     format: str
     width: int
+    """Of the stored image, before `orientation` turns it; `height` too."""
     height: int
     channels: int
     deep: bool
+    """Whether values are not uint8."""
     read: Callable[[], np.ndarray]
+    """Returns (height, width), or (height, width, channels); raises any Exception for a damaged file."""
     orientation: int = 1
+    """Value of the EXIF tag."""
     nodata: str | None = None
+    """Number that stands for pixels without a value, as GDAL writes it."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -37,33 +36,33 @@ class Raster:
 
     @property
     def mode(self) -> str:
-        """The kind of pixels in Pillow's words, where it has some."""
+        """Pillow's mode where there is one, else the number of channels in words."""
         return {1: "L", 3: "RGB"}.get(self.channels, f"{self.channels} channels")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of image file, called `name` as in `Raster.format`, and the endings of such files, the usual one first.
-
-    `is_kind_of` tells it by a file's content. `open` reads the header, for a number of channels that is wanted (or None
-    for however many there are); it gives Pillow's image where that reads all of the file, and raises any Exception for
-    a broken one.
-    """
+    """A kind of image file and its reader."""
 
     name: str
+    """As in `Raster.format`."""
     endings: tuple[str, ...]
+    """Of file names, the usual one first."""
     is_kind_of: Callable[[bytes], bool]
+    """Tells the kind by a file's content."""
     open: Callable[[bytes, int | None], Raster | ImageFile.ImageFile]
+    """Reads the header of a file, for a number of channels (None = all); returns Pillow's image if Pillow can read all
+    of it. Raises any Exception for a damaged file."""
 
 
 def check_type(dtype: np.dtype) -> None:
-    """Raises ValueError for what is neither integers nor floats of at most 64 bits."""
+    """Raises ValueError for a type other than integers and floats of at most 64 bits."""
     if dtype.kind not in "uif" or dtype.itemsize > 8:
         raise ValueError(f"values of type {dtype}: save them as integers or floats")
 
 
 def band_axis(shape: Sequence[int]) -> int:
-    """The first or the last of three, whichever is shorter than both others. Raises ValueError where neither is."""
+    """Axis of the bands: the first or the last of three, if shorter than both others. Raises ValueError for neither."""
     if min(shape) == shape[2] < min(shape[:2]):
         return 2
     if min(shape) == shape[0] < min(shape[1:]):
@@ -73,14 +72,14 @@ def band_axis(shape: Sequence[int]) -> int:
 
 
 def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
-    """A copy, (h, w, c), of one band (h, w); writable, and in the machine's byte order."""
+    """Writable copy (h, w, c), or (h, w) of one band, in the machine's byte order."""
     if axis is not None:
         array = array.take(0, axis) if array.shape[axis] == 1 else np.moveaxis(array, axis, -1)
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 def spread(values: np.ndarray, bits: int) -> np.ndarray:
-    """Stored uint8 of fewer than 8 bits -> 0 to 255, as other files of so few bits are read; all else as it is."""
+    """Stored uint8 of fewer than 8 bits, scaled to 0 to 255; other values unchanged."""
     if values.dtype != np.uint8 or bits >= 8:
         return values
     white = (1 << bits) - 1
@@ -89,27 +88,16 @@ def spread(values: np.ndarray, bits: int) -> np.ndarray:
 
 def _open_npy(data: bytes, wanted: int | None) -> Raster:
     """An array (h, w), (h, w, c) or (c, h, w). Nothing is unpickled. Raises ValueError for any other."""
-    stream = io.BytesIO(data)
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f".npy of version {version[0]}: save a plain array of numbers")
-    read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, by_columns, dtype = read_header(stream)
-    check_type(dtype)
-    begin = stream.tell()
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    shape = array.shape
+    check_type(array.dtype)
     if len(shape) not in (2, 3) or min(shape) < 1:
         several = "; save one file an image" if len(shape) > 3 else ""
         raise ValueError(f"an array of shape {shape}: an image is (h, w), (h, w, c) or (c, h, w){several}")
-    if math.prod(shape) * dtype.itemsize != len(data) - begin:
-        raise ValueError(f"an array of shape {shape} in {dtype} does not have {len(data) - begin} bytes")
     axis = band_axis(shape) if len(shape) == 3 else None
-
-    def read() -> np.ndarray:
-        array = np.frombuffer(data, dtype, offset=begin).reshape(shape, order="F" if by_columns else "C")
-        return bands_last(array, axis)
-
-    height, width = (side for place, side in enumerate(shape) if place != axis)
-    return Raster("NPY", width, height, 1 if axis is None else shape[axis], dtype != np.uint8, read)
+    height, width = (side for number, side in enumerate(shape) if number != axis)
+    channels = 1 if axis is None else shape[axis]
+    return Raster("NPY", width, height, channels, array.dtype != np.uint8, lambda: bands_last(array, axis))
 
 
 NPY = Format("NPY", (".npy",), lambda data: data.startswith(b"\x93NUMPY"), _open_npy)

@@ -1,4 +1,4 @@
-"""The user's own images, in whatever form data.root names them."""
+"""Opens the user's own images in any form that data.root may name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
 from dino_ds.basics.text_file import is_url
@@ -21,31 +19,29 @@ from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
 from dino_ds.data.listing import printable
-from dino_ds.data.raster import band_axis
 from dino_ds.data.remote import check_url, find_files
 from dino_ds.errors import ConfigError, DataError
 
 _MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
 ENDINGS = (".txt", *ARCHIVES)
-"""Endings of files that name or hold many images."""
+"""Endings of lists and archives."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
     tuple(spelled for name in names.split() for spelled in (name, name.capitalize(), name.upper()))
     for names in ("train training", "test testing val valid validation")
 )
-"""Names of the folders of a data set's parts."""
+"""Folder names of a dataset's training and test parts."""
 _HUB_SETS = re.compile(
     r"(https?://(www\.)?huggingface\.co/datasets/)"
     r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
-"""An address of a data set; old ones have no owner, and files of it may follow."""
-_SPLIT = "write one file an image, such as numpy.save('images/7.npy', array[7])"
+"""Address of a dataset on the Hub, perhaps with a file of it; old ones have no owner."""
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
-    """`root` is a folder, one file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}); HDF5 files
-    may be followed by the name of a dataset (file.h5:/images). cache_gib: disk for images that are elsewhere.
+    """Source of images: a folder, a file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
 
-    A folder of ARCHIVES, without images or folders beside them, is read as these. Raises DataError.
+    The name of a dataset may follow an HDF5 file (file.h5:/images). A folder of ARCHIVES, without images or folders
+    beside them, is read as these. cache_gib: disk for remote images. Raises DataError.
     """
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
@@ -64,7 +60,7 @@ def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
 
 
 def check_photos(source: str, root: str | None) -> None:
-    """Raises ConfigError where images are named, and the photographs inside the package would be taken instead."""
+    """Raises ConfigError if images are named, but the source is the photographs inside the package."""
     if source == "photos" and root is not None:
         raise ConfigError(
             f"images {root} are named, and the source is photos (recipe quickstart's), the photographs inside the "
@@ -73,7 +69,7 @@ def check_photos(source: str, root: str | None) -> None:
 
 
 def check_root(root: str, key: str = "data.root") -> None:
-    """Raises DataError for what is clearly no place of images, without looking into it: fast enough for any start."""
+    """Raises DataError for a root that clearly has no images, without reading files: fast enough for any start."""
     path, _ = split_part(os.path.expanduser(root))
     if is_url(path) and not _HUB_SETS.match(root):
         check_url(root, key)
@@ -102,7 +98,7 @@ def check_root(root: str, key: str = "data.root") -> None:
 
 
 def check_split(root: str) -> None:
-    """Raises ConfigError for a folder of a training and a test set, which would be trained on together."""
+    """Raises ConfigError for a folder with a training and a test part, which would be trained on together."""
     folder = Path(os.path.expanduser(root))
     train = next((folder / name for name in TRAIN_FOLDERS if (folder / name).is_dir()), None)
     tests = train and test_folder(train)
@@ -114,7 +110,7 @@ def check_split(root: str) -> None:
 
 
 def test_folder(train: Path) -> Path | None:
-    """The folder of test images beside a folder of training images, if there is one."""
+    """Folder of test images beside a folder of training images, or None."""
     if train.name not in TRAIN_FOLDERS:
         return None
     return next((path for name in TEST_FOLDERS if (path := train.with_name(name)).is_dir()), None)
@@ -127,13 +123,13 @@ def _is_empty(folder: str) -> bool:
 
 
 def expand(pattern: str) -> list[str]:
-    """The files of a pattern, each once: braces in their order, what a * finds sorted.
+    """Files of a pattern, each once: braces in their order, matches of a * sorted.
 
-    Raises DataError where a name without a * does not exist, a * finds nothing, or the braces make too many.
+    Raises DataError if a name without a * does not exist, a * matches nothing, or braces stand for too many files.
     """
     if pattern.count("{") > _MAX_BRACES:
         raise DataError(f"data.root has {pattern.count('{')} braces, {_MAX_BRACES} are allowed: give fewer")
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     missing: list[str] = []
     for number, path in enumerate(_braces(pattern)):
         if number >= _MAX_FILES:
@@ -144,18 +140,18 @@ def expand(pattern: str) -> list[str]:
             missing.append(path)
             if len(missing) >= _MAX_MISSING:
                 break
-        found.update(dict.fromkeys(matches))
+        files.update(dict.fromkeys(matches))
     if missing:
         most = "at least " if len(missing) >= _MAX_MISSING else ""
         raise DataError(
             f"data.root {pattern}: {most}{len(missing)} of its files are not there, such as {printable(missing[0])}; "
             "fix the pattern or fetch them"
         )
-    return list(found)
+    return list(files)
 
 
 def _braces(pattern: str) -> Iterator[str]:
-    """Every text that the braces stand for, as in a shell; braces without a comma or dots are themselves."""
+    """Expand braces as a shell does; braces without a comma or dots stay."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         options = _options(match[1])
         if options is not None:
@@ -178,7 +174,7 @@ def _options(inner: str) -> Iterator[str] | None:
 
 
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """A list, archives, or the archives right in a folder that are elsewhere."""
+    """Source for the address of a list, of archives, or of a folder right in which archives are."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
     paths = expand(path)
@@ -206,27 +202,15 @@ def _open_all(paths: list[str], root: str, part: str | None = None, **options: f
 
 def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
     """Error text for a file from which images can't be read."""
-    name, ending = printable(path), Path(path).suffix.lower()
-    if ending == ".npy" and (shape := _shape_of_many(path)):
-        return f"{name} is an array {shape}, not (h, w), (h, w, c) or (c, h, w): {_SPLIT}, and give their folder"
+    name = printable(path)
     if path.lower().endswith(EXTENSIONS):
         folder = printable(os.path.dirname(path)) or "."
         return f"{name} is a single image: give the folder that it is in, --{key} {folder}"
     return f"{name} ({key} {root}) is none of {IMAGE_FORMS}; unpack archives and compressed files first"
 
 
-def _shape_of_many(path: str) -> tuple[int, ...]:
-    """The shape of a .npy file's array where that is not of one image; () for all else."""
-    shape: tuple[int, ...] = ()
-    with contextlib.suppress(Exception):  # what else is wrong with a file is said of the images in its folder
-        shape = np.load(path, mmap_mode="r").shape
-        if len(shape) == 2 or (len(shape) == 3 and band_axis(shape) is not None):
-            return ()
-    return shape
-
-
 def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """The ARCHIVES right in `folder`, if neither images nor folders are beside them, and files that are left out."""
+    """ARCHIVES right in `folder`, if neither images nor folders are beside them, and files that are left out."""
     archives, others = list[str](), list[bytes]()
     try:
         with os.scandir(folder) as entries:
@@ -245,13 +229,13 @@ def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
 
 
 def _advise_elsewhere(text: str) -> str | None:
-    """Advice for the name of a data set on the Hub; None for any other text."""
-    found = hub_id(text)
-    if found is None and (address := _HUB_SETS.match(text)):
-        found = address["name"]
-    if found is not None:
+    """Advice for the name of a dataset on the Hub; None for any other text."""
+    name = hub_id(text)
+    if name is None and (address := _HUB_SETS.match(text)):
+        name = address["name"]
+    if name is not None:
         return (
-            f"does not exist; if {found} is a data set of the Hugging Face Hub, fetch it first "
-            f"(hf download {found} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
+            f"does not exist; if {name} is a data set of the Hugging Face Hub, fetch it first "
+            f"(hf download {name} --repo-type dataset --local-dir DIR) and give DIR (folders, .tar and .parquet)"
         )
     return "is not a local path: mount or copy it, then give" if text.startswith("pipe:") else None

@@ -1,4 +1,4 @@
-"""Tar shards, map-style: any image by index with one read at its place, so ranks and positions are as for a folder."""
+"""Map-style tar shards: any image by index with one read, so that ranks and positions are as for a folder."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from dino_ds.data.tar_members import Members, size_and_time
 from dino_ds.errors import DataError
 
 CLASSES = "classes.txt"
-"""Beside the shards: the name of class n is line n."""
+"""File beside the shards, whose line n is the name of class n."""
 _VERSION = 3
-"""Version of lists in the cache: those with another number are made anew."""
+"""Version of lists in the cache; others are rebuilt."""
 _OPEN_SHARDS = 128
 """Files a process keeps open at most."""
 _THREADS = 16
 _MOST_KINDS = 8
-"""Images of a key; names with more parts after their first dot are plain names with dots."""
+"""Most kinds of images of a key; more are plain names with dots."""
 _MAX_NOTES = 20
 
 
 class TarShards(ListedImages):
-    """The images of tar files, shard after shard in the order given, members in the order of the file.
+    """The images of tar files, shard after shard, members in the order of the file.
 
-    The index is kept in the cache; it is used while each shard has the size and time it was made from. `notes` says
-    what of the shards can't be read. Raises DataError if there are no images.
+    The index is kept in the cache, and used while the shards' sizes and times are unchanged. `notes` names members that
+    can't be read. Raises DataError if there are no images.
 
     Args:
         shards: paths of the files, or addresses.
-        kind: the images of a key that are taken, such as input.png of KEY.input.png; None for all.
-        cache_gib: disk for images of shards that are elsewhere.
+        kind: ending of the images of a key that are taken, such as input.png of KEY.input.png; None for all.
+        cache_gib: disk for images of remote shards.
     """
 
     _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
@@ -89,7 +89,7 @@ class TarShards(ListedImages):
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch images that will be read next, of shards that are elsewhere."""
+        """Begin to fetch images of remote shards that are read next."""
         few = [index for index in indices if 0 < self.file_bytes(index) <= MAX_BYTES]
         self._remote.prepare(map(self._piece, few), seconds)
 
@@ -105,16 +105,15 @@ class TarShards(ListedImages):
         return int(self._size[index])
 
     def file_time(self, index: int) -> int:
-        """Time of the shard's last change in nanoseconds, as it was indexed: one that has changed is not read."""
+        """Time in nanoseconds of the shard's last change before it was indexed: changed shards are not read."""
         return int(self._states[int(self._shard[index])][1])
 
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
-    """Reads give their own position, so a file may be shared by threads and by forked processes; it is closed when the
-    last user is done with it.
+    """Open shard, shared by threads and forked processes, as each read passes its own position.
 
-    Raises OSError, also where the file is no longer the one that was indexed.
+    Raises OSError, also if the file has changed since it was indexed.
     """
     file = io.FileIO(path)
     if size_and_time(os.fstat(file.fileno())) != [size, time]:
@@ -124,44 +123,41 @@ def _open_shard(path: str, size: int, time: int) -> io.FileIO:
 
 
 def _index(shards: Sequence[str], kind: str | None, now: Sequence[list[int] | None]) -> Contents:
-    """One row an image: `shard`, `offset`, `size`, names and labels; one row a shard: its name, size and time.
+    """Index with a row for each image (`shard`, `offset`, `size`, name, label) and each shard (name, size, time).
 
-    A shard that is cut off or damaged gives what stands before the damage; about["notes"] says which.
+    A damaged shard has the images before the damage, and a line in about["notes"].
     """
     names, folders, packed = Packer(), FolderLabels(), Packer()
-    counts, places, states = array("q"), array("q"), array("q")
+    counts, spans, states = array("q"), array("q"), array("q")
     labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
-    kinds, texts = Counter[bytes](), 0
+    kinds = Counter[bytes]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
-        for path, found in zip(shards, pool.map(Members, shards, itertools.repeat(kind), now), strict=True):
+        for path, members in zip(shards, pool.map(Members, shards, itertools.repeat(kind), now), strict=True):
             packed.add(os.fsencode(path))
-            for name, place in found.images.items():
+            for name, span in members.images.items():
                 names.add(name)
                 folders.add(name.removeprefix(b"./").lstrip(b"/"))
-                places.extend(place)
-            for label in found.labels():
+                spans.extend(span)
+            for label in members.labels():
                 labels.append(numbers.setdefault(label, len(numbers)))
-            counts.append(len(found.images))
-            states.extend((found.size, found.time))
-            kinds += found.kinds()
-            others += found.others
-            texts += found.texts()
-            if problem := "; ".join(filter(None, found.problems)):
-                notes.append(f"{printable(path)}: {problem}; {len(found.images)} images of it are used")
+            counts.append(len(members.images))
+            states.extend((members.size, members.time))
+            kinds += members.kinds()
+            others += members.others
+            if problem := "; ".join(filter(None, members.problems)):
+                notes.append(f"{printable(path)}: {problem}; {len(members.images)} images of it are used")
             bar.update()
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more shards like these"]
     classes = _class_arrays(labels, numbers, shards)
-    if texts and classes is None:
-        notes.append(f"{texts} .txt members are not read: a class is in KEY.cls, or in KEY.json as label")
     arrays = {
         **names.arrays("names"),
         **packed.arrays("shards"),
         **(folders.arrays() if classes is None else classes),
         "shard": np.repeat(np.arange(len(shards), dtype=np.int32), np.frombuffer(counts, np.int64)),
-        "offset": np.frombuffer(places, np.int64)[::2],
-        "size": np.frombuffer(places, np.int64)[1::2],
+        "offset": np.frombuffer(spans, np.int64)[::2],
+        "size": np.frombuffer(spans, np.int64)[1::2],
         "shards.state": np.frombuffer(states, np.int64),
     }
     return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *notes]})
@@ -182,15 +178,15 @@ def _note_kinds(kinds: Counter[bytes]) -> list[str]:
 def _class_arrays(
     labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
-    """The classes in texts of members, sorted as numbers if all are; names from classes.txt where it has them."""
+    """Arrays of the classes that members name, sorted as numbers if all are; with names from classes.txt."""
     texts = [text for text in numbers if text is not None]
     if not texts:
         return None
     whole = all(text.isdigit() for text in texts)
     texts.sort(key=int if whole else None)
     try:
-        place = os.path.join(os.path.dirname(shards[0]), CLASSES)
-        names = (Remote().read(FilePiece(place)) if is_url(place) else Path(place).read_bytes()).splitlines()
+        path = os.path.join(os.path.dirname(shards[0]), CLASSES)
+        names = (Remote().read(FilePiece(path)) if is_url(path) else Path(path).read_bytes()).splitlines()
     except OSError:
         names = []
     called = [names[int(text)] if whole and int(text) < len(names) else text for text in texts]
@@ -201,7 +197,7 @@ def _class_arrays(
 
 
 def _is_current(now: Sequence[list[int] | None], listing: Listing) -> bool:
-    """Whether every shard has the size and time it was indexed with; `now`: those of shards that are elsewhere."""
+    """Whether no shard has changed since it was indexed; `now`: sizes and tags of remote shards."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
     if now[0] is not None:
         return states.tolist() == list(now)

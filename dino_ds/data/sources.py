@@ -1,5 +1,5 @@
-"""The sources of images by name: a user's files, torchvision's data sets, the photographs, a class of the user's; and
-the part of a source that is held out of training, by a hash of names."""
+"""Opens a recipe's source of images: the user's files or class, torchvision's datasets, the package's photographs; and
+holds a part of it out of training, by a hash of names."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ _MOST_IMAGES = 10**9
 
 
 def training_source(data: DataSection, may_overlap: bool = False) -> Source:
-    """The images of a recipe, with `draws` where they are not all drawn equally often; its notes say how.
+    """Images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
-    may_overlap: as `Mixture` has it.
-
-    Raises ConfigError and DataError as `recipe_images` does, and where data.balance does not fit.
+    may_overlap: as in `Mixture`. Raises as `recipe_images`, and ConfigError or DataError if data.balance does not fit.
     """
     source = recipe_images(data, may_overlap)
     draws, notes = draws_of(source, data.balance)
@@ -54,7 +52,7 @@ def training_source(data: DataSection, may_overlap: bool = False) -> Source:
 
 
 def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
-    """The images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture` do."""
+    """Images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture`."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
@@ -65,10 +63,10 @@ def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
 def build_source(
     source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
 ) -> Source:
-    """The images of one split; cache_gib: disk for those that are elsewhere.
+    """Images of one split; a user's files or class have no splits and are returned whole.
 
-    A user's own files or class are taken whole, whatever the split: name another root for tests. Raises DataError where
-    nothing can be read, ConfigError for an unknown source, a class that is not a source, or a root of the photographs.
+    cache_gib: disk for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source, a
+    class that is not a source, or a root of the photographs.
     """
     if ":" in source:
         return _build_own(source, root)
@@ -82,8 +80,8 @@ def build_source(
             f"data.source '{source}' is unknown; allowed are {', '.join(SOURCES)}, or a class as module:Class.{near}"
         )
     if root is None:
-        what = "holds the images" if source == "folder" else f"keeps {source}"
-        raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {what}")
+        content = "holds the images" if source == "folder" else f"keeps {source}"
+        raise DataError(f"data.source {source} needs a folder: give --data.root DIR, the folder that {content}")
     if source == "folder":
         return open_files(root, cache_gib)
     images: Source = by_name("data.named_sets:TorchvisionImages")(source, root, split, download)
@@ -91,18 +89,18 @@ def build_source(
 
 
 def _build_own(path: str, root: str | None) -> Any:
-    """`Class(root)` of `module:Class`, a module on Python's path or in the current folder; checked for the contract.
+    """`Class(root)` for `module:Class`, a module on Python's path or in the current folder; checked for the contract.
 
-    `labels` and `classes` are None where the class has none. Raises ConfigError for a class that can't be found or is
-    not a source, DataError for one that can't be built from `root`, can't be pickled or has no images.
+    `labels` and `classes` default to None. Raises ConfigError for a class that can't be found or is not a source,
+    DataError for one that can't be built from `root`, can't be pickled or has no images.
     """
-    found: type = find_own("data.source", path, "class", inspect.isclass)
-    missing_methods = [method for method in _METHODS if not callable(getattr(found, method, None))]
+    source_class: type = find_own("data.source", path, "class", inspect.isclass)
+    missing_methods = [method for method in _METHODS if not callable(getattr(source_class, method, None))]
     if missing_methods:
-        # Looked at before it is called: a recipe must not be able to start any class of the library.
+        # Checked before it is called: a recipe must not be able to start any class of the library.
         raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
     try:
-        source = found(root)
+        source = source_class(root)
         for name in ("labels", "classes"):
             if not hasattr(source, name):
                 setattr(source, name, None)
@@ -135,7 +133,7 @@ def _build_own(path: str, root: str | None) -> Any:
 
 
 def _check_labels(source: Any, path: str) -> None:
-    """Raises ConfigError for labels that are not the numbers of classes, or -1."""
+    """Raises ConfigError for labels other than numbers of classes and -1."""
     if source.labels is None:
         return
     most, labels = len(source.classes) - 1, np.asarray(source.labels)
@@ -148,27 +146,28 @@ def _check_labels(source: Any, path: str) -> None:
 
 
 def _check_names(source: Any, path: str, images: int) -> None:
-    """Raises ConfigError where the first or the last image has no text as its name."""
+    """Raises ConfigError if the name of the first or the last image is not a text."""
     for index in {0, images - 1}:
         try:
             name = source.name(index)
         except Exception as error:
-            what = f"raised {type(error).__name__}: {one_line(error)}"
+            problem = f"raised {type(error).__name__}: {one_line(error)}"
         else:
             if isinstance(name, str):
                 continue
-            what = f"gave {one_line(repr(name))}"
-        raise ConfigError(f"{path}.name({index}) {what}; it must give a text, the image's name in messages")
+            problem = f"gave {one_line(repr(name))}"
+        raise ConfigError(f"{path}.name({index}) {problem}; it must give a text, the image's name in messages")
 
 
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
-"""Methods of one image's index, of which a source may lack some."""
+"""Optional methods of a source that take an image's index."""
 
 
 class Part:
-    """Some images of a source, a source itself, which can do what the whole one can. others: the rest of the images."""
+    """Some images of a source, with all abilities of the whole source."""
 
     others: Part
+    """The rest of the images."""
     notes: list[str]
 
     def __init__(self, whole: Source, indices: np.ndarray) -> None:
@@ -181,7 +180,7 @@ class Part:
         return len(self._indices)
 
     def some(self, chosen: np.ndarray) -> Part:
-        """The images that the mask `chosen` marks."""
+        """Images for which the mask `chosen` is true."""
         return Part(self.whole, self._indices[chosen])
 
     def load(self, index: int) -> Any:
@@ -193,19 +192,19 @@ class Part:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in ("whole", "others", "notes"):  # of an object that is being unpickled
             raise AttributeError(name)
-        found = getattr(self.whole, name)
+        value = getattr(self.whole, name)
         if name == "prepare":
-            return lambda indices, seconds=None: found(self._indices[indices].tolist(), seconds)
-        return self._forwarded(found) if name in _FORWARDED else found
+            return lambda indices, seconds=None: value(self._indices[indices].tolist(), seconds)
+        return self._forwarded(value) if name in _FORWARDED else value
 
     def _forwarded(self, method: Callable[[int], Any]) -> Callable[[int], Any]:
         return lambda index: method(int(self._indices[index]))
 
 
 def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
-    """The images of a recipe to train on, without those held out by eval.val_share. Raises ConfigError, DataError.
+    """Training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
 
-    as_listed: of a run that an earlier version began: as `split_off` has it, and parts of a mixture may overlap.
+    as_listed: for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
     """
     if not share:
         return training_source(data, may_overlap=as_listed)
@@ -218,7 +217,7 @@ def training_images(data: DataSection, share: float, as_listed: bool = False) ->
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
-    """The images of the held-out loss of a recipe whose `training_images` are `train`, or None without one. Raises
+    """Images of the held-out loss beside `train`, the recipe's `training_images`; None without that loss. Raises
     DataError."""
     root, data = recipe.eval.val_root, recipe.data
     if isinstance(train, Part) and recipe.eval.val_share:
@@ -227,7 +226,7 @@ def held_out_images(recipe: Recipe, train: Source) -> Source | None:
 
 
 def labeled_test(train: Source) -> Part | None:
-    """The held-out images of classes that are trained on, as labeled test images beside `train`; None without two."""
+    """Labeled test images: held-out images of classes in `train`; None for fewer than two classes."""
     if not isinstance(train, Part) or train.labels is None or train.others.labels is None:
         return None
     labels = np.asarray(train.others.labels)
@@ -236,10 +235,10 @@ def labeled_test(train: Source) -> Part | None:
 
 
 def split_off(source: Source, root: str | None, share: float, as_listed: bool = False) -> tuple[Part, Part]:
-    """The images to train on and those held out: about `share`, the same ones whatever else is added or removed.
+    """Training images and held-out images, about `share`, decided by a hash of each name below `root`, so that an image
+    keeps its side whatever else is added or removed.
 
-    What decides is a hash of an image's name below `root`; of a list its place, or `as_listed` its line. Raises
-    DataError where nothing is left on one side.
+    as_listed: hash a list's lines, as old versions did, not its canonical paths. Raises DataError if a side is empty.
     """
     hashes = (
         hashlib.blake2b(name_of(source, i, root, as_listed), digest_size=8, person=b"held out").digest()

@@ -1,4 +1,4 @@
-"""TIFFs that Pillow can't read whole: more bands than colors, pages that are bands, numbers of any type."""
+"""Reader of TIFFs that Pillow can't read in full: more bands than colors, pages that are bands, numbers of any type."""
 
 from __future__ import annotations
 
@@ -28,38 +28,36 @@ from dino_ds.data.raster import EXTRA, Format, Raster, bands_last, check_type, s
 
 _BIG_ENDIAN_BIGTIFF = b"MM\0+"
 _MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
-"""The first bytes of a file, the last two of a BigTIFF."""
+"""First bytes of TIFF files; the last two are BigTIFF's."""
 _SAMPLES, _TILE_WIDTH, _TILE_LENGTH = 277, 322, 323
 _NEW_SUBFILE, _OLD_SUBFILE, _WIDTH, _LENGTH, _COMPRESSION, _PLANES = 254, 255, 256, 257, 259, 284
 _ORIENTATION, _SUBIFDS, _SUBSAMPLING, _NODATA = 274, 330, 530, 42113
 _REDUCED_OR_MASK, _OLD_REDUCED, _FAR_LARGER = 0b101, 2, 4
 _YCBCR = 6
 _STORED_COLORS = (0, 1, 2, 5)
-"""Gray, RGB and inks: colors that are taken as they are stored, where Pillow doesn't convert them."""
+"""Gray, RGB and inks: colors that are read as stored where Pillow doesn't convert them."""
 _MOST_PAGES = 10_000
 _GREY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
-"""Kinds of description that are believed to say what pages are: tifffile's own, ImageJ's."""
+"""Kinds of description whose page axes are trusted: tifffile's own, ImageJ's."""
 _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
-"""Compressions whose decoders are told how much they may give."""
+"""Compressions whose decoders limit their output."""
 _NAMED, _UNNAMED = "SC", "QI"
-"""Axes of bands: samples and channels, and pages of which the file doesn't say what they are."""
+"""Axes of bands: samples and channels, and pages of unknown meaning."""
 
 
 def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
-    """The bands of a file as they are stored, of which `wanted` are used (or None for all there are); Pillow's image
-    if that reads all of it, as RGB or gray.
+    """The stored bands of a file, for `wanted` channels (None = all); Pillow's image if it reads all as RGB or gray.
 
-    Pages of one shape are bands where so many are wanted; thumbnails and overviews don't count. Raises ValueError for
-    volumes and films, for pages of several shapes, for compressions that are not known, and any Exception for broken
-    files.
+    Pages of one shape are bands if their number is wanted; thumbnails and overviews don't count. Raises ValueError for
+    volumes and films, pages of several shapes and unknown compressions, and any Exception for damaged files.
     """
     if image := _open_by_pillow(data, wanted):
         return image
     import tifffile
 
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
-    # Other kinds may name other files, or sizes of lists that take all memory.
+    # Other kinds of description may name other files, or sizes of lists that take all memory.
     flags = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS - _METADATA)
     others: dict[str, Any] = {flag: False for flag in flags if _can_be_set(tifffile.TiffFile, flag)}
     file = tifffile.TiffFile(io.BytesIO(data), **others)
@@ -95,15 +93,15 @@ def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
 
 
 def _can_be_set(file: type, flag: str) -> bool:
-    """Whether tifffile takes a flag: some are properties that nobody can set, is_sis in 2025, is_motic in 2026."""
-    found = getattr(file, flag, None)
-    return not isinstance(found, property) or found.fset is not None
+    """Whether tifffile accepts a flag: some are read-only properties, is_sis in 2025, is_motic in 2026."""
+    attribute = getattr(file, flag, None)
+    return not isinstance(attribute, property) or attribute.fset is not None
 
 
 def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -> TiffImageFile | None:
-    """The image where Pillow gives all values of a file, or of its first page, and `wanted` doesn't ask for more.
+    """Pillow's image if it has all values of a file, or of its first page, and all `wanted` channels; else None.
 
-    Raises ValueError for tiles that are too large, and for colors that nothing here converts.
+    Raises ValueError for tiles that are too large, and for colors that are not converted.
     """
     if data.startswith(_BIG_ENDIAN_BIGTIFF):
         return None  # Pillow reads its header as that of a plain TIFF, and warns of what it finds there
@@ -124,16 +122,16 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
         return None
     is_raw, planes = tags.get(_COMPRESSION, 1) == 1, tags.get(_PLANES, 1)
     if image.mode in ("LA", "La") and planes != 1:
-        return None  # Pillow gives one plane twice, or none
+        return None  # Pillow returns one plane twice, or none
     if color == _YCBCR and (planes != 1 or (is_raw and tags.get(_SUBSAMPLING, (1, 1)) != (1, 1))):
         raise ValueError("colors as YCbCr, subsampled or plane after plane, are not read: write RGB")
     return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB else None
 
 
 def _whole_page(data: bytes) -> int:
-    """The number of the page that is the image: the first that is neither a reduced one nor a mask.
+    """Number of the image's page: the first that is neither a reduced image nor a mask.
 
-    Raises ValueError where that is far smaller than another, or only a SubIFD holds it.
+    Raises ValueError if that page is far smaller than another, or the image is only in a SubIFD.
     """
     image: Any = Image.open(io.BytesIO(data), formats=["TIFF"])
     sizes, whole = list[int](), list[int]()
@@ -141,7 +139,7 @@ def _whole_page(data: bytes) -> int:
         try:
             with suppress(SyntaxError):  # of a mode that Pillow doesn't know, but its tags are read
                 image.seek(number)
-        except Exception:  # the end, or damage beyond the pages that there are
+        except Exception:  # the end, or damage behind the last page
             break
         tags = image.tag_v2
         sizes.append(tags.get(_WIDTH, 0) * tags.get(_LENGTH, 0))
@@ -164,7 +162,7 @@ def _is_reduced_or_mask(tags: Any) -> bool:
 
 
 def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> None:
-    """Raises ValueError where pixels have the number that GDAL writes for no data, beyond all others."""
+    """Raises ValueError for pixels with GDAL's number for no data, outside the range of all other pixels."""
     text = image.nodata if isinstance(image, Raster) else getattr(image, "tag_v2", {}).get(_NODATA)
     try:
         number = float(str(text).strip("\0 "))
@@ -180,29 +178,28 @@ def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> Non
 
 
 def _check_pages(data: bytes, tif: Any) -> None:
-    """Raises ValueError for pages that follow each other in a circle or are too many: tifffile would go on."""
-    place, seen = tif.pages.first.offset, set[int]()
-    while place and place < len(data):
-        if place in seen or len(seen) == _MOST_PAGES:
-            raise ValueError("its pages lie in a circle" if place in seen else f"more than {_MOST_PAGES:,} pages")
-        seen.add(place)
+    """Raises ValueError for too many pages, or pages in a circle, which tifffile would follow without end."""
+    offset, seen = tif.pages.first.offset, set[int]()
+    while offset and offset < len(data):
+        if offset in seen or len(seen) == _MOST_PAGES:
+            raise ValueError("its pages lie in a circle" if offset in seen else f"more than {_MOST_PAGES:,} pages")
+        seen.add(offset)
         try:
-            place = _page_after(data, tif.tiff, place)
+            offset = _page_after(data, tif.tiff, offset)
         except struct.error:
             raise ValueError("cut off") from None
 
 
 def _page_after(data: bytes, form: Any, page: int) -> int:
-    """Offset of the page after the one at `page`; 0 for none. Raises struct.error beyond the end."""
+    """Offset of the page after the page at `page`; 0 for none. Raises struct.error beyond the end."""
     tags = struct.unpack_from(form.tagnoformat, data, page)[0]
-    place: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
-    return place
+    offset: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
+    return offset
 
 
 def _only_series(tif: Any) -> Any:
-    """The pages that are one image. Raises ValueError where there are several, or slices of a volume."""
-    series = tif.series
-    whole = [one for one in series if not (one.keyframe.is_reduced or one.keyframe.is_mask)] or series[:1]
+    """The pages that form the image. Raises ValueError for several images, or slices of a volume."""
+    whole = [s for s in tif.series if not (s.keyframe.is_reduced or s.keyframe.is_mask)] or tif.series[:1]
     if not whole:
         raise ValueError("a TIFF without an image")
     if len(whole) > 1:
@@ -213,7 +210,7 @@ def _only_series(tif: Any) -> Any:
 
 
 def _axis(names: str, sides: tuple[int, ...], wanted: int | None) -> int | None:
-    """The axis of the bands, or None if there is one. Raises ValueError where others lie behind each other, or may."""
+    """Axis of the bands, None for one band. Raises ValueError for (possible) volumes and films."""
     rest = names.replace("Y", "").replace("X", "")
     if len(names) - len(rest) != 2 or len(rest) > 1 or rest not in _NAMED + _UNNAMED:
         text = " x ".join(map(str, sides))
@@ -239,18 +236,18 @@ def _check_codec(compression: int) -> None:
 
 
 def _check_tile(tile: int, values: int) -> None:
-    """Raises ValueError for tiles, whose memory decoders take whole, far larger than the image."""
+    """Raises ValueError for tiles far larger than the image: decoders allocate whole tiles."""
     if tile > max(4 * values, 1 << 24):
         raise ValueError(f"tiles of {tile} values in an image of {values}")
 
 
 def _check_parts(series: Any, there: int, values: int) -> None:
-    """Raises ValueError where a strip or tile is larger than the image may be, is missing, or lies outside the file."""
+    """Raises ValueError for strips or tiles that are too large, missing, or outside the file."""
     _check_tile(math.prod(series.keyframe.chunks), values)
     wanted = math.prod(series.keyframe.chunked)
     for page in series.pages:
         parts = list(zip(page.dataoffsets, page.databytecounts, strict=True))
-        # tifffile makes zeros of those that aren't listed.
+        # tifffile fills missing parts with zeros.
         if len(parts) < wanted or any(begin + size > there for begin, size in parts):
             raise ValueError("cut off")
 

@@ -1,4 +1,4 @@
-"""Loader processes: how many there are, how they start, and how they end."""
+"""Loader processes: their number, start and end."""
 
 from __future__ import annotations
 
@@ -56,12 +56,11 @@ def worker_options(workers: int | None) -> dict[str, Any]:
 
 
 def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
-    """Raises DataError where this node's ranks would put more batches into shared memory than fits: who writes past its
-    end is killed."""
+    """Raises DataError if the batches of this node's ranks exceed shared memory: a writer past its end is killed."""
     workers = automatic_workers() if workers is None else workers
     if workers == 0 or not os.path.isdir(_SHARED_MEMORY):
         return
-    # What waits for the training process, and the batch that it is reading.
+    # The batches that wait for the training process, and the one that it is reading.
     needed = (workers * _PREFETCHED_BATCHES + 1) * batch_bytes * local_world_size()
     room = os.statvfs(_SHARED_MEMORY)
     free = room.f_bavail * room.f_frsize
@@ -76,7 +75,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
 
 
 def handle_worker_crash(batches: object) -> str | None:
-    """Kill all processes of a torch DataLoader's iterator if one has died; says which and why, or None if all live."""
+    """If a process of a torch DataLoader's iterator has died, kill all, and say which one died and why; else None."""
     workers = list(getattr(batches, "_workers", []))
     wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
@@ -89,27 +88,27 @@ def handle_worker_crash(batches: object) -> str | None:
 
 
 def handle_worker_hang(batches: object, seconds: float) -> str:
-    """Kills all processes of a torch DataLoader's iterator, which have given nothing for `seconds`; names them."""
+    """Kill and name all processes of a torch DataLoader's iterator, which have returned nothing for `seconds`."""
     pids = ", ".join(str(worker.pid) for worker in getattr(batches, "_workers", []))
     kill_workers(batches)
     return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
 
 
 def kill_workers(batches: object) -> None:
-    """Unlike `stop_workers` does not ask the processes: they may wait for a dead one's lock, or be stopped."""
+    """Kill loader processes without asking them, unlike `stop_workers`: they may wait for a dead one's lock."""
     for worker in getattr(batches, "_workers", []):
         worker.kill()
 
 
 def stop_workers(batches: object) -> None:
     """End the processes of a torch DataLoader's iterator, even if a traceback still refers to it."""
-    if stop := getattr(batches, "_shutdown_workers", None):  # without processes there is none
+    if stop := getattr(batches, "_shutdown_workers", None):  # an iterator without processes lacks it
         stop()
 
 
 @contextmanager
 def started(loader: DataLoader[Any], source: Source) -> Iterator[Iterator[Any]]:
-    """An iterator over a torch DataLoader of this source's images; its processes end with the block."""
+    """Iterator over a torch DataLoader of this source's images, whose processes end with the block."""
     with main_module_left_out(unless_defines=source):
         batches = iter(loader)
     try:
@@ -120,10 +119,11 @@ def started(loader: DataLoader[Any], source: Source) -> Iterator[Iterator[Any]]:
 
 @contextmanager
 def main_module_left_out(unless_defines: Source) -> Iterator[None]:
-    """New processes import the parent's main script: here all of DeepSpeed in each worker, for nothing."""
+    """Keep new processes from importing the parent's main script, and with it DeepSpeed, unless the source is defined
+    there."""
     main = sys.modules["__main__"]
     spec, file = main.__spec__, getattr(main, "__file__", None)
-    defined = getattr(unless_defines, "whole", unless_defines)  # of a part of a source
+    defined = getattr(unless_defines, "whole", unless_defines)  # the whole source of a `Part`
     if type(defined).__module__ == "__main__" or file is None:
         yield
         return
@@ -143,7 +143,7 @@ class _LoaderContext(ForkServerContext):
 
 
 def _process_context() -> ForkServerContext:
-    """Workers are forked from a small server process that has imported the loader once.
+    """Context that forks workers from a small server process, which has imported the loader once.
 
     A plain fork would copy a process in which gloo, NCCL, CUDA and OpenMP threads hold locks; spawning would import
     torch in each worker, 5 seconds of a core apiece.
@@ -163,7 +163,7 @@ def _process_context() -> ForkServerContext:
 
 
 def _unblock_signals(_: object) -> None:
-    """For processes of the program around a run that the same server forks: `terminate` must end them."""
+    """Unblock signals in other processes that the same server forks for the user's program: `terminate` must work."""
     process = multiprocessing.current_process()
     if isinstance(process, ForkServerProcess) and not isinstance(process, _LoaderProcess):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -175,14 +175,14 @@ util.register_after_fork(_unblock_signals, _unblock_signals)
 def _start_worker(worker: int) -> None:
     # One image at a time on one core: the cores are shared out over the workers already.
     torch.set_num_threads(1)
-    # They reach all processes; only the parent knows when the last batch is consumed.
+    # Stop signals reach all processes; only the parent knows when the last batch is consumed.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
 def _exit_with_parent() -> None:
-    """torch watches the server that forked the worker, and that server waits for its workers: both would stay."""
+    """End this worker with the training process: torch only watches the server, which waits for its workers."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -173,7 +173,7 @@ def test_a_format_of_one_s_own_is_read_after_one_line(monkeypatch):
         return Raster("TOY", data[4], len(pixels), 1, False, lambda: pixels)
 
     toy = Format("TOY", (".toy",), lambda data: data.startswith(b"TOY!"), open_toy)
-    monkeypatch.setattr(formats, "_OWN", (*formats._OWN, toy))
+    monkeypatch.setattr(formats, "_READERS", (*formats._READERS, toy))
     image = EncodedImage(b"TOY!\x03" + bytes(range(6)), "a.toy", None, channels=1)
     assert (image.width, image.height, image.format) == (3, 2, "TOY")
     assert image.decode()[:, :, 0].tolist() == [[0, 1, 2], [3, 4, 5]]

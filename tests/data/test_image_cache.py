@@ -15,14 +15,16 @@ import torch
 from PIL import Image
 
 from dino_ds.config.crops import dino_groups
+from dino_ds.config.loading import load_recipe
 from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.feed import Position
 from dino_ds.data.folder import ImageFolder
-from dino_ds.data.image_cache import ImageCache, open_cache
+from dino_ds.data.image_cache import ImageCache, fitting_cache, open_cache
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
+from tests.data.files import Arrays, Files
 from tests.ranks import run_on_ranks
 from tests.run.harness import read_metrics, train_tiny
 
@@ -156,42 +158,14 @@ def test_the_ranks_of_a_machine_have_one_together():
     assert run_on_ranks(_share) == [True, True]
 
 
-class Pixels:
-    """A source without files."""
-
-    labels = classes = None
-
-    def __init__(self, root):
-        pass
-
-    def __len__(self):
-        return 8
-
-    def load(self, index):
-        return Image.fromarray(_pixels(index, 20, 20, 3))
-
-    def name(self, index):
-        return str(index)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"data.cache_gib": "1000000"}, r"data.cache_gib 1000000 is more than this machine has free \("),
-        ({"data.cache_gib": "-1"}, "data.cache_gib"),
-    ],
-)
-def test_what_can_t_be_kept_is_refused_before_anything_is_written(root, tmp_path, changes, says):
-    with pytest.raises(ConfigError, match=says):
-        raise ConfigError(train_tiny(root, tmp_path / "run", max_steps=1, changes={"data.global_batch": "4"} | changes))
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_cache_falls_away_where_the_images_are_no_files(root, tmp_path):
-    changes = {"data.global_batch": "4", "data.cache_gib": "0.1", "data.source": f"{__name__}:Pixels"}
-    assert train_tiny(root, tmp_path / "run", max_steps=1, changes=changes) is None
-    assert "data.cache_gib 0.1 is left out: it keeps decoded files" in (tmp_path / "run/log.txt").read_text()
+def test_what_can_t_be_kept_is_refused_or_left_out():
+    with pytest.raises(ConfigError, match=r"data.cache_gib 1000000 is more than this machine has free \("):
+        fitting_cache(1e6, Files())
+    with pytest.raises(ConfigError, match=r"data\.cache_gib"):
+        load_recipe(None, {"data.cache_gib": "-1"})
+    assert fitting_cache(0.1, Files()) == (0.1, [])
+    gib, [note] = fitting_cache(0.1, Arrays())
+    assert gib == 0 and "data.cache_gib 0.1 is left out: it keeps decoded files" in note
 
 
 @pytest.mark.slow

@@ -15,17 +15,14 @@ from PIL import Image, ImageCms, ImageOps
 from dino_ds.commands.data_statistics import _FactsOf
 from dino_ds.commands.shard import repack
 from dino_ds.config.crops import dino_groups
-from dino_ds.config.loading import load_recipe
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset
 from dino_ds.data.cutting import EvalCrop, cut_crops
 from dino_ds.data.decode import DecodedImage, EncodedImage, load_image, open_image
 from dino_ds.data.encoded import EncodedImages
-from dino_ds.data.find_range import with_value_range
 from dino_ds.data.images import to_unit
 from dino_ds.data.multicrop import CropParameters, MultiCrop
 from dino_ds.data.normalization import Normalization
-from dino_ds.errors import ConfigError
 from dino_ds.evals.features import LabeledImages, Reading
 from tests.data.files import Arrays, Files, encoded, photo, png16, png_chunk
 from tests.sample import sampled
@@ -190,14 +187,6 @@ def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
         assert (ours.float() - expected.float()).abs().mean() <= 3
 
 
-def test_an_orientation_that_only_the_xmp_of_a_tiff_knows_is_applied_once():
-    """Pillow turns such a file, but gives the size before that."""
-    xmp = {700: b'<x:xmpmeta tiff:Orientation="6"/>'}
-    image = EncodedImage(encoded(Image.fromarray(STORED[6](RGB).copy()), "TIFF", tiffinfo=xmp), "file", None)
-    assert (image.width, image.height) == (WIDTH, HEIGHT)
-    np.testing.assert_array_equal(image.decode(), RGB)
-
-
 def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
     """Of 8 and 16 bits alike; of others nothing says which number is black."""
     shallow, deep = (EncodedImage(KINDS[kind](1), "file", None) for kind in KINDS if "white first" in kind)
@@ -251,15 +240,6 @@ def test_so_many_channels_as_pillow_s_image_stores_are_taken_as_they_are(mode, c
     for found in (open_image(Arrays(of_mode(mode)), 0, None, channels=channels).decode(),
                   load_image(Arrays(of_mode(mode)), 0, None, channels)):  # fmt: skip
         np.testing.assert_array_equal(found, stored)
-
-
-@pytest.mark.parametrize(("mode", "channels"), [("P", 1), ("YCbCr", 1), ("RGB", 4), ("HSV", 6)])
-def test_no_advice_leads_to_palette_indices_or_other_color_spaces(mode, channels):
-    source = Arrays(of_mode(mode))
-    with pytest.raises(UnreadableImage, match=f"3 channels, {channels} are wanted"):
-        load_image(source, 0, None, channels)
-    with pytest.raises(ConfigError, match=r"have 3 channels; set --model\.in_chans 3"):
-        with_value_range(load_recipe(None, {"model.in_chans": str(channels)}), source)
 
 
 @pytest.mark.parametrize("kind", ["i1", "u4"])

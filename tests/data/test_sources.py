@@ -68,24 +68,6 @@ def test_links_are_followed_once_and_loops_end(tmp_path):
     assert [os.path.relpath(source.name(i), root) for i in range(len(source))] == ["linked/x.png", "zebra/a.png"]
 
 
-@pytest.mark.parametrize("shape", [(100, 32, 32, 3), (100, 3, 32, 32), (100, 28, 28)])
-def test_an_array_of_many_images_is_not_called_one(tmp_path, shape):
-    """Neither as data.root nor as a file of it."""
-    np.save(tmp_path / "batch.npy", np.zeros(shape, np.uint8))
-    said = (
-        rf"batch.npy is an array {re.escape(str(shape))}, not \(h, w\), .*: write one file an image, such as numpy.save"
-    )
-    with pytest.raises(DataError, match=said):
-        read(tmp_path / "batch.npy")
-    with pytest.raises(
-        UnreadableImage, match="; save one file an image" if len(shape) > 3 else "bands must be the first"
-    ):
-        read(tmp_path).load(0)
-    np.save(tmp_path / "one.npy", np.zeros((32, 28, 3), np.uint8))
-    with pytest.raises(DataError, match=r"one\.npy is a single image: give the folder"):
-        read(tmp_path / "one.npy")
-
-
 def test_missing_folder_names_the_nearest(tmp_path):
     (tmp_path / "images").mkdir()
     with pytest.raises(

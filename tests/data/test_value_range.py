@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -192,35 +191,12 @@ def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
     assert "3000.png (uint16 values, 0 to 3000: deeper than 8 bits, and no data.value_range" in unknown
 
 
-def test_no_range_is_advised_for_images_of_two_scales():
-    fractions, wide = DeepImage("a.tif", "float32", 0, 1), DeepImage("b.png", "uint16", 0, 60000)
-    with pytest.raises(ConfigError, match=r"float32 and uint16, values 0 to 60000; .* fits both: convert them"):
-        Sample(images=2, deep=[fractions, wide]).decide()
-    with pytest.raises(ConfigError, match=r"int32 and uint16, .* give --data.value_range -5,60000, or wider"):
-        Sample(images=2, deep=[wide, DeepImage("c.tif", "int32", -5, 50000)]).decide()
-
-
-def test_a_range_that_is_known_is_tried_on_the_images():
-    dark = Arrays(*[np.full((4, 4, 3), value, np.uint16) + np.eye(4, dtype=np.uint16)[:, :, None] for value in (0, 9)])
-    for earlier in (lambda: (0, 65535), lambda: (0, 5)):
-        recipe, notes = with_value_range(recipe_for(), dark, earlier)
-        assert recipe.data.value_range == earlier() and len(notes) == 1 and "of 4 images looked at" in notes[0]
-    assert "0 to 1): store all images alike" in with_value_range(recipe_for(3, "0,65535"), dark)[1][0]
-
-
 def test_the_limit_of_pixels_holds_for_the_look_before_the_run(tmp_path):
     Image.new("RGB", (80, 70)).save(tmp_path / "large.png")
     lowered, raised = (load_recipe(None, {"data.max_pixels": pixels}) for pixels in ("5599", "5600"))
     with pytest.raises(DataError, match=r"none of the images looked at can be read; .*at most 5599 are read"):
         with_value_range(lowered, ImageFolder(str(tmp_path)))
     assert with_value_range(raised, ImageFolder(str(tmp_path)))[1] == []
-
-
-def test_looking_costs_nothing_where_all_are_jpegs(tmp_path):
-    for i in range(3):
-        (tmp_path / f"{i}.JPG").write_bytes(b"never read")
-    assert look_at_values([ImageFolder(str(tmp_path))], 3) == Sample(channels=Counter({3: 3}))
-    assert Sample().decide() == (None, "")
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):
