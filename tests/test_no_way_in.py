@@ -41,8 +41,6 @@ ALLOWED = {
     ): "a function named by the process that started this one",
     ("tests/weights/test_card.py", "exec"): "the code on a card that the test has just written",
     ("tests/test_pages.py", "exec"): "the examples of our own pages",
-    ("tests/data/test_rasters.py", "exec"): "a payload that must not run",
-    ("tests/data/test_rasters.py", "allow_pickle=True"): "writes that payload",
 }
 IN_TESTS = {"pickle.loads", "importlib.import_module", "torch.jit.load"}
 """Calls allowed in tests, on bytes that the test has just made itself."""

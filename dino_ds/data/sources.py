@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _METHODS = ("__len__", "load", "name")
-_MOST_IMAGES = 10**9
 
 
 def training_source(data: DataSection, may_overlap: bool = False) -> Source:
@@ -113,11 +112,6 @@ def _build_own(path: str, root: str | None) -> Any:
         ) from error
     if images < 1:
         raise DataError(f"{path} has no images with data.root {root}")
-    if images > _MOST_IMAGES:
-        raise DataError(
-            f"{path} has {images} images with data.root {root}, at most {_MOST_IMAGES} are taken, as every process"
-            " of a run holds their order: let len() say how many there are, or how many an epoch of a stream has"
-        )
     _check_names(source, path, images)
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")

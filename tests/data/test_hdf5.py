@@ -7,7 +7,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import re
 import resource
 import sys
@@ -24,7 +23,7 @@ from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
-from dino_ds.errors import ConfigError, DataError, UserError
+from dino_ds.errors import ConfigError, DataError
 from dino_ds.launching.checks import _count_images
 
 h5py = pytest.importorskip("h5py")
@@ -193,31 +192,6 @@ def test_many_processes_read_at_once(tmp_path):
     assert all(pipe.recv() == [one.tobytes() for one in NOISE] for _, pipe in processes)
     [process.join() for process, _ in processes]
     assert np.array_equal(values(source, 0), before)
-
-
-@pytest.mark.slow
-def test_broken_files_are_unreadable_and_nothing_else(tmp_path):
-    """Cut off, or with changed bytes: the file is refused in a line, or single images are unreadable."""
-    with h5py.File(tmp_path / "a.h5", "w") as file:
-        file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip", fletcher32=True)
-    whole, generator = (tmp_path / "a.h5").read_bytes(), random.Random(0)
-    ends = set()
-    for number in range(40):
-        broken = bytearray(whole)
-        if number % 4 == 0:
-            del broken[generator.randrange(len(broken)) :]
-        else:
-            for _ in range(number % 4):
-                broken[generator.randrange(len(broken))] ^= 1 << generator.randrange(8)
-        (tmp_path / f"{number}.h5").write_bytes(broken)
-        try:
-            source = opened(tmp_path / f"{number}.h5")
-            for index in range(min(len(source), 7)):
-                values(source, index)
-            ends.add("read")
-        except (UserError, UnreadableImage) as error:
-            ends.add(f"{type(error).__name__}{' of several lines' * (chr(10) in str(error))}")
-    assert ends == {"read", "DataError", "UnreadableImage"}
 
 
 def test_a_file_that_is_gone_later_is_unreadable(tmp_path):

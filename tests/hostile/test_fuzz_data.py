@@ -202,7 +202,17 @@ def parquet_of(folder: Path) -> bytes:
     return (folder / "x.parquet").read_bytes()
 
 
-@pytest.mark.parametrize(("name", "write"), [("x.tar", tar_of), ("x.txt", list_of), ("x.parquet", parquet_of)])
+def hdf5_of(folder: Path) -> bytes:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(folder / "x.h5", "w") as file:
+        images = np.arange(2 * 8 * 8 * 3, dtype=np.uint8).reshape(2, 8, 8, 3)
+        file.create_dataset("images", data=images, chunks=(1, 8, 8, 3), compression="gzip", fletcher32=True)
+    return (folder / "x.h5").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("x.tar", tar_of), ("x.txt", list_of), ("x.parquet", parquet_of), ("x.h5", hdf5_of)]
+)
 def test_broken_sets(tmp_path, name, write):
     path, whole = tmp_path / name, write(tmp_path)
 

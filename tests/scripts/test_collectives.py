@@ -64,13 +64,18 @@ _WHOLE = {"stage3_param_persistence_threshold": 0}
     ("stage", "precision", "accumulation", "sections", "part"),
     [
         (0, "fp32", 2, {}, "all"),
-        (1, "bf16", 2, {}, "all"),
-        (2, "bf16", 1, {"communication_data_type": "fp32"}, "all"),
-        (2, "bf16", 2, {"zero": {"overlap_comm": True}}, "all"),
         (2, "bf16", 2, {}, "last 1 blocks"),
-        (3, "fp32", 1, {}, "all"),
         (3, "bf16", 2, {"zero": _WHOLE}, "all"),
-        (3, "bf16", 1, {"zero": _WHOLE | {"offload_param": {"device": "cpu"}}}, "all"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (1, "bf16", 2, {}, "all"),
+                (2, "bf16", 1, {"communication_data_type": "fp32"}, "all"),
+                (2, "bf16", 2, {"zero": {"overlap_comm": True}}, "all"),
+                (3, "fp32", 1, {}, "all"),
+                (3, "bf16", 1, {"zero": _WHOLE | {"offload_param": {"device": "cpu"}}}, "all"),
+            )
+        ),
     ],
 )
 def test_the_bytes_of_a_step_are_those_that_two_ranks_send(stage, precision, accumulation, sections, part):
