@@ -21,8 +21,8 @@ from dino_ds.data.decode import DecodedImage, EncodedImage, check_channels, open
 from dino_ds.data.image_cache import CachedImage, ImageCache
 from dino_ds.data.images import ValueRange
 from dino_ds.data.masks import draw_masks
-from dino_ds.data.multicrop import CropParameters, MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, crops_per_params
+from dino_ds.data.multicrop import AugmentationParams, CropParameters, MultiCrop
+from dino_ds.data.photometric import augment, crops_per_params
 from dino_ds.errors import DataError
 
 if TYPE_CHECKING:

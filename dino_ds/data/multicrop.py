@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ _KINDS = {"global": (0, 1), "local": (2,)}
 """Index of a group's first crop, its second, ... in a triple of probabilities; the last index is for all others."""
 _TURNS = -2
 """Random stream of turns; the crops' stream is `seed` itself, the masks' is -1."""
+SLOTS = 4
+"""Jitter operations of one crop, in its own order."""
+FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
+COLUMNS = 4 * SLOTS + 4
+"""Numbers for each crop: see AugmentationParams."""
+LUMA = (0.2989, 0.587, 0.114)
+BLUR_REACH = 6
+"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
+_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,54 @@ class CropParameters:
     solarize: bool = False
     turns: int = 0
     """Turns by 90 degrees, counter-clockwise, after the box was cut and resized. Two and a flip: top to bottom."""
+
+
+@dataclass(frozen=True)
+class AugmentationParams:
+    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
+
+    Each jitter slot has four: three weights, of the pixel, its gray and the crop's mean gray, whose sum is clamped, and
+    the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
+    the blur's standard deviation in pixels (0 = none), and whether it is solarized.
+    """
+
+    table: Tensor
+    """The rows, on the host."""
+    there: Tensor
+    """Their copy on the device of the crops."""
+
+    @staticmethod
+    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
+        """Parameters of crops; saturation, hue and gray are left out for channels other than RGB."""
+        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
+        return AugmentationParams(table, table)
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
+        """The same with the copy moved."""
+        return AugmentationParams(self.table, move(self.there))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As plain bytes: a tensor would be sent through a file of shared memory.
+        return _from_array, (self.table.numpy(),)
+
+
+def _row(crop: CropParameters, rgb: bool) -> list[float]:
+    row = _NOTHING.copy()
+    for slot, (name, factor) in enumerate(crop.jitter):
+        if name == "brightness":
+            row[4 * slot] = factor
+        elif name == "contrast":
+            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
+        elif rgb and name == "saturation":
+            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
+        elif rgb:
+            row[4 * slot + 3] = factor
+    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
+    return row
+
+
+def _from_array(table: np.ndarray) -> AugmentationParams:
+    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
 
 
 class MultiCrop:

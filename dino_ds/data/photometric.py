@@ -9,26 +9,25 @@ launches a crop size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dino_ds.data.multicrop import CropParameters
+from dino_ds.data.multicrop import (
+    BLUR_REACH,
+    FLIP,
+    GRAY,
+    LUMA,
+    SIGMA,
+    SLOTS,
+    SOLARIZE,
+    AugmentationParams,
+    CropParameters,
+)
 
-SLOTS = 4
-"""Jitter operations of one crop, in its own order."""
-FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
-COLUMNS = 4 * SLOTS + 4
-"""Numbers for each crop: see AugmentationParams."""
-LUMA = (0.2989, 0.587, 0.114)
-BLUR_REACH = 6
-"""Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
-_NOTHING = [1.0, 0.0, 0.0, 0.0] * SLOTS + [0.0] * 4
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
 """0 for a crop that the operation leaves out; hue's are those of the slots."""
 _CACHED_PIXELS = 4 * 224**2
@@ -36,54 +35,6 @@ _CACHED_PIXELS = 4 * 224**2
 _KERNEL_TOLERANCE = 1e-4
 
 Kernels = Callable[[Tensor, Tensor, float, Tensor, Tensor], None]
-
-
-@dataclass(frozen=True)
-class AugmentationParams:
-    """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
-
-    Each jitter slot has four: three weights, of the pixel, its gray and the crop's mean gray, whose sum is clamped, and
-    the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
-    the blur's standard deviation in pixels (0 = none), and whether it is solarized.
-    """
-
-    table: Tensor
-    """The rows, on the host."""
-    there: Tensor
-    """Their copy on the device of the crops."""
-
-    @staticmethod
-    def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
-        """Parameters of crops; saturation, hue and gray are left out for channels other than RGB."""
-        table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
-        return AugmentationParams(table, table)
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """The same with the copy moved."""
-        return AugmentationParams(self.table, move(self.there))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # As plain bytes: a tensor would be sent through a file of shared memory.
-        return _from_array, (self.table.numpy(),)
-
-
-def _row(crop: CropParameters, rgb: bool) -> list[float]:
-    row = _NOTHING.copy()
-    for slot, (name, factor) in enumerate(crop.jitter):
-        if name == "brightness":
-            row[4 * slot] = factor
-        elif name == "contrast":
-            row[4 * slot], row[4 * slot + 2] = factor, 1 - factor
-        elif rgb and name == "saturation":
-            row[4 * slot], row[4 * slot + 1] = factor, 1 - factor
-        elif rgb:
-            row[4 * slot + 3] = factor
-    row[FLIP:] = crop.flip, crop.gray and rgb, crop.blur_radius or 0.0, crop.solarize
-    return row
-
-
-def _from_array(table: np.ndarray) -> AugmentationParams:
-    return AugmentationParams(torch.from_numpy(table), torch.from_numpy(table))
 
 
 def crops_per_params(size: int, device: torch.device) -> int | None:

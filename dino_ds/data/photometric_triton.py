@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dino_ds.data.photometric import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
+from dino_ds.data.multicrop import BLUR_REACH, COLUMNS, FLIP, GRAY, LUMA, SIGMA, SLOTS, SOLARIZE
 
 _COLUMNS, _SLOTS = tl.constexpr(COLUMNS), tl.constexpr(SLOTS)
 _FLIP, _GRAY, _SIGMA, _SOLARIZE = (tl.constexpr(column) for column in (FLIP, GRAY, SIGMA, SOLARIZE))

@@ -11,9 +11,9 @@ import torchvision.transforms.v2.functional as F
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
-from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop
+from dino_ds.data.multicrop import AUGMENTATIONS, AugmentationParams, CropParameters, MultiCrop
 from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
-from dino_ds.data.photometric import AugmentationParams, augment, find_kernels, gaussian_blur, shift_hue
+from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue
 from tests.data.files import photo
 
 pytestmark = pytest.mark.numerical

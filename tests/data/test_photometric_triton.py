@@ -10,8 +10,8 @@ import torch
 
 from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
-from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.photometric import AugmentationParams, augment, find_kernels
+from dino_ds.data.multicrop import AugmentationParams, MultiCrop
+from dino_ds.data.photometric import augment, find_kernels
 from tests.data.test_photometric import NOTHING, crops
 
 triton = pytest.importorskip("triton")
