@@ -173,7 +173,7 @@ def _build(
 
     # What is learned, and what is done between steps.
     evaluations, pictures = build_periodic_tasks(recipe, source, epoch_steps)
-    run_id = folder.adopt_run_id(begin.own.manifest if begin.own else None)
+    run_id = folder.adopt_run_id(begin.resumed.manifest if begin.resumed else None)
     check_start(recipe)
     check_images_together(recipe, StepImages(config.micro_batch, config.accumulation, distributed.world_size()))
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
@@ -185,8 +185,8 @@ def _build(
     description = describe_settings(recipe, config) | about
     files = TeacherFiles(folder.path, recipe, teacher)
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
-    if begin.own is not None:
-        own = begin.own.manifest
+    if begin.resumed is not None:
+        own = begin.resumed.manifest
         check_same_teacher(own, teacher)
         notes += [*notes_on_changes(own, recipe, config, folder.began_in), *other_images.notes(own)]
     notes += begin.load(saver)
@@ -203,7 +203,7 @@ def _describe_start(begin: Beginning, step: TrainingStep, recipe: Recipe) -> lis
     notes = []
     if step.engine.started_from:
         notes.append(f"started from {step.engine.started_from}")
-    elif begin.own is None and begin.before is None:
+    elif begin.resumed is None and begin.previous is None:
         notes += [note for teacher in teachers_of(recipe) for note in teacher.notes(recipe)]
     return [*notes, *describe_distillation(step.teachers, recipe)]
 

@@ -151,9 +151,9 @@ class HostCopies:
         begun = time.perf_counter()
         for name, file in files.items():
             for key, tensor in file.items():
-                place, host = f"{name}/{key}", self._host.get(f"{name}/{key}")
+                key_of_file, host = f"{name}/{key}", self._host.get(f"{name}/{key}")
                 if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                    self._host[place] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._host[key_of_file] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return time.perf_counter() - begun
 
     def take(self, files: Files) -> Files:

@@ -117,18 +117,18 @@ class Checkpoints:
                 discard(path)
         later = [other for other in self._steps() if other > step]
         for other in later:
-            place = self.folder / (_ASIDE + step_name(other))
-            discard(place)
-            (self.folder / step_name(other)).rename(place)
+            aside = self.folder / (_ASIDE + step_name(other))
+            discard(aside)
+            (self.folder / step_name(other)).rename(aside)
         self._point_to(step)
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
     def free_bytes(self) -> int:
         """Free space on the disk, with what `tidy` will give back."""
-        place = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
-        found = os.statvfs(place)
+        existing = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
+        disk = os.statvfs(existing)
         left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
-        return found.f_bavail * found.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
+        return disk.f_bavail * disk.f_frsize + sum(file.lstat().st_size for path in left for file in path.glob("*"))
 
     def begin(self, step: int) -> Path:
         """Make an empty folder to write a checkpoint into, on rank 0. Raises OSError."""
@@ -155,13 +155,13 @@ class Checkpoints:
 
         If the process dies here, `latest` is the new checkpoint or the one before.
         """
-        written, place = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
+        written, folder = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
         replace_file(written / MANIFEST, manifest.seal())
-        if os.path.lexists(place):
-            self._remove(place)
-        put_in_place(written, place)
+        if os.path.lexists(folder):
+            self._remove(folder)
+        put_in_place(written, folder)
         self._point_to(manifest.step)
-        return place
+        return folder
 
     def rotate(self, newest: int) -> None:
         """Remove the checkpoints before `newest` that need not stay, on rank 0. Only good ones are counted."""
@@ -196,16 +196,16 @@ class Checkpoints:
         """Steps of everything that is called a checkpoint, newest first."""
         if not self.folder.is_dir():
             return []
-        found = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
-        return sorted((int(m[1]) for m in found if step_name(int(m[1])) == m[0]), reverse=True)
+        matches = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
+        return sorted((int(m[1]) for m in matches if step_name(int(m[1])) == m[0]), reverse=True)
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
     """Read these files of a checkpoint by `read`; what is wrong with the first bad one, or ""."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
-    what = f"verifying {folder.name}"
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
+    title = f"verifying {folder.name}"
+    with tqdm(total=total, desc=title, unit="B", unit_scale=True, leave=False, disable=quiet) as bar:
         for name in names:
             try:
                 check_content(folder, name, manifest, read(folder / name, bar.update))
@@ -218,7 +218,7 @@ def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Re
 
 def _first(problem: str) -> str:
     """The problem of the first rank that has one, or "", on all ranks."""
-    return next((found for found in distributed.gather_objects(problem) if found), "")
+    return next((text for text in distributed.gather_objects(problem) if text), "")
 
 
 def _list(steps: list[int]) -> str:

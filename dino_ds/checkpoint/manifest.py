@@ -101,18 +101,16 @@ def check_present(folder: Path, manifest: Manifest) -> None:
     if len(there) < len(manifest.files):
         raise CheckpointError(f"{_this(folder)} is incomplete ({len(there)} of {len(manifest.files)} files)")
     for name, record in manifest.files.items():
-        found = (folder / name).stat().st_size
-        if found != record.bytes:
-            raise CheckpointError(
-                f"checkpoint file {folder / name} is damaged ({found} bytes, expected {record.bytes})"
-            )
+        size = (folder / name).stat().st_size
+        if size != record.bytes:
+            raise CheckpointError(f"checkpoint file {folder / name} is damaged ({size} bytes, expected {record.bytes})")
 
 
-def check_content(folder: Path, name: str, manifest: Manifest, found: FileRecord) -> None:
+def check_content(folder: Path, name: str, manifest: Manifest, record: FileRecord) -> None:
     """Check that one file's bytes are the saved ones. Raises CheckpointError."""
     expected = manifest.files[name]
-    if found != expected:
-        how = f"crc {found.crc32:08x}, expected {expected.crc32:08x}: its bytes are not those that were saved"
+    if record != expected:
+        how = f"crc {record.crc32:08x}, expected {expected.crc32:08x}: its bytes are not those that were saved"
         raise CheckpointError(f"checkpoint file {folder / name} is damaged ({how})")
 
 

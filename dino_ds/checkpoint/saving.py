@@ -148,8 +148,8 @@ class Saving:
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
-                found = os.statvfs(self._checkpoints.begin(step))
-                free = found.f_bavail * found.f_frsize
+                disk = os.statvfs(self._checkpoints.begin(step))
+                free = disk.f_bavail * disk.f_frsize
         except OSError as problem:
             error = f"cannot save step {step}: {problem.strerror}: {problem.filename}"
         answers = distributed.gather_objects((size, free, error))
@@ -203,8 +203,8 @@ class Saving:
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:
         if error.errno in NO_SPACE:
-            found = os.statvfs(self._checkpoints.folder)
-            return StorageError(self._no_space(pending.step, pending.bytes, found.f_bavail * found.f_frsize))
+            disk = os.statvfs(self._checkpoints.folder)
+            return StorageError(self._no_space(pending.step, pending.bytes, disk.f_bavail * disk.f_frsize))
         return _explained(f"cannot save step {pending.step}", error, self._checkpoints.folder)
 
     def _no_space(self, step: int, needed: int, free: int) -> str:
@@ -268,9 +268,9 @@ class _BackgroundTasks:
         return self.ended()
 
 
-def _explained(what: str, error: OSError, where: Path | None = None) -> UserError:
+def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:
     """The error as one that users can act upon: OutOfMemory, whose exit code is another, or StorageError."""
-    text = f"{what}: {error.strerror}: {error.filename or where}"
+    text = f"{task}: {error.strerror}: {error.filename or where}"
     if error.errno == errno.ENOMEM:
         return OutOfMemory(
             f"{text}. Give the job more host memory, or go without a second copy with --save_in_background false"

@@ -51,10 +51,10 @@ def share() -> None:
     _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 
 
-def _write(path: Path, found: Any) -> None:
+def _write(path: Path, result: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
-        temporary.write_text(json.dumps(found), encoding="utf-8")
+        temporary.write_text(json.dumps(result), encoding="utf-8")
     files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
     for old in files[:-_MOST_FILES]:
         old.unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def _versions() -> list[str]:
 
 def _digest(module: str) -> str:
     try:
-        found = find_spec(module)
-        return hashlib.sha256(Path(found.origin).read_bytes()).hexdigest() if found and found.origin else module
+        spec = find_spec(module)
+        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest() if spec and spec.origin else module
     except (ImportError, OSError, ValueError):
         return module

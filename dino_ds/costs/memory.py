@@ -71,12 +71,15 @@ def estimate_memory(
     moments = [Memory("the optimizer", at_end)]
     for name, part in costs.parts.items():
         for done, size in part.moments:
-            own = {"gradients": held, "buckets": of_stage3 if name in ("student", "loss") else 0}
+            engine_bytes = {"gradients": held, "buckets": of_stage3 if name in ("student", "loss") else 0}
             if name == "backward":
                 unwritten = late and not on_gpu and done < total
-                own = {"gradients": max(held, round(whole * done / total)), "buckets": 0 if unwritten else buckets}
+                engine_bytes = {
+                    "gradients": max(held, round(whole * done / total)),
+                    "buckets": 0 if unwritten else buckets,
+                }
             alive = _alive(name, max(size - beyond, 0.0), costs, min(costs.window, window))
-            moments.append(Memory(_MOMENTS.get(name, _TEACHER), own | alive))
+            moments.append(Memory(_MOMENTS.get(name, _TEACHER), engine_bytes | alive))
     peak = max(moments, key=lambda moment: moment.gib)
     common = state_bytes(sizes, config, world_size, on_gpu, facts.frozen, moment_bytes(facts.groups))
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
@@ -116,19 +119,19 @@ def teacher_bytes(
 ) -> dict[str, int]:
     """The weights, on each device, of teachers other than the EMA teacher; a frozen one's backbone lies where the ds
     config says."""
-    found = {}
+    sizes = {}
     for spec in specs:
         if (teacher := teachers.get(spec.name)) is None:
             continue
         where = config.performance.frozen_teacher if spec.of_file else "whole"
         shares = {"whole": teacher.backbone, "sharded": teacher.backbone // world_size, "offloaded": 0}
         if spec.name != EMA:
-            found[spec.title] = shares[where] + teacher.heads
+            sizes[spec.title] = shares[where] + teacher.heads
         if where != "whole":
             # The largest block that is in use, and the one that is fetched meanwhile.
             twice = 2 * teacher.backbone // max(1, teacher.segments)
-            found[f"gathered of the {spec.title}"] = min(teacher.backbone, twice)
-    return found
+            sizes[f"gathered of the {spec.title}"] = min(teacher.backbone, twice)
+    return sizes
 
 
 def state_bytes(
@@ -148,8 +151,8 @@ def state_bytes(
     total = sum(sizes.values())
     trained = total - sum(sizes[name] for name in frozen)
     shards = world_size if config.stage else 1
-    own = trained if config.precision == "fp32" and config.stage < 3 else total
-    student = element_bytes(config) * own // (world_size if config.stage == 3 else 1)
+    elements = trained if config.precision == "fp32" and config.stage < 3 else total
+    student = element_bytes(config) * elements // (world_size if config.stage == 3 else 1)
     if config.stage == 3 and world_size > 1:
         least = persistent_below(config)
         student += element_bytes(config) * sum(n for n in sizes.values() if n <= least)

@@ -209,5 +209,5 @@ def _fused(
         return plain(q, k, v, attn_mask, *more, **rest)
     if torch.is_autocast_enabled("cpu"):
         q, k, v = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (q, k, v))
-    given = {name: value for name, value in rest.items() if name in ("is_causal", "scale")}
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask, **given)[0]
+    options = {name: value for name, value in rest.items() if name in ("is_causal", "scale")}
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=attn_mask, **options)[0]

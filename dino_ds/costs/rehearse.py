@@ -56,7 +56,7 @@ def describe_student(recipe: Recipe) -> dict[str, Any]:
         "frozen": [name for name, p in network.named_parameters() if not p.requires_grad],
         "cast": [name for name in sizes if is_cast(modules[name.rpartition(".")[0]])],
         "groups": [(group["kind"], sum(p.numel() for p in group["params"])) for group in groups],
-        "statistics": [one.value.numel() for one in objective.statistics.values()],
+        "statistics": [statistic.value.numel() for statistic in objective.statistics.values()],
         "whole_step": objective.whole_step,
     }
 
@@ -80,11 +80,11 @@ def rehearse(
     with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
-            found = played.run(recorder)
+            costs = played.run(recorder)
     if source_of(recipe) is not None and frozen_spec(recipe) is None:  # not known: its place was held
-        found["parts"].pop(f"teacher {FROZEN}", None)
-        found["teachers"].pop(FROZEN, None)
-    return found
+        costs["parts"].pop(f"teacher {FROZEN}", None)
+        costs["teachers"].pop(FROZEN, None)
+    return costs
 
 
 @contextmanager
@@ -108,9 +108,9 @@ def _to_empty(
     """`nn.Module.to_empty`, by new parameters, which are fake; of `dtype`, None: as they are."""
     with fake:
         for module in network.modules() if recurse else [network]:
-            for name, own in list(module.named_parameters(recurse=False)):
-                empty = torch.empty(own.shape, dtype=dtype or own.dtype, device=device)
-                setattr(module, name, nn.Parameter(empty, requires_grad=own.requires_grad))
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
     return network
@@ -155,11 +155,14 @@ class _Rehearsal:
     def run(self, make_recorder: Callable[[Iterable[Tensor]], Recorder]) -> dict[str, Any]:
         """Prepare the window's targets, and take its first micro-batch."""
         step, teachers, window = self._step, self._teachers, self._window
-        modules = [self._network, *(each for one in teachers.values() for each in (one.network, one._running))]
+        modules = [
+            self._network,
+            *(each for teacher in teachers.values() for each in (teacher.network, teacher._running)),
+        ]
         known = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         recorder = make_recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
         self._engine.recorder = recorder
-        running = {name: one._running for name, one in teachers.items()}
+        running = {name: teacher._running for name, teacher in teachers.items()}
         with recorder.listening(self._network, running), _on_host(recorder):
             step.prepare(window)
             held = recorder.live
@@ -176,7 +179,7 @@ class _Rehearsal:
             "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
             "on_host": recorder.on_host,
             "window": len(window),
-            "teachers": {name: _teacher_costs(one) for name, one in teachers.items()},
+            "teachers": {name: _teacher_costs(teacher) for name, teacher in teachers.items()},
         }
 
 
@@ -194,12 +197,12 @@ class _PlayedEngine:
         return self._network(*inputs)
 
     def masters(self) -> list[Masters]:
-        own: dict[str, Any] = dict(self._network.named_parameters())
+        parameters: dict[str, Any] = dict(self._network.named_parameters())
         for name, value in self._masters:
-            own[name].fp32_value = value
-        frozen = [(name, p) for name, p in own.items() if not p.requires_grad]
+            parameters[name].fp32_value = value
+        frozen = [(name, p) for name, p in parameters.items() if not p.requires_grad]
         return [
-            WholeMasters([pair for pair in self._masters if own[pair[0]].requires_grad]),
+            WholeMasters([pair for pair in self._masters if parameters[pair[0]].requires_grad]),
             FrozenWeights(frozen, None),
         ]
 
@@ -229,7 +232,7 @@ def _alone(recipe: Recipe) -> Recipe:
 
 def _frozen(recipe: Recipe) -> FrozenSource | None:
     """The teacher that is distilled, without its weights; of an unknown architecture one as the student."""
-    if (place := source_of(recipe)) is None:
+    if (path := source_of(recipe)) is None:
         return None
     spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
     with torch.device("meta"):
@@ -237,7 +240,7 @@ def _frozen(recipe: Recipe) -> FrozenSource | None:
         heads = {name: build_head(spec.width, section).state_dict() for name, section in sections.items()}
     free = tuple(name for name, section in sections.items() if section.free_prototypes)
     side, normalization = recipe.crops.global_size, Normalization.of(recipe)
-    return FrozenSource(place, spec, side, "dino", {}, heads, normalization, free_prototypes=free)
+    return FrozenSource(path, spec, side, "dino", {}, heads, normalization, free_prototypes=free)
 
 
 def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:

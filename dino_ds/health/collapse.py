@@ -73,9 +73,9 @@ class CollapseAlarm(_Alarm):
         over = f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
         hints = _HINTS | _BALANCED_HINTS if self._balanced else _HINTS
         alike = f"the teacher gives every {self._rows} the same target"
-        what = _constant_images(constant) if kind == _CONSTANT else alike
+        sign = _constant_images(constant) if kind == _CONSTANT else alike
         began = (
-            f"collapse after step {step}: {what} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
+            f"collapse after step {step}: {sign} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
             f"for {WINDOWS} lines; DINO, figure 7); {hints.get(kind)}"
         )
         return self._report(kind, began, over)
@@ -101,9 +101,9 @@ class SpreadAlarm(_Alarm):
         the last line of metrics."""
         kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
         kind = _CONSTANT if constant > MOST_CONSTANT else kind
-        what = _constant_images(constant) if kind == _CONSTANT else "the student gives every image the same feature"
+        sign = _constant_images(constant) if kind == _CONSTANT else "the student gives every image the same feature"
         measured = f"{self._name} {spread:.3f} of 1"
-        began = f"collapse after step {step}: {what} ({measured}, for {WINDOWS} lines); {_HINTS.get(kind)}"
+        began = f"collapse after step {step}: {sign} ({measured}, for {WINDOWS} lines); {_HINTS.get(kind)}"
         return self._report(kind, began, f"collapse after step {step}: over; {measured}")
 
 

@@ -89,10 +89,10 @@ class RunLock:
         A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
         """
         self._check_kind()
-        found, holder = self._read(), self.holder()
-        if found is None or (rank and holder is not None and holder.machine != machine()):
+        text, holder = self._read(), self.holder()
+        if text is None or (rank and holder is not None and holder.machine != machine()):
             return
-        if problem := self._in_use(found):
+        if problem := self._in_use(text):
             raise ConfigError(problem)
 
     def holder(self) -> Holder | None:

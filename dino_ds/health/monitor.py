@@ -67,9 +67,9 @@ class SharedFolder:
         self.failure: Failure | None = None
         self.taken_over, self._held_a_run = "", False
 
-    def exchange(self, own: Heartbeat) -> None:
+    def exchange(self, heartbeat: Heartbeat) -> None:
         """Publish the rank's heartbeat, and read what concerns the rank."""
-        self.heartbeats.publish(own)
+        self.heartbeats.publish(heartbeat)
         self.failure = self.heartbeats.first_failure()
         self.heartbeats.disk.run(self._look, None)
 
@@ -86,9 +86,9 @@ class SharedFolder:
 
     def append_stacks(self, text: str) -> Path:
         """Append to RUN/hang-STEP.txt."""
-        place = self._path / f"hang-{self._beat.step}.txt"
-        self.heartbeats.disk.run(lambda: append_line(place, text), None)
-        return place
+        path = self._path / f"hang-{self._beat.step}.txt"
+        self.heartbeats.disk.run(lambda: append_line(path, text), None)
+        return path
 
     def give_back(self) -> None:
         """Release the lock, and remove what this start has left in a folder without a run."""
@@ -154,14 +154,14 @@ class MonitorProcess:
 
     def _handle_hang(self) -> None:
         """Write the stacks, say who is behind, and end the rank unless it has moved meanwhile."""
-        seconds, own, behind = self._standstill.seconds, self._heartbeat(), list[Heartbeat | int]()
+        seconds, heartbeat, behind = self._standstill.seconds, self._heartbeat(), list[Heartbeat | int]()
         stacks = self._write_stacks()
         if self._beat.listed:
             # Other monitors get here at about the same time: their newest heartbeats are needed.
-            self._folder.heartbeats.publish(own)
+            self._folder.heartbeats.publish(heartbeat)
             time.sleep(PUBLISH_SECONDS + 2 * _TICK_SECONDS)
             behind = self._folder.heartbeats.behind(self._arguments.world_size)
-        message = describe_hang(behind, own, seconds, stacks)
+        message = describe_hang(behind, heartbeat, seconds, stacks)
         if self._standstill.moved():
             return
         if self._arguments.ends_hangs:
@@ -178,8 +178,8 @@ class MonitorProcess:
     def _heartbeat(self) -> Heartbeat:
         about, beat = self._arguments, self._beat
         who = (about.rank, socket.gethostname(), about.pid, about.started, time.time())
-        place = (beat.step, beat.phase, beat.where, beat.moves, round(self._standstill.seconds, 1))
-        return Heartbeat(*who, *place, self._rank.stopped, beat.ended, *beat.last_words)
+        progress = (beat.step, beat.phase, beat.where, beat.moves, round(self._standstill.seconds, 1))
+        return Heartbeat(*who, *progress, self._rank.stopped, beat.ended, *beat.last_words)
 
     def _end_rank(self, message: str, kind: str = "") -> None:
         """End the rank; only then, as that needs the disk, report a failure of this `kind` ("" if it is reported)."""

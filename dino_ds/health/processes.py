@@ -106,17 +106,17 @@ def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
     These are launchers by name above it, nearest first, for a rank its parent unless that is a shell (shells may end
     and leave their jobs behind), and the supervisor.
     """
-    found: list[Process] = []
+    launchers: list[Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
         above = psutil.Process(pid).parent()
         while above is not None and above.pid != 1:
-            is_parent = not found and "RANK" in environment and above.name() not in _SHELLS
+            is_parent = not launchers and "RANK" in environment and above.name() not in _SHELLS
             if not (is_parent or _is_launcher(above.cmdline())):
                 break
-            found.append(find_process(above.pid))
+            launchers.append(find_process(above.pid))
             above = above.parent()
     supervisor = [int(part) for part in environment.get(SUPERVISOR, "").split(".") if part.isdecimal()]
-    return [*found, Process(*supervisor)] if len(supervisor) == 2 else found
+    return [*launchers, Process(*supervisor)] if len(supervisor) == 2 else launchers
 
 
 def _is_launcher(words: list[str]) -> bool:

@@ -123,11 +123,11 @@ class Heartbeats:
         return self.disk.run(self._read, [])
 
     def _read(self) -> list[Heartbeat]:
-        found: list[Heartbeat] = []
+        heartbeats: list[Heartbeat] = []
         for path in sorted(self.folder.glob("rank_*.json")) if self._is_new() else []:
             with contextlib.suppress(*_UNREADABLE):
-                found.append(Heartbeat(**json.loads(path.read_text())))
-        return found
+                heartbeats.append(Heartbeat(**json.loads(path.read_text())))
+        return heartbeats
 
     def _is_new(self) -> bool:
         return not self._old_folder or self.folder.stat().st_ino != self._old_folder
@@ -183,24 +183,24 @@ class Heartbeats:
         return [*late] if len(late) < len(running) else []
 
 
-def describe_hang(behind: Sequence[Heartbeat | int], own: Heartbeat, seconds: float, stacks: Path) -> str:
+def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: float, stacks: Path) -> str:
     """A human-readable line: which ranks hold up the run, since when, and where they are."""
     names = [str(b if isinstance(b, int) else b.rank) for b in behind]
     who = f"rank{'s' if len(names) > 1 else ''} {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
-    at = own if not behind or isinstance(behind[0], int) else behind[0]
+    at = mine if not behind or isinstance(behind[0], int) else behind[0]
     where = at.where if at.where == at.phase else f"{at.phase}: {at.where}"
     state = ", stopped by a signal or debugger" if at.stopped else ""
-    host = f" on {at.host}" if behind and at.host != own.host else ""
-    what = f"{who if behind else 'any rank'}{host} for {seconds:.0f} s (step {at.step}, {where}{state})"
-    return f"no progress on {what}; stacks in {stacks}"
+    host = f" on {at.host}" if behind and at.host != mine.host else ""
+    progress = f"{who if behind else 'any rank'}{host} for {seconds:.0f} s (step {at.step}, {where}{state})"
+    return f"no progress on {progress}; stacks in {stacks}"
 
 
 def describe_death(who: str, how: str, step: int, where: str) -> str:
     """A human-readable line; `who`: "rank 1", `how` as dino_ds.health.processes.death_of returns it."""
     memory = "most often because memory has run out"
     why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
-    own = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
-    return f"{who} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, own)}"
+    origin = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""
+    return f"{who} died{' ' if how else ''}{how} at step {step} ({where}){why.get(how, origin)}"
 
 
 def last_checkpoint_step(run_dir: Path) -> int | None:
@@ -209,8 +209,8 @@ def last_checkpoint_step(run_dir: Path) -> int | None:
     def read() -> int:
         with contextlib.suppress(OSError):
             text = (run_dir / "checkpoints/latest").read_bytes().decode(errors="replace")
-            found = re.fullmatch(r"step_(\d{8,12})", text.strip())
-            return int(found[1]) if found else 0
+            match = re.fullmatch(r"step_(\d{8,12})", text.strip())
+            return int(match[1]) if match else 0
         return 0
 
     # A Disk of its own: a read that hangs here must not keep the caller from reporting the failure.

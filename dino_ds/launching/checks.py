@@ -69,11 +69,11 @@ def check_machines(
     if missing := [name for name in packages if shutil.which(name) is None]:
         cure = "or start every machine by itself with --launcher torchrun"
         return [], [f"{name} is not installed: apt-get install {packages[name]}, {cure}" for name in missing]
-    place = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
+    parent = next(path for path in (run_dir, *run_dir.absolute().parents) if path.is_dir())
     try:
-        seen = tempfile.NamedTemporaryFile(prefix=".dino_ds_launch_", dir=place.absolute())  # noqa: SIM115
+        seen = tempfile.NamedTemporaryFile(prefix=".dino_ds_launch_", dir=parent.absolute())  # noqa: SIM115
     except OSError as error:
-        raise ConfigError(f"run folder {run_dir} can't be made: {place}: {error.strerror}; fix --run_dir") from None
+        raise ConfigError(f"run folder {run_dir} can't be made: {parent}: {error.strerror}; fix --run_dir") from None
     slots = plan.hosts[0].slots if plan.hosts else tuple(range(plan.ranks))
     elsewhere = plan.options.nodes > 1  # whoever comes first listens
     port = 0 if elsewhere else plan.master_port

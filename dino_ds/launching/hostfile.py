@@ -38,13 +38,13 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
         line = line.strip()
         if not line or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line)
-        if found is None or not 1 <= int(found["slots"]) <= MAX_SLOTS:
+        entry = _LINE.fullmatch(line)
+        if entry is None or not 1 <= int(entry["slots"]) <= MAX_SLOTS:
             raise ConfigError(f'hostfile {path}:{number}: {_shown(line)} is not "name slots=N": {_FORM}')
-        name = found["name"]
+        name = entry["name"]
         if name in hosts:
             raise ConfigError(f"hostfile {path}:{number}: {name} is named twice: write one line a machine")
-        hosts[name] = Host(name, tuple(range(int(found["slots"]))))
+        hosts[name] = Host(name, tuple(range(int(entry["slots"]))))
     if not hosts:
         raise ConfigError(f'hostfile {path} names no machine: write a line "name slots=N" for each')
     return tuple(hosts.values())

@@ -72,8 +72,8 @@ def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
     """Examine all machines and show them. Raises ConfigError with all that stops the training."""
     config = train["given"].config
     recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
-    own = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)
-    files = tuple(os.path.abspath(path) for path in (train["ds_path"], *own))
+    custom = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)
+    files = tuple(os.path.abspath(path) for path in (train["ds_path"], *custom))
     data = train["recipe"].data
     images = data.root if data.root and not data.download else None
     machines, problems = check_machines(plan, files, images, Path(train["options"].run_dir))

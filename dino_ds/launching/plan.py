@@ -179,8 +179,8 @@ def quote_for_pdsh(word: str) -> str:
 def check_paths(plan: LaunchPlan, folder: Path) -> None:
     """Raise ConfigError for paths that remote shells would not take as they are; `folder`: the working folder, which
     the other machines change to."""
-    for what, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
+    for name, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
         if plan.uses_ssh and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
             raise ConfigError(
-                f"{what} {str(path)[:80]!r} contains {acting[0]!r}, which the shells of other machines would act on"
+                f"{name} {str(path)[:80]!r} contains {acting[0]!r}, which the shells of other machines would act on"
             )

@@ -159,9 +159,9 @@ def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Hea
     The end of a terminal is a stop like any other. told: process ids that were signalled; 0 for the launcher.
     """
     processes = _processes()
-    for pid, (parent, own) in processes.items():
+    for pid, (parent, variables) in processes.items():
         above = processes.get(parent)  # what a rank has started is no rank, nor is an orphan
-        if "RANK" in own and above is not None and "RANK" not in above[1] and pid not in told:
+        if "RANK" in variables and above is not None and "RANK" not in above[1] and pid not in told:
             told.add(pid)
             send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
     if not told:
@@ -174,13 +174,13 @@ def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Hea
 
 def _processes() -> dict[int, tuple[int, dict[str, str]]]:
     """Parents and environments of all living processes that this one's launcher has started, orphans too."""
-    found, mark = {}, own_mark()
+    processes, mark = {}, own_mark()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
             variables = process.environ()
             if variables.get(SUPERVISOR) == mark and process.pid != os.getpid():
-                found[process.pid] = process.ppid(), variables
-    return found
+                processes[process.pid] = process.ppid(), variables
+    return processes
 
 
 def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:

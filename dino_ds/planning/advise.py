@@ -139,8 +139,8 @@ def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], class
     for row in rows:
         flags |= row.flags
     start = {key: text for key, text in flags.items() if key == "model.init_from"}
-    own, wanted = (dict(named_values(load_recipe(recipe, given))) for given in (start, flags))
-    return {key: text for key, text in flags.items() if key in start or wanted[key] != own[key]}
+    unchanged, wanted = (dict(named_values(load_recipe(recipe, changes))) for changes in (start, flags))
+    return {key: text for key, text in flags.items() if key in start or wanted[key] != unchanged[key]}
 
 
 def _command(recipe: str, flags: Mapping[str, str], nodes: int, gpus: int) -> str:
@@ -177,8 +177,8 @@ def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
     if images["types"] != ["uint8"] or not data.color:
         channels = "" if data.color else f" --model.in_chans {data.channels}"
-        what = f"{data.channels} channel(s) of {', '.join(images['types'])}"
-        yield f"{what}: data.value_range, data.mean and data.std are measured by\n  dino-ds look-data {named}{channels}"
+        values = f"{data.channels} channel(s) of {', '.join(images['types'])}"
+        yield f"{values}: data.value_range, mean and std are measured by\n  dino-ds look-data {named}{channels}"
     if data.side > _LARGE_SIDE:
         yield "large images are slow to decode: smaller ones are made once by\n  dino-ds shard --shrink 512"
 
@@ -211,4 +211,4 @@ def _wrapped(text: str, indent: int = 2) -> list[str]:
     """A text in 120 columns; a command, on a line of its own, stays whole."""
     wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * indent, break_long_words=False)
     wrapper.break_on_hyphens = False
-    return [one for line in text.splitlines() for one in ([line] if "dino-ds" in line else wrapper.wrap(line))]
+    return [part for line in text.splitlines() for part in ([line] if "dino-ds" in line else wrapper.wrap(line))]

@@ -80,34 +80,37 @@ def _recommended(recipe: Recipe, cluster: Cluster) -> dict[str, Any]:
 
 
 def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> dict[str, Any]:
-    found = fit(recipe, ds, path, cluster.world_size, cluster.gpu.memory_gib)
-    result = describe(recipe, ds, path, cluster, found)
+    as_given = fit(recipe, ds, path, cluster.world_size, cluster.gpu.memory_gib)
+    result = describe(recipe, ds, path, cluster, as_given)
     warnings = []
     if ds.get("fp16", {}).get("enabled") and cluster.gpu.bf16:
         warnings.append("fp16 needs a loss scale and skips steps: these GPUs have bf16, which needs neither")
     if ds.get("bf16", {}).get("enabled") and not cluster.gpu.bf16:
         warnings.append(f"{cluster.gpu.name} has no bf16 units: use fp16")
-    return result | {"verdict": _verdict(recipe, cluster, found, result), "refused": [], "warnings": warnings}
+    return result | {"verdict": _verdict(recipe, cluster, as_given, result), "refused": [], "warnings": warnings}
 
 
-def _verdict(recipe: Recipe, cluster: Cluster, found: Fit, result: Mapping[str, Any]) -> str:
+def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[str, Any]) -> str:
     """The answer in one line: it fits, it fits with a change, or it does not fit."""
-    needs, largest = f"{found.memory.gib:.1f} of {found.limit_gib:g} GiB", result["max_micro_batch_of_global_batch"]
-    if found.fits:
+    needs, largest = (
+        f"{as_given.memory.gib:.1f} of {as_given.limit_gib:g} GiB",
+        result["max_micro_batch_of_global_batch"],
+    )
+    if as_given.fits:
         return f"fits: {needs}; largest micro-batch that fits {result['max_micro_batch']}"
     if largest:
         accumulation = recipe.data.global_batch // cluster.world_size // largest
         return f"fits with micro-batch {largest}, accumulation {accumulation}: as it is it needs {needs}"
     try:
-        other = recommend(recipe, cluster, found.limit_gib)
+        other = recommend(recipe, cluster, as_given.limit_gib)
     except ConfigError as error:
         return f"does not fit: it needs {needs}; {error}"
     return f"does not fit: it needs {needs}; {other.shape} with micro-batch {other.fit.config.micro_batch} would"
 
 
-def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster, found: Fit) -> dict[str, Any]:
+def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster, needed: Fit) -> dict[str, Any]:
     """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and hours."""
-    world, config, batch = cluster.world_size, found.config, recipe.data.global_batch
+    world, config, batch = cluster.world_size, needed.config, recipe.data.global_batch
     largest = largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
     flops = sum(mean_flops(recipe, config, on_gpu=True).values()) * config.accumulation
@@ -115,7 +118,7 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
     steps = -(-_IMAGES // batch) if by_epochs else recipe.length.in_steps(batch, 1)
     work = f"{_IMAGES:,} images" if by_epochs else f"length {recipe.length}"
     return {
-        "fits": found.fits,
+        "fits": needed.fits,
         "backbone": recipe.model.backbone,
         "our_vit": isinstance(recipe.model.spec(), ViTSpec),
         "weights": count_parameters(recipe),
@@ -125,9 +128,9 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
         "gpu": cluster.gpu.name,
         "gpus_per_node": cluster.gpus,
         "nodes": cluster.nodes,
-        "limit_bytes": round(found.limit_gib * GIB),
-        "moment": found.memory.moment,
-        "bytes_per_gpu": found.memory.parts,
+        "limit_bytes": round(needed.limit_gib * GIB),
+        "moment": needed.memory.moment,
+        "bytes_per_gpu": needed.memory.parts,
         "activation_bytes": _activations(recipe, config),
         "bytes_per_node": host_bytes(recipe, config, cluster.gpus, world),
         "checkpoint_bytes": checkpoint_bytes(recipe),

@@ -63,9 +63,6 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         loads = loads and finding.level != FAILURE
         yield finding
     if loads:  # the rest needs torch
-        import torch
-
-        from dino_ds.planning.doctor_gpu import look_at_parts
         from dino_ds.planning.doctor_machine import look_at_machine
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -74,7 +71,6 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
         yield from look_at_compiler(config)
         yield from look_at_machine(config, recipe, options.run_dir)
-        yield from look_at_parts(torch.cuda.device_count())
 
 
 def look_at_software() -> Iterator[Finding]:

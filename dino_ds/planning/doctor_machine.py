@@ -39,8 +39,8 @@ def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[
     yield look_at_shared_memory(recipe)
     yield look_at_limits()
     places = {"runs": (Path(run_dir), 20), "temporary files": (Path(tempfile.gettempdir()), 2)}
-    for what, (path, wanted) in (places | {"lists of images": (cache_folder(), 1)}).items():
-        yield _disk(what, path, wanted)
+    for content, (path, wanted) in (places | {"lists of images": (cache_folder(), 1)}).items():
+        yield _disk(content, path, wanted)
     yield from look_at_network()
 
 
@@ -116,14 +116,14 @@ def look_at_limits() -> Finding:
     return judge("limits", f"{files if files >= 0 else 'any number of'} open files", cure, 0 <= files < _FILES)
 
 
-def _disk(what: str, path: Path, wanted: int) -> Finding:
+def _disk(content: str, path: Path, wanted: int) -> Finding:
     here = next(p for p in (path.absolute(), *path.absolute().parents) if p.is_dir())
     free = shutil.disk_usage(here).free / 2**30
     if not os.access(here, os.W_OK | os.X_OK):
         cure = "fix its rights, or name another place"
-        return judge("disk", f"{what}: {here} can't be written to", cure, level=FAILURE)
+        return judge("disk", f"{content}: {here} can't be written to", cure, level=FAILURE)
     cure = f"{wanted} GiB are a fair start: remove old runs, or take another disk"
-    return judge("disk", f"{what}: {free:.1f} GiB free in {here}", cure, free < wanted)
+    return judge("disk", f"{content}: {free:.1f} GiB free in {here}", cure, free < wanted)
 
 
 def look_at_network() -> Iterator[Finding]:

@@ -66,9 +66,9 @@ def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, ex
     return Fit(config, with_margins(memory, world_size), limit_gib)
 
 
-def rehearsed(found: Fit, recipe: Recipe, world_size: int) -> Fit:
+def rehearsed(candidate: Fit, recipe: Recipe, world_size: int) -> Fit:
     """`found` by a search, of its micro-batch as it is rehearsed."""
-    return _fit(recipe, found.config, world_size, found.limit_gib)
+    return _fit(recipe, candidate.config, world_size, candidate.limit_gib)
 
 
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:

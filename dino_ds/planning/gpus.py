@@ -112,11 +112,11 @@ def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
 
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
     """A sentence on the hours of `work`, which takes so many FLOPs of each card."""
-    found = hours(gpu, flops)
-    if found is None:
+    span = hours(gpu, flops)
+    if span is None:
         return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"
     low, high = (f"{100 * part:.0f}" for part in REACHED)
     return (
-        f"{work}: {short(found[0])} to {short(found[1])} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to "
+        f"{work}: {short(span[0])} to {short(span[1])} hours, {short(flops / 1e15)} PFLOP on each GPU at {high} to "
         f"{low} % of the peak of {gpu.name}; not measured"
     )

@@ -77,11 +77,11 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     it replaces now and then, in FP32: at most, since low precision stores its matrices so."""
     facts = student_facts(recipe)
     teachers = teachers_of(recipe)
-    copies = _FP32 * sum(one.follows for one in teachers)
+    copies = _FP32 * sum(teacher.follows for teacher in teachers)
     state = _STATE * sum(facts.trained.values()) + copies * count_parameters(recipe)
-    found = state + _FP32 * sum(facts.statistics)
-    replaced = sum(not one.follows and not one.of_file for one in teachers)
-    return found + replaced * _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
+    learned = state + _FP32 * sum(facts.statistics)
+    replaced = sum(not teacher.follows and not teacher.of_file for teacher in teachers)
+    return learned + replaced * _FP32 * sum(n for name, n in facts.sizes.items() if name.startswith("backbone."))
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
@@ -108,8 +108,8 @@ def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: 
     if config.performance.frozen_teacher != "offloaded":
         return 0
     teachers, specs = step_costs(recipe, config, on_gpu=True).teachers, teachers_of(recipe)
-    found = sum(teachers[one.name].backbone for one in specs if one.of_file and one.name in teachers)
-    return found * gpus // world_size
+    backbones = sum(teachers[spec.name].backbone for spec in specs if spec.of_file and spec.name in teachers)
+    return backbones * gpus // world_size
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:

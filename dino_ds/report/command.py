@@ -21,8 +21,8 @@ from dino_ds.report.text import duration, gib, nats, number, percent
 
 def run(options: ReportOptions) -> None:
     """Write the page, and print what it says first."""
-    page, found = write_page(options)
-    facts = summarize(found)
+    page, files = write_page(options)
+    facts = summarize(files)
     if options.json:
         print(json.dumps({"report": str(page), **facts}, allow_nan=False))
     else:
@@ -35,14 +35,14 @@ def write_page(options: ReportOptions) -> tuple[Path, RunFiles]:
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
     _check_out(page, folder)
-    found = read_run(folder)
+    files = read_run(folder)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     foot = render("foot.html", version=__version__, today=today, folders=[str(folder.resolve())])
     try:
-        replace_file(page, build_document(found.name, draw_run(found) + foot))
+        replace_file(page, build_document(files.name, draw_run(files) + foot))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
-    return page, found
+    return page, files
 
 
 def _check_out(page: Path, folder: Path) -> None:
@@ -58,8 +58,8 @@ def _check_out(page: Path, folder: Path) -> None:
 
 
 def _line(facts: dict[str, Any]) -> str:
-    found, planned = facts["knn"], facts["planned_steps"]
-    knn = f", k-NN {percent(found.get('teacher'))} at step {number(found['step'])}" if found else ""
+    accuracies, planned = facts["knn"], facts["planned_steps"]
+    knn = f", k-NN {percent(accuracies.get('teacher'))} at step {number(accuracies['step'])}" if accuracies else ""
     of = f" of {number(planned)}" if planned else ""
     return (
         f"{facts['state']:<11}{facts['run']}: step {number(facts['step'])}{of}, loss {nats(facts['loss'])}{knn}, "

@@ -82,7 +82,7 @@ def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
     """Normalized images (b, c, h, w) -> pictures (b, h, w, 3) in [0, 1], as `visible` makes them."""
     shape = (1, -1, 1, 1)
     scaled = images * torch.tensor(std).view(shape) + torch.tensor(mean).view(shape)
-    return torch.stack([visible(one) for one in scaled]).permute(0, 2, 3, 1)
+    return torch.stack([visible(image) for image in scaled]).permute(0, 2, 3, 1)
 
 
 def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:

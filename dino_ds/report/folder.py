@@ -117,8 +117,8 @@ class RunFiles:
 def read_run(path: Path) -> RunFiles:
     """Raises ConfigError where there is no run, or one that has written no metrics."""
     if not path.is_dir():
-        what = "it is a file" if path.exists() else f"it does not exist{near_run(path)}"
-        raise ConfigError(f"{path} is not a run folder: {what}")
+        reason = "it is a file" if path.exists() else f"it does not exist{near_run(path)}"
+        raise ConfigError(f"{path} is not a run folder: {reason}")
     if not (path / "config.yaml").exists() and not (path / "metrics.jsonl").exists():
         raise ConfigError(f"{path} is not a run folder: it holds neither config.yaml nor metrics.jsonl")
     notes: list[str] = []

@@ -83,12 +83,12 @@ def draw_pictures(
     """
     if chosen := [kind for kind in _OF_PATCHES if kind in kinds]:
         crop = EvalCrop(side_of(model), model.normalization)
-        pixels = torch.stack([one for _, one in _read(source, _SHOWN, crop, value_range)]).to(device)
+        pixels = torch.stack([image for _, image in _read(source, _SHOWN, crop, value_range)]).to(device)
         pictures = draw.picture_of(pixels.cpu(), model.normalization.mean, model.normalization.std)
         for kind in chosen:
             of_patches = model.attention if kind == "attention" else model.patch_tokens
             drawn = draw.draw_attention if kind == "attention" else draw.draw_pca
-            yield kind, drawn(pictures, torch.cat([of_patches(one).float().cpu() for one in pixels.split(1)]))
+            yield kind, drawn(pictures, torch.cat([of_patches(image).float().cpu() for image in pixels.split(1)]))
             at_batch()
     if chosen := [kind for kind in _OF_FEATURES if kind in kinds]:
         bank = _Bank(model, source, value_range, device, at_batch)
@@ -141,7 +141,7 @@ class _Bank:
         features, indices = list[Tensor](), list[int]()
         self._thumbnails: list[np.ndarray] = []
         while batch := list(itertools.islice(images, _AT_ONCE)):
-            pixels = torch.stack([one for _, one in batch])
+            pixels = torch.stack([image for _, image in batch])
             indices += [index for index, _ in batch]
             features.append(model.features(pixels.to(device)).float().cpu())
             self._thumbnails += _thumbnails(pixels, model.normalization)
@@ -163,14 +163,14 @@ class _Bank:
         """The nearest images of some queries, none of which is its own neighbor."""
         queries = evenly_spaced_indices(len(self._features), _QUERIES)
         similarity, index = nearest(self._features[queries], self._features, min(_NEIGHBORS + 1, len(self._features)))
-        found, captions, same_class = [], [], []
+        neighbors, captions, same_class = [], [], []
         for query, cosines, row in zip(queries, similarity.tolist(), index.tolist(), strict=True):
             others = [(i, cosine) for i, cosine in zip(row, cosines, strict=True) if i != query][:_NEIGHBORS]
-            own, groups = self._groups[query], [self._groups[i] for i, _ in others]
-            found.append([self._thumbnails[i] for i, _ in others])
-            captions.append([own or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]])
-            same_class.append([None if None in (own, group) else own == group for group in groups])
-        return draw.draw_neighbors([self._thumbnails[i] for i in queries], found, captions, same_class)
+            label, labels = self._groups[query], [self._groups[i] for i, _ in others]
+            neighbors.append([self._thumbnails[i] for i, _ in others])
+            captions.append([label or "", *[f"{cosine:.2f} {self._groups[i] or ''}" for i, cosine in others]])
+            same_class.append([None if None in (label, other) else label == other for other in labels])
+        return draw.draw_neighbors([self._thumbnails[i] for i in queries], neighbors, captions, same_class)
 
 
 def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray]:
@@ -245,8 +245,8 @@ class PictureFiles:
 
     def __init__(self, model: str, out: str | None) -> None:
         home = home_of(model)
-        own = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
-        self._folder = Path(os.path.expanduser(out)) if out else own
+        default = home.folder / "pictures" / home.name if home.folder.is_dir() else Path("pictures")
+        self._folder = Path(os.path.expanduser(out)) if out else default
         self.written: list[str] = []
         if reason := why_not_writable(self._folder / "a.png"):
             raise _not_written(self._folder, reason)

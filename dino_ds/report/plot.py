@@ -91,8 +91,8 @@ def _draw_levels(axes: Any, chart: Chart) -> None:
     room = 0.0
     for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
         axes.axhline(value, linestyle=(0, (4, 3)), color=COLORS[-1], linewidth=1)
-        place = float(axes.transLimits.transform((0, value))[1])
-        room = max(room, place + 1.5 / height)
+        height_of_level = float(axes.transLimits.transform((0, value))[1])
+        room = max(room, height_of_level + 1.5 / height)
         shown = f"{name} {number(value, 3)}"
         axes.text(0.99, room, shown, transform=axes.transAxes, fontsize=7, ha="right", va="bottom", color=_INK)
         room += _LABEL / height

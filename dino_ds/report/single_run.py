@@ -76,10 +76,10 @@ def state_badge(facts: dict[str, Any]) -> Tag:
 
 def _images(run: RunFiles) -> str:
     """The images in words, such as "2,880 images of photos"."""
-    count, place = run.events.fact("images", "images", int), run.events.fact("images", "place", str)
-    if count is None or place is None:
+    count, root = run.events.fact("images", "images", int), run.events.fact("images", "place", str)
+    if count is None or root is None:
         return "images whose number is not known"
-    words = f"{count:,} images {'of' if run.recipe and place == run.recipe.data.source else 'in'} {place}"
+    words = f"{count:,} images {'of' if run.recipe and root == run.recipe.data.source else 'in'} {root}"
     shares = {key.removeprefix(SHARE): run.metrics[key].y for key in find_shares(run.metrics.curves)}
     achieved = ", ".join(f"{name} {percent(100 * float(np.nanmean(part)))}" for name, part in shares.items())
     return words + (f" (drawn: {achieved})" if achieved else "")
@@ -144,10 +144,10 @@ def _constant(series: Series, metrics: Metrics) -> str:
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
     """By kind the pictures of the start beside the newest ones; then those that are not of a step of training."""
     folder, order = run.path / "pictures", list(_PICTURES)
-    steps, own = dict[str, list[Path]](), list[Path]()
+    steps, others = dict[str, list[Path]](), list[Path]()
     for path in run.pictures:
         if path.parent == folder:
-            own.append(path)
+            others.append(path)
         else:
             steps.setdefault(path.stem, []).append(path)
     kinds = sorted(steps, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
@@ -160,9 +160,9 @@ def _load_pictures(run: RunFiles) -> dict[str, Any]:
         for kind in kinds[:_MOST]
     ]
     title = "Pictures of dino-ds pictures"
-    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in own[:_MOST]]
+    named = [_picture(path, _PICTURES.get(path.stem, path.stem)) for path in others[:_MOST]]
     groups += [{"title": title, "open": not groups, "shown": named}] if named else []
-    more = len(own) > _MOST or any(len(paths) > 2 for paths in steps.values())
+    more = len(others) > _MOST or any(len(paths) > 2 for paths in steps.values())
     return {"folder": folder, "groups": groups, "more": more}
 
 
@@ -221,7 +221,9 @@ def _incidents(run: RunFiles) -> dict[str, Any]:
     events = run.events
     return {
         "header": ("UTC", "", ""),
-        "rows": [(one.time, Tag(one.kind, f"incident {LEVELS[one.kind]}"), one.line) for one in events.incidents],
+        "rows": [
+            (event.time, Tag(event.kind, f"incident {LEVELS[event.kind]}"), event.line) for event in events.incidents
+        ],
         "counts": "; ".join(f"{name} {number(count)}" for name, count in events.counts.items()),
         "most": max(events.counts.values(), default=0),
     }

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from dino_ds.basics.durable import cache_folder
 from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
@@ -49,7 +47,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, n
         f"warning  {text}"
         for text in [*few_images(run.options.images, steps * batch), *alone, *slow_teachers(recipe, steps)]
     ]
-    texts = [*first_on_gpu(device), *notes, *balanced]
+    texts = [*notes, *balanced]
     room = max(0, _MOST_LINES - len(shown))
     more = f"{len(texts) - room} more notes and " if len(texts) > room else ""
     details = [
@@ -96,32 +94,20 @@ def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -
         last_step=options.last_step,
     )
     if given is not None:
-        own = [f"{key} {text}" for key, text in given.overrides.items() if key not in _SHOWN_ELSEWHERE]
-        changed = f"; set otherwise here: {one_line(', '.join(own), 160)}" if own else " as it is"
+        overrides = [f"{key} {text}" for key, text in given.overrides.items() if key not in _SHOWN_ELSEWHERE]
+        changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else " as it is"
         yield f"recipe   {given.config or 'the defaults'}{changed}"
 
 
 def _crops_in_words(recipe: Recipe) -> str:
     """ "2 global crops of 224 px, 8 local of 96"."""
     several = []
-    for one in recipe.resolutions:
-        first, *others = [f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in recipe.groups_of(one)]
+    for resolution in recipe.resolutions:
+        first, *others = [
+            f"{group.count} {group.name}{{}} of {group.size}{{}}" for group in recipe.groups_of(resolution)
+        ]
         several.append(", ".join([first.format(" crops", " px"), *(text.format("", "") for text in others)]))
     return "; or ".join(several)
-
-
-def first_on_gpu(where: torch.device) -> list[str]:
-    """A note for the first run of a user on a GPU, of which a file in the cache tells."""
-    seen = cache_folder() / "gpu_seen"
-    if where.type != "cuda" or distributed.rank() or seen.exists():
-        return []
-    with suppress(OSError):
-        seen.parent.mkdir(parents=True, exist_ok=True)
-        seen.touch()
-    return [
-        "first run on a GPU here: dino_ds was verified on CPUs, and on GPUs neither speed nor kernels were; "
-        "`dino-ds doctor` checks these, and a report should hold its page and this log"
-    ]
 
 
 def unused_classes(recipe: Recipe, source: Source) -> list[str]:
@@ -146,7 +132,7 @@ def few_images(images: int, shown: int) -> list[str]:
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
     """A warning on each average of the student that ends a run of `steps` steps mostly as it began: what it teaches is
     then the untrained network."""
-    found = []
+    warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
     for teacher in teachers_of(recipe):
         if not (teacher.follows and drawn):
@@ -155,11 +141,11 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
         if (kept := math.exp(-rate * steps)) > MOST_KEPT:
             key = "teacher.momentum" if teacher.name == EMA else f"teacher.others: {teacher.name} momentum"
             faster = f"{max(0.0, 1 - 10 / steps):.4g}"
-            found.append(
+            warnings.append(
                 f"after all {steps} steps the teacher would still be {kept:.0%} what it began as: lower {key} (here "
                 f"{faster} or less) or train longer"
             )
-    return found
+    return warnings
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:
@@ -186,7 +172,7 @@ def _objective_lines(recipe: Recipe) -> list[str]:
 
 def _sizes_in_words(recipe: Recipe) -> str:
     """ "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
-    several = [(describe_crops(recipe.groups_of(one)), one.share) for one in recipe.resolutions]
+    several = [(describe_crops(recipe.groups_of(resolution)), resolution.share) for resolution in recipe.resolutions]
     if len(several) == 1:
         return several[0][0]
     return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))

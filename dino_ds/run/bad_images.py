@@ -45,11 +45,11 @@ class ImageReports:
     def report_unreadable(self) -> None:
         """Gather notes and unreadable images of all ranks; name and count each once. Raises DataError for too many."""
         run, seen = self._run, self._run.state.bad_images
-        found = distributed.gather_objects((sorted(self._unreadable - seen), self._notes))
+        gathered = distributed.gather_objects((sorted(self._unreadable - seen), self._notes))
         self._unreadable, self._notes = set(), []
-        for rank, (_, notes) in enumerate(found):
+        for rank, (_, notes) in enumerate(gathered):
             self._log.info(*(f"note     rank {rank}: {note}" for note in notes))
-        for name in sorted({name for names, _ in found for name in names}):
+        for name in sorted({name for names, _ in gathered for name in names}):
             seen.add(name)
             detail = len(seen) > _SHOWN
             self._log.info(Event(f"unreadable image skipped: {name}", "unreadable image", detail, name=name))
@@ -84,8 +84,8 @@ class BadSteps:
         run.state.skipped_steps += 1
         mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
         all_mine = [name for _, names in window for name in names]
-        found = distributed.gather_objects((mine, all_mine))
-        ranks = [rank for rank, (names, _) in enumerate(found) if names]
+        by_rank = distributed.gather_objects((mine, all_mine))
+        ranks = [rank for rank, (names, _) in enumerate(by_rank) if names]
         if not ranks and step.engine.config.dynamic_loss_scale:
             if step.engine.scale_is_exhausted:
                 raise NumericError(
@@ -96,26 +96,30 @@ class BadSteps:
             self._log.info(Event(line, "overflow", detail=True))
             return
         self._in_a_row += 1
-        names = {rank: found[rank][0] or found[rank][1] for rank in ranks or range(len(found))}
+        names = {rank: by_rank[rank][0] or by_rank[rank][1] for rank in ranks or range(len(by_rank))}
         self._record(names, "loss" if ranks else "gradient")
-        culprits = [name for names, _ in found for name in names]
-        what = f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
-        if culprits and len(found) > 1:
-            what += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
-        what = f"{what}, after step {step.applied_steps}"
-        self._log.info(Event(f"{what}: nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite"))
+        culprits = [name for names, _ in by_rank for name in names]
+        reason = (
+            f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
+        )
+        if culprits and len(by_rank) > 1:
+            reason += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+        reason = f"{reason}, after step {step.applied_steps}"
+        self._log.info(
+            Event(f"{reason}: nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite")
+        )
         if self._in_a_row >= _MOST:
             raise NumericError(
-                f"{what}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
+                f"{reason}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
                 f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
 
-    def _record(self, names: dict[int, list[str]], what: str) -> None:
+    def _record(self, names: dict[int, list[str]], quantity: str) -> None:
         """A line for each rank in `names`: those whose loss was not finite, or all where only the gradient was not."""
         if distributed.rank() == 0:
             common = {"step": self._run.step.applied_steps, "in_a_row": self._in_a_row}
             for rank, images in names.items():
-                record = {**common, "rank": rank, "what": what, "images": images}
+                record = {**common, "rank": rank, "what": quantity, "images": images}
                 append_line(self._run.path / _FILE, json.dumps(record))
 
 

@@ -31,32 +31,39 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 
 @dataclass(frozen=True)
 class Beginning:
-    """own: the checkpoint to resume; before: that of the run before, for a new stage; one of them at most. continues:
-    the stage takes over the whole training state, else the teacher's weights; other_images: its images are others."""
+    """The checkpoint that a start loads, if any: of this run, or for a new stage of the previous one.
 
-    own: SavedCheckpoint | None = None
-    before: SavedCheckpoint | None = None
+    Attributes:
+        resumed: checkpoint of this run.
+        previous: checkpoint of the previous stage.
+        continues: whether the stage takes over the whole training state, else the teacher's weights.
+        images_changed: whether the stage trains on other images than the previous one.
+        notes: lines for the log.
+    """
+
+    resumed: SavedCheckpoint | None = None
+    previous: SavedCheckpoint | None = None
     continues: bool = False
-    other_images: bool = False
+    images_changed: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
     def weights(self) -> tuple[str, Weights] | None:
         """The weights that the network is built with, and their name; None unless a stage takes over these alone."""
-        if self.before is None or self.continues:
+        if self.previous is None or self.continues:
             return None
-        return str(self.before.folder), teacher_weights(self.before)
+        return str(self.previous.folder), teacher_weights(self.previous)
 
     def built(self, recipe: Recipe) -> Recipe:
-        """The recipe by which the run is built: weights of its own checkpoint take the place of others, whose file may
-        be gone, unless these are a teacher's too."""
-        if self.own is None or recipe.objective.preserve_weight:
+        """The recipe that the run is built with: a resumed run reads its checkpoint in place of model.init_from, whose
+        file may be gone, unless that is a teacher's too."""
+        if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
         return change_recipe(recipe, {"model.init_from": "none"})
 
     def check_ahead(self, last_step: int, run: str, ends: str) -> None:
         """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
-        done = self.own.manifest.step if self.own is not None else 0
+        done = self.resumed.manifest.step if self.resumed is not None else 0
         if done > last_step:
             raise ConfigError(
                 f"{ends} lies behind: {run} has done {done} steps, and would end at {last_step}; give more, or leave "
@@ -65,14 +72,14 @@ class Beginning:
 
     def load(self, saver: Saver) -> list[str]:
         """Put the beginning into the parts of the run, once they are built; gives lines for the log."""
-        if self.own is not None:
-            saver.load(self.own)
-        if self.before is None:
+        if self.resumed is not None:
+            saver.load(self.resumed)
+        if self.previous is None:
             return []
         if not self.continues:
-            return saver.restart_from(self.before)
-        notes = saver.continue_from(self.before)
-        if self.other_images:  # an order of other images has no use for the place in it
+            return saver.restart_from(self.previous)
+        notes = saver.continue_from(self.previous)
+        if self.images_changed:  # an order of other images has no use for the place in it
             saver.state.position = Position(saver.state.position.epoch + 1)
         return notes
 
@@ -119,8 +126,8 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
 
     def accept(manifest: Manifest) -> None:
         with naming(run_name):
-            theirs = recipe_of(manifest)
-        _check_fits(run_name, recipe, theirs, continues)
+            source = recipe_of(manifest)
+        _check_fits(run_name, recipe, source, continues)
 
     choice = Checkpoints(run, keep=1).choose(step, distributed.gather_objects(read_run_id(run))[0], accept)
     if choice.saved is None:
@@ -128,8 +135,8 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
     saved = choice.saved.manifest
     folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
     folder.recipe = given.begun(recipe, folder.origin.first_step)
-    what = "all of its training state" if continues else "its teacher's weights"
-    notes = [*choice.notes, f"begins with {run}, step {saved.step}: {what}"]
+    inherited = "all of its training state" if continues else "its teacher's weights"
+    notes = [*choice.notes, f"begins with {run}, step {saved.step}: {inherited}"]
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
     if changed:
         notes.append(f"settings that differ from those of {run}: {', '.join(changed.values())}")
@@ -137,19 +144,19 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
     return Beginning(None, choice.saved, continues, bool(changes), [*notes, *changes])
 
 
-def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None:
+def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None:
     """Raises CheckpointError, with what differs, where a stage can't begin with a run of the recipe `theirs`."""
-    backbones = [recipe.model.spec() for recipe in (theirs, ours)]
+    backbones = [recipe.model.spec() for recipe in (source, ours)]
     kinds = [type(spec) for spec in backbones]
     if kinds[0] != kinds[1]:
         raise CheckpointError(
-            f"{run} is of another backbone: {theirs.model.backbone} there, {ours.model.backbone} here"
+            f"{run} is of another backbone: {source.model.backbone} there, {ours.model.backbone} here"
         )
     if differ := _differences(*(vars(spec) for spec in backbones)):
         other = backbones[0].in_chans != backbones[1].in_chans
         advice = "; model.init_from in the place of --from adapts weights to other channels" if other else ""
         raise CheckpointError(f"{run} is of another backbone: {differ}{advice}")
-    heads = [heads_of(recipe) for recipe in (theirs, ours)]
+    heads = [heads_of(recipe) for recipe in (source, ours)]
     for name, head in heads[1].items():
         if name not in heads[0]:
             raise CheckpointError(
@@ -159,25 +166,25 @@ def _check_fits(run: str, ours: Recipe, theirs: Recipe, continues: bool) -> None
         if differ := _differences(vars(heads[0][name]), vars(head)):
             raise CheckpointError(f"{run} has another {name}: {differ}")
     if continues:
-        _check_state_fits(run, ours, theirs, heads[0].keys() - heads[1].keys())
+        _check_state_fits(run, ours, source, heads[0].keys() - heads[1].keys())
 
 
-def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]) -> None:
+def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]) -> None:
     """Raises CheckpointError where a stage can't take over the optimizer's moments of a run of the recipe `theirs`."""
     advice = "take --stage_start restart, which begins with the weights alone"
-    if theirs.optimizer.kind != ours.optimizer.kind:
-        kinds = f"optimizer.kind {theirs.optimizer.kind} there, {ours.optimizer.kind} here"
+    if source.optimizer.kind != ours.optimizer.kind:
+        kinds = f"optimizer.kind {source.optimizer.kind} there, {ours.optimizer.kind} here"
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
-    parts = [recipe.model.trained for recipe in (theirs, ours)]
+    parts = [recipe.model.trained for recipe in (source, ours)]
     if parts[0] != parts[1]:
         differ = _differences(vars(parts[0]), vars(parts[1])).replace("what", "model.train")
         raise CheckpointError(f"{run} trained another part: {differ}; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
-    if theirs.hides_patches != ours.hides_patches:
-        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (theirs, ours)]
+    if source.hides_patches != ours.hides_patches:
+        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (source, ours)]
         raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
-    spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (theirs, ours)]
+    spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (source, ours)]
     if "pos_embed_interpolation" in spec.obeys and sizes[0] != sizes[1]:
         raise CheckpointError(
             f"{run}: crops.global_size {sizes[0]} there, {sizes[1]} here, and its positions are learned ones; set "
@@ -185,7 +192,7 @@ def _check_state_fits(run: str, ours: Recipe, theirs: Recipe, left_out: set[str]
         )
 
 
-def _differences(theirs: dict[str, object], ours: dict[str, object]) -> str:
+def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
     """ "depth 12 there, 2 here"."""
-    names = [name for name in theirs if theirs[name] != ours.get(name)]
-    return ", ".join(f"{name} {theirs[name]} there, {ours.get(name)} here" for name in names)
+    names = [name for name in source if source[name] != ours.get(name)]
+    return ", ".join(f"{name} {source[name]} there, {ours.get(name)} here" for name in names)

@@ -27,26 +27,26 @@ _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version(), "dino_ds": __version__}
+    by_package = {"python": platform.python_version(), "dino_ds": __version__}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "absent"
-    return found
+            by_package[package] = "absent"
+    return by_package
 
 
 def own_code(recipe: Recipe) -> dict[str, str]:
     """A digest of each module of the user's own that a recipe names, without the modules that these import."""
     names = [recipe.data.source, recipe.model.backbone]
-    for own in (recipe.objective.terms, recipe.teacher.others):
-        names += [values.get("spec") for values in json.loads(own).values()]
-    found = {}
+    for sections in (recipe.objective.terms, recipe.teacher.others):
+        names += [values.get("spec") for values in json.loads(sections).values()]
+    digests = {}
     for module in [name.partition(":")[0] for name in names if name and ":" in name]:
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and os.path.isfile(file):
-            found[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
-    return found
+            digests[f"the code of {module}"] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return digests
 
 
 def describe_environment(run_dir: Path) -> dict[str, Any]:
@@ -76,8 +76,8 @@ def describe_start() -> dict[str, Any]:
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
     """The newest earlier starts of the run in this folder; of a run of an older version the last one."""
     try:
-        found = json.loads((run_dir / "environment.json").read_text())
-        starts = found.get("starts") or ([found] if "command" in found else [])
+        environment = json.loads((run_dir / "environment.json").read_text())
+        starts = environment.get("starts") or ([environment] if "command" in environment else [])
         return [
             {name: start.get(name, "") for name in ("time", "command", "launcher", "ranks", STARTED_IN)}
             for start in starts[-_MOST_STARTS:]

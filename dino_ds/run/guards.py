@@ -140,8 +140,8 @@ class MemoryGuard:
             recipe, config, gib = self._run
             predicted = f"{gib:.2f} GiB were predicted, " if gib is not None else ""
             cure = _cure(part, recipe, config, on_gpu=type(error).__name__ == "OutOfMemoryError")
-        found = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
-        asked = f" ({found[1]} more)" if found else ""
+        request = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        asked = f" ({request[1]} more)" if request else ""
         where = f"out of memory in {part} after step {self._beat.step}{asked}"
         return f"{where}: {predicted}{free_memory()}. To continue with --resume: {cure}"
 

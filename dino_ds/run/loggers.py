@@ -32,15 +32,15 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
     opened: dict[str, Logger] = {}
     if distributed.rank() != 0:
         return opened
-    for name, given in sections.items():
+    for name, values in sections.items():
         package, pip = _PACKAGES[name]
-        if not given["enabled"]:
+        if not values["enabled"]:
             continue
         if find_spec(package) is None:
             raise ConfigError(
                 f"the ds JSON's section {name} needs a package: pip install {pip}, or set --ds.{name}.enabled false"
             )
-        section = {key: value for key, value in given.items() if key != "enabled"}
+        section = {key: value for key, value in values.items() if key != "enabled"}
         try:
             opened[name] = _OPENERS[name](section, run_dir, run_id)
         except Exception as error:  # of any package, network or account
@@ -64,8 +64,8 @@ def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     from deepspeed.monitor.config import WandbConfig
     from deepspeed.monitor.wandb import WandbMonitor
 
-    own = {"WANDB_DIR": str(run_dir), "WANDB_RUN_ID": run_id, "WANDB_NAME": run_dir.name, "WANDB_RESUME": "allow"}
-    for name, value in own.items():
+    variables = {"WANDB_DIR": str(run_dir), "WANDB_RUN_ID": run_id, "WANDB_NAME": run_dir.name, "WANDB_RESUME": "allow"}
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
     return _wrap_monitor(WandbMonitor(WandbConfig(enabled=True, **{"project": "dino_ds", **section})), wandb.finish)
 
@@ -81,12 +81,12 @@ def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
     if "tracking_uri" in section:
         mlflow.set_tracking_uri(section["tracking_uri"])
     with _soon_refused():
-        place = mlflow.get_tracking_uri()
-        print(f"mlflow   connecting to {place.rpartition('@')[2]}", file=sys.stderr, flush=True)  # without a password
+        uri = mlflow.get_tracking_uri()
+        print(f"mlflow   connecting to {uri.rpartition('@')[2]}", file=sys.stderr, flush=True)  # without a password
         experiment = mlflow.set_experiment(section.get("experiment", "dino_ds")).experiment_id
         ours = f"tags.run_id = '{run_id}'"
-        found: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
-        known = {"run_id": found[0].info.run_id} if found else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
+        runs: list[Any] = mlflow.search_runs([experiment], filter_string=ours, output_format="list")
+        known = {"run_id": runs[0].info.run_id} if runs else {"run_name": run_dir.name, "tags": {"run_id": run_id}}
         mlflow.start_run(**known, log_system_metrics=False)
     return Logger(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
 

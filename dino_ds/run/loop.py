@@ -173,19 +173,19 @@ class Loop:
             self._run.state.position = self._window_start
         self._window_start = self._run.state.position
 
-    def _run_if_due(self, what: AtStep | None, last: bool) -> bool:
+    def _run_if_due(self, task: AtStep | None, last: bool) -> bool:
         """False where a stop was requested before its end."""
-        if what is None or not what.due(self._run.step.applied_steps, last):
+        if task is None or not task.due(self._run.step.applied_steps, last):
             return True
-        return self._run_now(what)
+        return self._run_now(task)
 
-    def _run_now(self, what: AtStep, at_start: bool = False) -> bool:
+    def _run_now(self, task: AtStep, at_start: bool = False) -> bool:
         run, step = self._run, self._run.step
         done = step.applied_steps
         self._beat.enter("evaluate", done)
         with self._clock.paused():
             where = step.teachers.exported, step.engine.device, done, done * run.options.global_batch
-            return what.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
+            return task.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
 
     def _stop_requested(self) -> bool:
         """Whether a stop was requested; the monitor process sees by each call that the work makes progress."""

@@ -178,8 +178,8 @@ class RunLog:
             self._board = None
             self._warn("TensorBoard's files", error)
 
-    def _warn(self, what: str, error: OSError) -> None:
-        line = f"dino_ds: warning: cannot write to {what}: {error.strerror}; training continues"
+    def _warn(self, target: str, error: OSError) -> None:
+        line = f"dino_ds: warning: cannot write to {target}: {error.strerror}; training continues"
         tqdm.write(line, file=sys.stderr)
 
     def progress(self, step: int, last: int) -> None:

@@ -35,7 +35,7 @@ class Reports:
     def __init__(self, run: Run, saver: Saver) -> None:
         self._run, self._saver, self._log = run, saver, run.log
         self.images = ImageReports(run, saver)
-        self._shares = tuple(f"share/{place}" for place in run.options.part_ends)
+        self._shares = tuple(f"share/{source}" for source in run.options.part_ends)
         meters = ("loss", *run.step.objective.scalars, "constant_images", *self._shares)
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)

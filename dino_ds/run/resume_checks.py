@@ -36,8 +36,8 @@ def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
     allowed = {key.strip() for key in keys.split(",")}
     for key in sorted(allowed - known):
         free = is_free(key) and key in flat_values(recipe)
-        what = "it may change freely, leave it out" if free else "it is not a key of the recipe"
-        raise ConfigError(f"--allow_change {key}: {what}.{'' if free else did_you_mean(key, known)}")
+        reason = "it may change freely, leave it out" if free else "it is not a key of the recipe"
+        raise ConfigError(f"--allow_change {key}: {reason}.{'' if free else did_you_mean(key, known)}")
     return allowed
 
 
@@ -119,7 +119,9 @@ class OtherImages:
                 f"{saved.step}: bring them back, or accept with --allow_change {IMAGES}"
             )
         batch = self._recipe.data.global_batch
-        old, new = (build_schedules(self._recipe, max(1, one.count // batch)) for one in (before, self._now))
+        old, new = (
+            build_schedules(self._recipe, max(1, image_set.count // batch)) for image_set in (before, self._now)
+        )
         if moved := _moved(old, new, saved.step):
             raise CheckpointError(
                 f"images changed since step {saved.step} ({before.changes(self._now)}), and lengths in epochs with "
@@ -139,9 +141,10 @@ def _moved(old: Schedules, new: Schedules, step: int) -> str:
     """The differences of training from `step` on, in words; "" without any."""
     last = max(old.steps, new.steps, step + 1)
     lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
-    edges = {edge for one in (old, new) for name in lengths for edge in (getattr(one, name) - 1, getattr(one, name))}
+    ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
+    edges = {edge for end in ends for edge in (end - 1, end)}
     places = sorted({*range(step, last, max(1, (last - step) // _PROBES)), *(e for e in edges if step <= e < last)})
-    first = next((place for place in places if old.at(place) != new.at(place)), None)
+    first = next((probe for probe in places if old.at(probe) != new.at(probe)), None)
     parts = [f"length {old.steps} -> {new.steps} steps"] if old.steps != new.steps else []
     return "; ".join(parts + ([] if first is None else [f"schedules differ from step {first} on"]))
 
@@ -152,11 +155,11 @@ def _check_same_images(source: Source) -> None:
     Such ranks would train on different data and wait for each other for ever.
     """
     names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
-    found = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
-    for other, images in enumerate(found):
-        if images != found[0]:
+    counts = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
+    for other, images in enumerate(counts):
+        if images != counts[0]:
             raise DataError(
-                f"rank 0 finds {found[0][0]} images, rank {other} {images[0]}, not the same ones: "
+                f"rank 0 finds {counts[0][0]} images, rank {other} {images[0]}, not the same ones: "
                 "data.root must hold the same files on all machines"
             )
 
@@ -165,5 +168,5 @@ def describe_images(source: Source, root: str | None) -> ImageSet:
     """A description of all images, by rank 0, for all ranks. Raises DataError where a rank has other images."""
     _check_same_images(source)
     mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
-    found: ImageSet = distributed.gather_objects(mine)[0]
-    return found
+    images: ImageSet = distributed.gather_objects(mine)[0]
+    return images

@@ -136,16 +136,16 @@ def check_place(path: Path) -> None:
     part is a link to nothing, such as a disk that is not mounted (a run without its checkpoints would start anew), or
     the disk refuses."""
     for name in (*_FILES, *_FOLDERS):
-        place = path / name
-        if place.is_symlink() and not place.exists():
+        entry = path / name
+        if entry.is_symlink() and not entry.exists():
             raise ConfigError(
-                f"{place} is a link to {os.readlink(place)}, which is not there: bring that back, such as its disk, or "
+                f"{entry} is a link to {os.readlink(entry)}, which is not there: bring that back, such as its disk, or "
                 "remove the link"
             )
-        if place.is_fifo() or (place.exists() and place.is_dir() != (name in _FOLDERS)):
-            found = "a folder" if place.is_dir() else "a pipe or device" if place.is_fifo() else "a file"
+        if entry.is_fifo() or (entry.exists() and entry.is_dir() != (name in _FOLDERS)):
+            kind = "a folder" if entry.is_dir() else "a pipe or device" if entry.is_fifo() else "a file"
             wanted = "a folder" if name in _FOLDERS else "a file"
-            raise ConfigError(f"{place} is {found} where a run has {wanted}: remove or rename it")
+            raise ConfigError(f"{entry} is {kind} where a run has {wanted}: remove or rename it")
     if reason := why_not_writable(path / "config.yaml"):
         raise ConfigError(f"run folder {path} can't be made: {reason}; fix --run_dir")
 

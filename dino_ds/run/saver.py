@@ -115,19 +115,19 @@ class Saver:
 
         So does a teacher that begins now or later as a copy of another, whatever teacher the run before had.
         """
-        own = self.step.state()
+        initial = self.step.state()
         replaced = self.step.schedules.replacements.items()
-        begin = tuple(f"teachers.{name}." for name, one in replaced if one.start >= saved.manifest.step)
-        theirs = {key: t for key, t in saved.whole().items() if not key.startswith(begin)}
-        self._load(saved, {**own, **theirs})
-        return _name_missing(saved, own)
+        begin = tuple(f"teachers.{name}." for name, replacement in replaced if replacement.start >= saved.manifest.step)
+        saved_tensors = {key: t for key, t in saved.whole().items() if not key.startswith(begin)}
+        self._load(saved, {**initial, **saved_tensors})
+        return _name_missing(saved, initial)
 
     def restart_from(self, saved: SavedCheckpoint) -> list[str]:
         """Load the objective's running statistics alone: the network was built with the teacher's weights."""
         objective = self.step.objective
-        own = objective.state()
-        objective.load_state({**own, **{name: t for name, t in saved.whole().items() if name in own}})
-        return _name_missing(saved, own)
+        initial = objective.state()
+        objective.load_state({**initial, **{name: t for name, t in saved.whole().items() if name in initial}})
+        return _name_missing(saved, initial)
 
     def _load(self, saved: SavedCheckpoint, whole: Mapping[str, Tensor]) -> None:
         state = saved.manifest.state
@@ -154,8 +154,8 @@ class Saver:
     def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""
         prefix, left_out = "teacher.backbone.", self.step.teachers.exported.backbone.training_only
-        found = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
-        return {name: tensor for name, tensor in found.items() if name not in left_out}
+        backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
+        return {name: tensor for name, tensor in backbone.items() if name not in left_out}
 
     def _best(self) -> dict[str, Any] | None:
         """The facts of the best teacher so far, its step is None before the first; or None if none is to be kept."""
@@ -172,9 +172,9 @@ class Saver:
         return lines
 
 
-def _name_missing(saved: SavedCheckpoint, own: Mapping[str, Tensor]) -> list[str]:
+def _name_missing(saved: SavedCheckpoint, initial: Mapping[str, Tensor]) -> list[str]:
     """A line that names, by their first parts, the tensors of a new run that a checkpoint lacks; none if it has all."""
-    missing = own.keys() - saved.whole().keys()
+    missing = initial.keys() - saved.whole().keys()
     names = sorted({".".join(name.split(".")[:2]) for name in missing})
     return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 

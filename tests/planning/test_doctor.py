@@ -16,9 +16,8 @@ import torch
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.loading import load_recipe
 from dino_ds.options.commands import DoctorOptions
-from dino_ds.planning import doctor, doctor_gpu, doctor_machine
+from dino_ds.planning import doctor, doctor_machine
 from dino_ds.planning.measure.machine import VisibleGpu
-from dino_ds.planning.measure.trial import join
 from tests.launching.cluster import environment
 from tests.run.harness import REPOSITORY, image_folder
 
@@ -96,25 +95,6 @@ def test_gpus_that_others_use_and_a_precision_that_the_device_lacks(monkeypatch)
     found = list(doctor_machine.look_at_gpus(_resolved("zero2_bf16.json")))
     assert _levels(found) == ["ok", "warn", "FAIL"]
     assert found[1].text == "1: A, capability 8.0, 10.0 of 40.0 GiB free" and "no bf16" in found[2].text
-
-
-def test_the_parts_of_a_step_on_a_gpu_are_checked(monkeypatch):
-    """The checks themselves, on this CPU; what they say where a part is wrong, hangs, or there is no GPU."""
-    join(1)
-    where = torch.device("cpu")
-    monkeypatch.setattr(doctor_gpu, "why_not_fused", lambda _: "no C compiler")
-    found = [doctor_gpu.Finding(**finding) for finding in doctor_gpu.check_parts()]
-    assert _levels(found) == ["ok", "warn", "ok"] and "no C compiler" in found[1].text
-    assert found[0].text.startswith("attention by ") and "is skipped" in found[2].text
-    assert _levels([doctor_gpu.check_sum(where)]) == ["ok"]
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda ones: ones.zero_())
-    attend = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(doctor_gpu.F, "scaled_dot_product_attention", lambda q, k, v: attend(q, k, v) * torch.nan)
-    assert _levels([doctor_gpu.check_sum(where), doctor_gpu.check_attention(where)]) == ["FAIL", "FAIL"]
-    assert not list(doctor_gpu.look_at_parts(0))
-    monkeypatch.setattr(doctor_gpu, "_SECONDS", 0.1)
-    (late,) = doctor_gpu.look_at_parts(1)
-    assert late.level == "warn" and "not done in time" in late.text
 
 
 @no_gpu_here

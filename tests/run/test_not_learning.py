@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-import torch
-
 from dino_ds.config.loading import load_recipe
-from dino_ds.run.announcement import MOST_KEPT, first_on_gpu, slow_teachers
+from dino_ds.run.announcement import MOST_KEPT, slow_teachers
 from scripts.measures import PACKAGE
 from tests.run.harness import TINY, log_of, read_metrics, train_tiny
 
@@ -46,13 +44,6 @@ def test_flat_targets_are_recognized_and_the_temperature_advised_makes_them_deci
     assert "collapse" not in log_of(tmp_path / "cured")
     entropy, kl = _last_targets(tmp_path / "cured")
     assert entropy < 0.95 and kl > 0.02
-
-
-def test_the_first_run_on_a_gpu_says_what_was_never_verified_there(monkeypatch, tmp_path):
-    monkeypatch.setenv("DINO_DS_CACHE", str(tmp_path / "cache"))
-    assert not first_on_gpu(torch.device("cpu"))
-    (line,) = first_on_gpu(torch.device("cuda"))
-    assert "dino-ds doctor" in line and not first_on_gpu(torch.device("cuda"))
 
 
 def test_a_teacher_too_slow_for_its_run_is_named_with_a_momentum_that_is_not():

@@ -66,11 +66,11 @@ def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any]
     room = "the GPU's memory" if limit is None else f"{limit:.1f} GiB{' of a GPU' if gpus else ''}"
     trials = _Trials(recipe, ds, ds_path, ranks, limit, options)
     tried = search(images, trials.take)
-    fitting = [one for one in tried if one.fits]
+    fitting = [trial for trial in tried if trial.fits]
     if not fitting:
         cures = "recompute activations (activation_checkpointing), shard or offload more (zero_optimization)"
         raise ConfigError(f"not one image fits into {room}: {cures}, or take a smaller model")
-    best = max(fitting, key=lambda one: one.images_per_second or 0.0)
+    best = max(fitting, key=lambda trial: trial.images_per_second or 0.0)
     result = {
         "backbone": recipe.model.backbone,
         "ranks": ranks,
@@ -80,7 +80,7 @@ def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any]
         "best": best.micro_batch,
         "accumulation": images // best.micro_batch,
         "global_batch": recipe.data.global_batch,
-        "tried": [asdict(one) | {"fits": one.fits} for one in tried],
+        "tried": [asdict(trial) | {"fits": trial.fits} for trial in tried],
         "host": describe_host(),
     }
     print_result(_page(result), result, options.json)
@@ -182,10 +182,10 @@ def _window_seconds(trial: Trial) -> tuple[float, float]:
 
 def _page(result: dict[str, Any]) -> str:
     rows = []
-    for one in result["tried"]:
-        rate = short(one["images_per_second"], 4) if one["fits"] else "no room"
-        peak = f"{one['memory_gib']:.2f}" if one["fits"] else ""
-        rows.append((str(one["micro_batch"]), rate, peak))
+    for trial in result["tried"]:
+        rate = short(trial["images_per_second"], 4) if trial["fits"] else "no room"
+        peak = f"{trial['memory_gib']:.2f}" if trial["fits"] else ""
+        rows.append((str(trial["micro_batch"]), rate, peak))
     best, ranks, accumulation = result["best"], result["ranks"], result["accumulation"]
     return "\n".join(
         [

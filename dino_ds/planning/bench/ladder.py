@@ -128,8 +128,8 @@ def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
     skipped = {step.name: why_skipped(step, recipe) for step in steps}
     measured, runs = dict[str, _Measured](), dict[str, Callable[[], None]]()
     for step in (step for step in steps if skipped[step.name] is None):
-        found, train = _prepare(step, recipe, batch, options)
-        measured[step.name], runs[step.name] = found, found.parts.after(options.warmup, train)
+        measured[step.name], train = _prepare(step, recipe, batch, options)
+        runs[step.name] = measured[step.name].parts.after(options.warmup, train)
     timings = time_interleaved(runs, options.steps, options.warmup, device())
     rows = [{**row, "skipped": skipped[row["name"]]} for row in _rows(steps, measured, timings, batch)]
     first = steps[0].name
@@ -146,19 +146,19 @@ def _prepare(
     if torch.cuda.is_available():
         peak = GpuPeak()
     else:
-        given: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
-        memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", options.threads, **given)
+        arguments: dict[str, Any] = {"name": step.name, "recipe": recipe.model_dump(mode="json"), "batch": batch}
+        memory = run_in_child("dino_ds.planning.bench.ladder:take_ladder_step", options.threads, **arguments)
     trial = build_ladder_step(step, recipe, batch)
-    found = _Measured(memory)
+    measured = _Measured(memory)
 
     def train() -> None:
-        found.losses.append(float(_run(step, trial)))
+        measured.losses.append(float(_run(step, trial)))
 
     if peak:
         for _ in range(MEMORY_STEPS):
             train()
-        found.memory = ChildResult(None, peak.mib(), 0.0)
-    return found, train
+        measured.memory = ChildResult(None, peak.mib(), 0.0)
+    return measured, train
 
 
 def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
@@ -184,14 +184,14 @@ def _rows(
     for step in steps:
         row: dict[str, Any] = {"name": step.name, "exact": step.exact}
         row |= dict.fromkeys(("images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "spread"))
-        if found := measured.get(step.name):
-            timing, spent, losses = timings[step.name], found.parts.read(), found.losses[:FIRST]
+        if result := measured.get(step.name):
+            timing, spent, losses = timings[step.name], result.parts.read(), result.losses[:FIRST]
             row |= {
                 "images_per_second": batch / timing.seconds,
                 "step_seconds": timing.seconds,
                 "speedup_step": before / timing.seconds,
                 "speedup_total": first / timing.seconds,
-                "peak_memory_mib": found.memory.peak_mib,
+                "peak_memory_mib": result.memory.peak_mib,
                 "spread": timing.spread,
                 "parts_seconds": {part: spent.get(part, 0.0) / len(timing.all_seconds) for part in PARTS},
                 "best_images_per_second": batch / min(timing.all_seconds),

@@ -55,7 +55,7 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     batch = begin(options.batch, options.threads)
     resolved = {name: resolve(*setting, ds_path, batch) for name, setting in settings.items()}
     if torch.cuda.is_available():  # one at a time: two may not fit
-        summaries = [found for name, pair in resolved.items() for found in _measure({name: pair}, {}, options)]
+        summaries = [summary for name, pair in resolved.items() for summary in _measure({name: pair}, {}, options)]
     else:
         memory = {name: _peak_memory(*pair, ds_path, batch, options.threads) for name, pair in settings.items()}
         summaries = _measure(resolved, memory, options)

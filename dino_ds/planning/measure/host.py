@@ -59,11 +59,11 @@ def about(recipe: Recipe, batch: int) -> dict[str, Any]:
 def heading(title: str, result: dict[str, Any]) -> str:
     """The lines above a table."""
     prototypes = f"{result['prototypes']} prototypes, " if result["prototypes"] else ""
-    what = (
+    setting = (
         f"{result['backbone']}, crops {result['crops']} pixels, {prototypes}{result['batch']} images per process, "
         f"{result['processes']} process(es)"
     )
-    return f"{title}: {what}\n{host_line(result['host'])}\n"
+    return f"{title}: {setting}\n{host_line(result['host'])}\n"
 
 
 def clock_name(clock: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -83,13 +82,11 @@ def run_in_children(
     ranks: int,
     threads: int | None = None,
     limit_mib: float | None = None,
-    seconds: float = math.inf,
     **kwargs: Any,
 ) -> list[ChildResult]:
     """Call `function` on `ranks` new processes of one process group; the results are in rank order.
 
-    Killed, as the kernel would do, when their resident sets together pass `limit_mib`, and when they take longer than
-    so many seconds.
+    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
@@ -102,24 +99,22 @@ def run_in_children(
         Path(folder, "call.json").write_text(json.dumps({"function": function, "kwargs": kwargs}))
         children = []
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
             with Path(folder, f"{rank}.log").open("w") as log:
                 code = f"from dino_ds.planning.measure.memory import _child; _child({folder!r}, {rank})"
                 command = [sys.executable, "-c", code]
-                children.append(subprocess.Popen(command, env={**environment, **own}, stdout=log, stderr=log))
-        _wait_for_all(children, Path(folder), limit_mib, time.monotonic() + seconds)
+                children.append(subprocess.Popen(command, env={**environment, **variables}, stdout=log, stderr=log))
+        _wait_for_all(children, Path(folder), limit_mib)
         return [ChildResult(**json.loads(Path(folder, f"{rank}.json").read_text())) for rank in range(ranks)]
 
 
-def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None, end: float) -> None:
-    """Wait for all until `time.monotonic` is `end`; when one fails, stop the others, which would wait for it."""
+def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
+    """Wait for all; when one fails, stop the others, which would wait for it."""
     codes: list[int] = []
     try:
         while any(child.poll() is None for child in children) and not codes:
             if limit_mib is not None and _resident_sets_mib(children) > limit_mib:
                 codes = [-signal.SIGKILL]
-            elif time.monotonic() > end:
-                raise ChildFailed("it was not done in time", 1)
             else:
                 time.sleep(0.02)
                 codes = [child.returncode for child in children if child.poll()]
