@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dino_ds"
 STARTS = ("run/loop.py", "train.py")
 MOST_PARAMETERS = 6
+PRONOUNS = ("found", "one", "own", "place", "given", "what", "theirs")
 
 
 @functools.cache
@@ -112,6 +113,13 @@ def _name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def count_pronouns(paths: list[Path]) -> int:
+    """Variables and parameters named by one of PRONOUNS, which say nothing of the thing."""
+    nodes = [node for path in paths for node in ast.walk(parse(path))]
+    stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    return sum(name in PRONOUNS for name in [*stored, *(node.arg for node in nodes if isinstance(node, ast.arg))])
+
+
 @functools.cache
 def weigh() -> dict[str, int]:
     """What tests/test_weight.py has ceilings for."""
@@ -126,6 +134,7 @@ def weigh() -> dict[str, int]:
         "recipe keys": len(options_of(Recipe)),
         "words of pages": count_words(pages),
         "words of notes": count_words(notes),
+        "variables named by a pronoun": count_pronouns(source_files()),
     }
 
 

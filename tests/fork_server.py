@@ -127,6 +127,7 @@ def _import_all() -> None:
 
     PIL.Image.init()
     torch.set_num_threads(1)
+    os.fsync = lambda descriptor: None  # against the death of a machine, which no test brings about
     pretend_fp16()
     gc.collect()
     gc.freeze()  # a pass over a million objects of imports takes 0.4 s, and copies their pages into every rank

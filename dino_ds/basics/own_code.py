@@ -58,8 +58,8 @@ def by_name(place: str) -> Any:
 def explaining_interrupted(*packages: str) -> Iterator[None]:
     """Wraps an import of `packages`. Raises ConfigError where it fails since an earlier one in this process was
     interrupted: Python then keeps parts of a package that is not there itself."""
-    parts = {name.partition(".")[0] for name in sys.modules if "." in name}
-    interrupted = [package for package in packages if package in parts and package not in sys.modules]
+    absent = [package for package in packages if package not in sys.modules]
+    interrupted = [package for package in absent if any(name.startswith(f"{package}.") for name in sys.modules)]
     try:
         yield
     except Exception as error:

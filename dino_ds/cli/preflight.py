@@ -17,7 +17,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run
 from dino_ds.errors import CheckpointError, ConfigError
 from dino_ds.health.lock import RunLock
-from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.launching.plan import read_hostfile
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
 

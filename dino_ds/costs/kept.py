@@ -62,11 +62,18 @@ def _write(path: Path, result: Any) -> None:
 
 @functools.cache
 def _versions() -> list[str]:
-    """The versions of the code that a rehearsal runs: torch, timm, and a digest of this package's own files."""
+    """The versions of the code that a rehearsal runs: torch, timm, and this package's own files."""
+    return [version("torch"), version("timm"), hash_code()]
+
+
+def hash_code() -> str:
+    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
     digest = hashlib.sha256()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())
-    return [version("torch"), version("timm"), digest.hexdigest()]
+    for path in sorted(_PACKAGE.rglob("*")):
+        if path.suffix in (".py", ".yaml", ".json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:12]
 
 
 def _digest(module: str) -> str:

@@ -24,11 +24,16 @@ from dino_ds.errors import NotEstimated, UserError, one_line
 from dino_ds.method.specs.base import TeacherSpec, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 
-_ELSEWHERE = {
-    "length", "log_every", "save_every", "keep_checkpoints", "keep_every",
-    "save_in_background", "hang_seconds", "data", "eval", "stage_start",
-}  # fmt: skip
-"""Keys of a recipe that no micro-batch depends on."""
+_ELSEWHERE: dict[str, Any] = {
+    **dict.fromkeys(("seed", "length", "log_every", "save_every", "keep_checkpoints", "keep_every"), True),
+    **dict.fromkeys(("save_in_background", "hang_seconds", "data", "eval", "stage_start"), True),
+    "crops": {"global_scale", "local_scale", "augment", "jitter", "blur", "grayscale", "flip", "solarize", "rotation"},
+    "model": {"init_from", "freeze_backbone"},
+    "objective": {"student_temp", "teacher_temp", "warmup_teacher_temp", "teacher_temp_warmup", "freeze_prototypes"},
+    "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
+    "teacher": {"momentum", "momentum_end"},
+}
+"""Keys of a recipe that no micro-batch's cost depends on."""
 _LINES = {True: (4, 32, 64), False: (8, 64)}
 """Sizes of micro-batches, on a GPU or not, through which lines go: within 3 % of a rehearsal for shipped recipes.
 Scratch for tiles has a largest size, so that the last line is at most too high beyond them. Off a GPU, whose tiles are

@@ -166,7 +166,8 @@ def _lacking(answers: dict[Host, Answer], images: str | None) -> list[str]:
 
 def answer(question: Question) -> Answer:
     """Examine this machine. Imports torch."""
-    from dino_ds.planning.measure.machine import find_gpus, hash_code
+    from dino_ds.costs.kept import hash_code
+    from dino_ds.planning.measure.machine import find_gpus
     from dino_ds.run.environment import versions
 
     packages, code = versions(), {f"the code in {CHECKOUT}": hash_code()}

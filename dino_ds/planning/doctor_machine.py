@@ -22,7 +22,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.data.workers import check_shared_memory
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import DataError, one_line
-from dino_ds.planning.measure.machine import VisibleGpu, find_gpus
+from dino_ds.planning.measure.machine import find_gpus
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _DRIVER = "/proc/driver/nvidia/version"
@@ -45,13 +45,12 @@ def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[
 
 
 def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
-    """The GPUs, whether this torch has code for them, and whether the device has the ds config's precision."""
+    """The GPUs, and whether the device has the ds config's precision."""
     gpus = find_gpus()
     for number, gpu in enumerate(gpus):
         text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
         taken = gpu.free_gib < 0.9 * gpu.memory_gib
         yield judge("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
-    yield from check_architectures(gpus)
     if not gpus:
         with warnings.catch_warnings(record=True) as caught:  # what torch says of a driver that it can't use
             warnings.simplefilter("always")
@@ -76,18 +75,6 @@ def no_gpu(complaint: str) -> Finding:
         text = f"a driver is here, and torch (CUDA {torch.version.cuda}) finds no GPU{complaint and f': {complaint}'}"
         cure = "nvidia-smi must list the GPUs; a driver older than torch's CUDA must be updated"
     return judge("gpu", text, cure, level=FAILURE)
-
-
-def check_architectures(gpus: list[VisibleGpu]) -> Iterator[Finding]:
-    """GPUs that torch was not built for: it needs code of their major version, or older PTX for the driver."""
-    built = [] if torch.version.hip is not None else torch.cuda.get_arch_list()
-    codes = [(kind, int(number.rstrip("af"))) for kind, _, number in (name.partition("_") for name in built)]
-    for capability in sorted({gpu.capability for gpu in gpus} if built else ()):
-        here = int(capability.replace(".", ""))
-        if not any(code <= here and (kind == "compute" or code // 10 == here // 10) for kind, code in codes):
-            text = f"torch {torch.__version__} has no code for capability {capability}, only for {', '.join(built)}"
-            cure = "install a build of torch for this GPU: https://pytorch.org/get-started"
-            yield judge("gpu", text, cure, level=FAILURE)
 
 
 def look_at_shared_memory(recipe: Recipe) -> Finding:

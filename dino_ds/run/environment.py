@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
 """Launchers, and a variable that each of them alone sets in the environment of a rank."""
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that results depend on."""
     by_package = {"python": platform.python_version(), "dino_ds": __version__}

@@ -12,8 +12,8 @@ from torch import Tensor
 from dino_ds.basics.durable import discard
 from dino_ds.basics.names import BEST_TEACHER, sidecar_of, step_name
 from dino_ds.checkpoint.files import write_tensors
+from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE
-from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import merged

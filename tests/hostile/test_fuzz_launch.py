@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.launching.plan import read_hostfile
 from tests.hostile.guard import examples, raised_by
 from tests.hostile.mutate import broken_bytes, broken_text, nasty
 

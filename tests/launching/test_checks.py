@@ -13,7 +13,7 @@ import pytest
 
 import dino_ds.launching.checks as checks
 from dino_ds.cli.main import main
-from dino_ds.launching.hostfile import Host
+from dino_ds.launching.plan import Host
 from tests.run.harness import image_folder
 
 GPU = {"name": "A100", "capability": "8.0", "memory_gib": 40.0, "free_gib": 39.5}

@@ -11,9 +11,8 @@ import pytest
 
 from dino_ds.cli.main import main
 from dino_ds.errors import ConfigError
-from dino_ds.launching.hostfile import Host
 from dino_ds.launching.launch import _start
-from dino_ds.launching.plan import LaunchPlan, build_command, build_plan, check_paths, quote_for_pdsh
+from dino_ds.launching.plan import Host, LaunchPlan, build_command, build_plan, check_paths, quote_for_pdsh
 from dino_ds.options.commands import LaunchOptions
 
 WORDS = ("--data.root", "/images")

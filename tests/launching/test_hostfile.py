@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.launching.hostfile import read_hostfile
+from dino_ds.launching.plan import read_hostfile
 
 
 def test_machines_come_in_the_order_of_the_file(tmp_path):

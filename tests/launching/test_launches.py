@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -32,14 +30,6 @@ _SECONDS = 600
 def images(tmp_path_factory):
     """A folder whose name a remote shell would act on."""
     return image_folder(tmp_path_factory.mktemp("images") / "im {a,b} $HOME `id`;%h")
-
-
-@pytest.fixture(scope="module")
-def expected(images, tmp_path_factory):
-    """Two ranks on one machine."""
-    run = tmp_path_factory.mktemp("expected") / "run"
-    assert run_on_ranks(train_tiny, images, run, Path(DS).name, STEPS) == [None, None]
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +106,3 @@ def test_hostfile_over_ssh_and_pdsh_and_a_rank_that_is_killed(cluster, hostfile,
     death = json.loads((run / "restarts.jsonl").read_text())
     assert (death["code"], death["rank"]) == (6, 1) and death["step"] - death["checkpoint"] <= 10
     _assert_same(run, straight)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
-def test_openmpi(images, expected, tmp_path):
-    run = tmp_path / "run"
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", 2]
-    command += ["-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={find_free_port()}"]
-    command += [sys.executable, "dino_ds/train.py", *_train_words(images, run)]
-    ((code, output),) = _finish(_start(command))
-    assert code == 0, output[-3000:]
-    _assert_same(run, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,15 @@ def train_alone(*where: Any, **how: Any) -> str | None:
     """`train_tiny` in a process of its own, without other ranks."""
     (said,) = run_on_ranks(train_tiny, *where, **how, world=1)
     return said
+
+
+def copy_until(step: int, run_dir: Path, copy: Path) -> Path:
+    """A copy of a run as it stands if it dies after its save of `step`; lines of metrics may be of later steps."""
+    shutil.copytree(run_dir, copy)
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if folder.name > f"step_{step:08d}":
+            shutil.rmtree(folder)
+    return copy
 
 
 def whole_tensors(run_dir: Path, step: int) -> dict[str, Tensor]:

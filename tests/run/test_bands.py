@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,18 +11,17 @@ import tifffile
 import torch
 
 import dino_ds
-from dino_ds.commands import embed, look_data
+from dino_ds.commands import embed
 from dino_ds.config.loading import change_recipe, load_recipe
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError
 from dino_ds.evals.results import read_results
-from dino_ds.options.commands import LookDataOptions
 from dino_ds.options.model import EmbedOptions
 from dino_ds.weights.export import FORMATS
 from dino_ds.weights.sidecar import read_sidecar
 from dino_ds.weights.start import find_start
 from tests.ranks import run_on_ranks
-from tests.run.harness import TINY, losses_of, train_tiny
+from tests.run.harness import losses_of, train_tiny
 
 MEAN, STD = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4), (0.02, 0.03, 0.04, 0.05, 0.06, 0.1)
 CHANGES = {"model.in_chans": "6", "data.mean": ",".join(map(str, MEAN)), "data.std": ",".join(map(str, STD))}
@@ -116,23 +114,3 @@ def test_another_mean_is_refused_on_resume_and_noted_in_a_start_from_the_teacher
     model = change_recipe(recipe, {"model.init_from": str(run)}).model
     assert find_start(model, (0.0, 4095.0), Normalization.of(recipe)).notes == []
     assert "its images had mean 0.05,0.1,0.15,0.2,0.3,0.4, std" in find_start(model, (0.0, 4095.0)).notes[-1]
-
-
-def test_look_data_shows_them_and_measures_their_channels(place, tmp_path, capsys):
-    recipe = load_recipe(None, {**TINY, "data.root": str(place / "images"), "model.in_chans": "6"})
-    look_data.run(LookDataOptions(images=2, sample=0, out=str(tmp_path / "look.png"), json=True), recipe=recipe)
-    found = json.loads(capsys.readouterr().out)
-    assert found["modes"] == {"6 channels": 16} and found["formats"] == {"TIFF": 16}
-    every = np.stack([bands(i) for i in range(16)]) / 4095
-    np.testing.assert_allclose(found["channels"]["mean"], every.mean((0, 1, 2)), atol=6e-5)
-    np.testing.assert_allclose(found["channels"]["std"], every.std((0, 1, 2)), atol=6e-5)
-    assert found["channels"]["advice"].startswith("give these: the default is the average of ImageNet's")
-    assert found["shown"].startswith("channels 1, 2, 3 of 6 in red, green, blue") and _is_bright(tmp_path / "look.png")
-
-
-def _is_bright(png: Path) -> bool:
-    """Unstretched, all values would be in the darkest third."""
-    from PIL import Image
-
-    pixels = np.asarray(Image.open(png).convert("L"))[60:200, 20:200]
-    return bool(np.percentile(pixels, 95) > 150 and np.percentile(pixels, 5) < 100)

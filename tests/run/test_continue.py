@@ -65,8 +65,8 @@ def _states_at_start(folder: Path) -> list[tuple[str, str, float]]:
     for layout, name in DS.items():
         recipe, path = _recipe(folder / layout, layout), f"{REPOSITORY}/ds_configs/{name}.json"
         step = build_step(recipe, resolve_ds_config(load_ds_config(path, {}), path, 8, 2), epoch_steps=10)
-        student, like = build_network(recipe, PerformanceOptions()), build_network(recipe, PerformanceOptions())
-        student.load_state_dict(fp32_student(step.engine, like))
+        student = build_network(recipe, PerformanceOptions())
+        student.load_state_dict(fp32_student(step.engine, student))
         images = torch.randn(2, 3, recipe.crops.local_size, recipe.crops.global_size)
         source = load(folder / layout, heads=recipe.model.heads if layout != "resnet" else None)
         with torch.no_grad():

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from shutil import copytree, rmtree
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.method.build import build_network
 from dino_ds.method.dino import DINO
 from dino_ds.models.base import CLS
-from dino_ds.models.head import DinoHead
 from dino_ds.weights.load import load
 from tests.engine.harness import build_step, crops, ds_config, fp32_student, run_windows, tiny_network, tiny_schedules
 from tests.ranks import run_on_ranks
 from tests.reference import product
 from tests.run.harness import MASKED, image_folder, losses_of, train_tiny
-from tests.weights.originals import Original, OriginalHead, saved_by_dino
+from tests.weights.originals import saved_by_dino
 
 
 @pytest.fixture(scope="module")
@@ -47,32 +43,6 @@ def test_a_run_starts_from_another_s_teacher(trained, tmp_path, ds, changes):
     assert f"started from {trained / 'run'} (dino_ds): 30 tensors of the backbone" in log
     assert "the head too (7 tensors)" in log
     assert ("it has no mask token: our own starts at zero" in log) == bool(changes.get("crops.mask"))
-
-
-def test_the_head_lies_in_the_teacher_s_own_checkpoint(trained, tmp_path):
-    """Written as facebookresearch/dino's, it goes strictly into its modules, which then compute our logits."""
-    model, run = load(trained / "run"), tmp_path / "run"
-    whole = load_file(trained / "run/checkpoints/step_00000002/whole_00000.safetensors")
-    assert all(torch.equal(t, whole[f"teacher.head.{name}"]) for name, t in model.heads["head"].items())
-    k, bottleneck = model.heads["head"]["prototypes.weight"].shape
-    hidden, arch = model.heads["head"]["mlp.0.weight"].shape[0], model.vit.arch
-    theirs = nn.ModuleDict(
-        {
-            "backbone": Original(model.image_size, arch.patch_size, arch.width, arch.depth, arch.heads),
-            "head": OriginalHead(arch.width, k, hidden=hidden, bottleneck=bottleneck),
-        }
-    )
-    theirs.load_state_dict(saved_by_dino(model)["teacher"], strict=True)
-    images = torch.randn(3, 3, model.image_size, model.image_size)
-    head = DinoHead(arch.width, hidden, bottleneck, k, 3)
-    head.load_state_dict(model.heads["head"])
-    torch.testing.assert_close(theirs["backbone"](images), model.features(images), rtol=1e-5, atol=1e-5)
-    logits = theirs["head"](theirs["backbone"](images))
-    torch.testing.assert_close(logits, product(head(model.features(images))).detach(), rtol=1e-5, atol=1e-5)
-    copytree(trained / "run", run)
-    rmtree(run / "checkpoints/step_00000002")
-    alone = load(run)
-    assert not alone.heads and alone.notes == ["its head is not available (checkpoints/step_00000002 is not there)"]
 
 
 @pytest.mark.parametrize("of", ["a run", "a file of DINO's"])

@@ -26,7 +26,7 @@ from dino_ds.models.specs.backbones import BACKBONES
 from dino_ds.options.commands import ReportOptions
 from dino_ds.report.command import run as report
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, log_of, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import copy_until, image_folder, log_of, read_metrics, train_tiny, whole_tensors
 from tests.run.own_parts import OWN
 from tests.run.toys import ToySpec
 
@@ -39,17 +39,17 @@ ALONE |= {f"model.{key}": "none" for key in ("patch_size", "width", "depth", "he
 TOY = mock.patch.dict(BACKBONES, {"toy": ToySpec()})
 
 
-def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str], max_steps: int | None = None):
+def _train(root: Path, run: Path, ds: str, resume: bool, how: dict[str, str]):
     with TOY:
-        return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how, max_steps=max_steps)
+        return train_tiny(root, run, ds, resume=resume, changes=LENGTH | OWN | IDLE | how)
 
 
 @pytest.mark.parametrize(("ds", "changes"), [("zero2_bf16.json", {}), ("zero3_fp32.json", ALONE)], ids=str)
 def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
-    """Two ranks. A run that stopped after step 2 ends as one that did not, the further teacher and buffers with it."""
+    """Two ranks. A run that died after step 2 ends as one that did not, the further teacher and buffers with it."""
     root, straight, resumed = image_folder(tmp_path / "images"), tmp_path / "straight", tmp_path / "resumed"
     assert run_on_ranks(_train, root, straight, ds, False, changes) == [None] * 2
-    assert run_on_ranks(_train, root, resumed, ds, False, changes, 2) == [None] * 2
+    copy_until(2, straight, resumed)
     assert run_on_ranks(_train, root, resumed, ds, True, changes) == [None] * 2
     whole, again = whole_tensors(straight, 4), whole_tensors(resumed, 4)
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
@@ -110,99 +110,63 @@ def test_a_run_is_reported_where_its_own_parts_are_not(tmp_path, own):
     assert "there is no gone on Python" in shown.getvalue() + next(tmp_path.glob("*.html")).read_text()
 
 
-WRONG = {
-    '{"variance": {"weight": 1}}': "variance has no spec: add its class as module:Class",
-    '{"variance": {"spec": "tests.run.own_parts:VarianceSpec"}}': "variance has no weight",
-    '{"dino": {"spec": "a:B", "weight": 1}}': "the name is one of ours",
-    '{"My Term": {"spec": "a:B", "weight": 1}}': "small letters",
-    '{"variance": {"name": "dino", "spec": "a:B", "weight": 1}}': "name 'dino' is a second one",
-    '{"variance": {"spec": null, "weight": 1}}': "spec None names no class: write module:Class",
-}
+def _terms(**values):
+    """Keys of a recipe with a term of this name and these values; `spec` is that of own_parts.py."""
+    ((name, changes),) = values.items()
+    return {"objective.terms": json.dumps({name: TERM | changes})}
 
 
-@pytest.mark.parametrize("text", WRONG)
-def test_terms_that_say_too_little_are_refused_at_once(text):
-    with pytest.raises(ConfigError, match=WRONG[text]):
-        load_recipe("quickstart", {"objective.terms": text})
+def _any(**values):
+    return OWN | _terms(variance={"spec": f"{PARTS}:AnySpec", **values})
 
 
-WRONG_VALUES = {
-    "flor": "flor is no field of VarianceSpec: it has floor, teacher",
-    "floor": "variance: floor: Input should be a valid number",
-    "spec": "no dataclass that is a TermSpec Variance",
-    "weight": "is not a weight",
-}
+PARTS = "tests.run.own_parts"
+REFUSED = [
+    ({"objective.terms": '{"variance": {"weight": 1}}'}, "variance has no spec: add its class as module:Class"),
+    ({"objective.terms": f'{{"variance": {{"spec": "{PARTS}:VarianceSpec"}}}}'}, "variance has no weight"),
+    (_terms(dino={}), "the name is one of ours"),
+    (_terms(**{"My Term": {}}), "small letters"),
+    (_terms(variance={"name": "dino"}), "name 'dino' is a second one"),
+    (_terms(variance={"spec": None}), "spec None names no class: write module:Class"),
+    (_terms(variance={"flor": "much"}), "flor is no field of VarianceSpec: it has floor, teacher"),
+    (_terms(variance={"floor": "much"}), "variance: floor: Input should be a valid number"),
+    (_terms(variance={"spec": f"{PARTS}:Variance"}), "no dataclass that is a TermSpec Variance"),
+    (_terms(variance={"weight": "much"}), "is not a weight"),
+    # Else it would be that term's weight.
+    (_terms(greedy={"spec": f"{PARTS}:GreedySpec", "takes": "dino"}), "another has the name dino already"),
+    ({"teacher.others": '{"teacher": {"momentum": 0.9}}'}, "teacher_momentum of metrics is"),
+    ({"teacher.others": '{"slow": {"name": "ema"}}'}, "name 'ema' is a second one"),
+    ({"teacher.others": '{"slow": {"momentum": 1.5}}'}, "momentum 1.5 is not between 0 and 1"),
+    ({"teacher.others": '{"slow": {"momentum_end": -1}}'}, "momentum_end -1 is not between 0 and 1"),
+    # Otherwise the run's own `loss` or `lr` would be overwritten, or a traceback ends a run that has begun.
+    (_any(scalar="lr"), "its scalar lr is every run's metrics too"),
+    (_any(scalar="dino_loss"), "its scalar dino_loss is term dino's too"),
+    (_any(feature="patches/nope"), "which sees global, local crops and none of nope"),
+    (_any(feature="blah"), "a feature is cls, "),
+    (_any(feature="masked/global"), "no patches of global crops are hidden: set crops.mask"),
+    (_any(problem="crops.mask none: set it dinov2"), "loss term variance.*crops.mask none: set it dinov2"),
+    (_any(teacher="fast"), "reads teacher fast: teachers here are ema, slow"),
+    (_any(spec=f"{PARTS}:EmptySpec"), "loss term variance: build.. gave a NoneType: return a Term"),
+    (_terms(variance={"weight": 0}) | {"objective.dino_weight": "0"}, "all weights are 0"),
+]
 
 
-@pytest.mark.parametrize("key", WRONG_VALUES)
-def test_values_that_a_spec_does_not_take_are_refused(key):
-    value = "tests.run.own_parts:Variance" if key == "spec" else "much"
-    recipe = load_recipe("quickstart", {"objective.terms": json.dumps({"variance": {**TERM, key: value}})})
-    with pytest.raises(ConfigError, match=WRONG_VALUES[key]):
-        terms_of(recipe)
+@pytest.mark.parametrize(("changes", "says"), REFUSED)
+def test_parts_that_could_not_work_are_refused(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        _build(changes)
 
 
-@pytest.mark.parametrize("taken", ["dino", "other"])
-def test_a_scheduled_number_takes_no_other_term_s_name(taken):
-    """Else it would be that term's weight."""
-    greedy = {"spec": "tests.run.own_parts:GreedySpec", "weight": 1, "takes": taken}
-    text = json.dumps({"other": TERM, "greedy": greedy})
-    with pytest.raises(ConfigError, match=f"another has the name {taken} already"):
-        terms_of(load_recipe("quickstart", {"objective.terms": text}))
+def _build(changes):
+    recipe = load_recipe("quickstart", changes)
+    terms_of(recipe), teachers_of(recipe)
+    build_objective(recipe, torch.device("cpu"))
 
 
 def test_a_further_ema_teacher_needs_no_code():
     recipe = load_recipe("quickstart", {"teacher.others": '{"slow": {"momentum": 0.9995}}'})
     assert [(one.name, one.momentum_at(0, 10)) for one in teachers_of(recipe)] == [("ema", 0.99), ("slow", 0.9995)]
     assert [group.teachers for group in recipe.groups] == [("ema", "slow"), ()]
-
-
-WRONG_TEACHERS = {
-    '{"teacher": {"momentum": 0.9}}': "teacher_momentum of metrics is",
-    '{"slow": {"name": "ema"}}': "name 'ema' is a second one",
-    '{"slow": {"momentum": 1.5}}': "momentum 1.5 is not between 0 and 1",
-    '{"slow": {"momentum_end": -1}}': "momentum_end -1 is not between 0 and 1",
-}
-
-
-@pytest.mark.parametrize("text", WRONG_TEACHERS)
-def test_teachers_that_would_hide_another_or_leave_the_student_are_refused(text):
-    with pytest.raises(ConfigError, match=WRONG_TEACHERS[text]):
-        teachers_of(load_recipe("quickstart", {"teacher.others": text}))
-
-
-CLASHES = {
-    ("scalar", "lr"): "its scalar lr is every run's metrics too",
-    ("scalar", "dino_loss"): "its scalar dino_loss is term dino's too",
-    ("feature", "patches/nope"): "which sees global, local crops and none of nope",
-    ("feature", "blah"): "a feature is cls, ",
-    ("feature", "masked/global"): "no patches of global crops are hidden: set crops.mask",
-    ("problem", "crops.mask none: set it dinov2"): "crops.mask none: set it dinov2",
-    ("teacher", "fast"): "reads teacher fast: teachers here are ema, slow",
-}
-
-
-@pytest.mark.parametrize(("key", "value"), CLASHES)
-def test_terms_whose_numbers_would_be_lost_or_that_read_nothing_are_refused(key, value):
-    """Otherwise the run's own `loss` or `lr` would be overwritten, or a traceback ends a run that has begun."""
-    terms = json.dumps({"variance": {**TERM, "spec": "tests.run.own_parts:AnySpec", key: value}})
-    recipe = load_recipe("quickstart", {**OWN, "objective.terms": terms})
-    with pytest.raises(ConfigError, match=f"loss term variance.*{CLASHES[key, value]}"):
-        build_objective(recipe, torch.device("cpu"))
-
-
-def test_a_spec_that_builds_no_term_is_refused():
-    terms = json.dumps({"variance": {**TERM, "spec": "tests.run.own_parts:EmptySpec"}})
-    recipe = load_recipe("quickstart", {**OWN, "objective.terms": terms})
-    with pytest.raises(ConfigError, match=r"loss term variance: build\(\) gave a NoneType: return a Term"):
-        build_objective(recipe, torch.device("cpu"))
-
-
-def test_terms_of_weight_0_alone_are_refused():
-    terms = json.dumps({"variance": {**TERM, "weight": 0}})
-    recipe = load_recipe("quickstart", {"objective.dino_weight": "0", "objective.terms": terms})
-    with pytest.raises(ConfigError, match="all weights are 0"):
-        build_objective(recipe, torch.device("cpu"))
 
 
 FLOW = Path(__file__).parents[2] / "docs/flow.md"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
     MASKED,
+    copy_until,
     image_folder,
     log_of,
     losses_of,
@@ -23,9 +24,10 @@ from tests.run.harness import (
 
 
 def assert_same_checkpoint(ours: Path, theirs: Path, step: int) -> None:
-    """To the last bit: student, optimizer, teacher, center and position; they differ in the id of the run alone."""
+    """To the last bit: student, optimizer, teacher, center and position; they may differ in the id of the run alone."""
     mine, other = read_manifest(ours, step), read_manifest(theirs, step)
-    assert mine.pop("run_id") != other.pop("run_id") and mine.pop("crc32") != other.pop("crc32")
+    for key in ("run_id", "crc32"):
+        assert mine.pop(key) and other.pop(key)
     for name in mine.pop("files").keys() | other.pop("files").keys():
         a, b = (load_file(run / f"checkpoints/step_{step:08d}" / name) for run in (ours, theirs))
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a), name
@@ -54,14 +56,15 @@ ACCUMULATE = {"gradient_accumulation_steps": "2"}
     ],
 )
 def test_resumed_run_is_bit_identical(tmp_path, ds, objective):
-    """3 steps + resume + 3 = 6 steps: two steps an epoch, so the stop is inside the second one. Accumulation 2,
+    """3 steps + resume + 3 = 6 steps: two steps an epoch, so the death is inside the second one. Accumulation 2,
     drop path 0.2, frozen prototypes released at step 4, 2 ranks."""
     root = image_folder(tmp_path / "images")
     straight, parts = tmp_path / "straight", tmp_path / "parts"
-    changes = {"objective.freeze_prototypes": "4 steps", **objective}
-    for run, steps, resume in ((straight, 6, False), (parts, 3, False), (parts, 6, True)):
-        outcome = run_on_ranks(train_tiny, root, run, ds, steps, resume, changes, ACCUMULATE)
-        assert outcome == [None, None]
+    changes = {"objective.freeze_prototypes": "4 steps", "save_every": "3 steps", **objective}
+    assert run_on_ranks(train_tiny, root, straight, ds, 6, False, changes, ACCUMULATE) == [None, None]
+    copy_until(3, straight, parts)
+    assert run_on_ranks(train_tiny, root, parts, ds, 6, True, changes, ACCUMULATE) == [None, None]
+    assert "resumed  at step 3" in log_of(parts)
     assert losses_of(parts) == losses_of(straight)
     assert [step for step, _ in losses_of(parts)] == list(range(1, 7))
     assert_same_checkpoint(parts, straight, 6)
@@ -91,22 +94,6 @@ def test_a_half_written_checkpoint_does_not_exist(tmp_path):
     assert "note     checkpoint step 9 is incomplete: it has no manifest.json; using step 2" in log_of(run)
     names = {path.name for path in (run / "checkpoints").iterdir()}
     assert names == {"step_00000002", "step_00000003", "aside_step_00000009", "latest"}
-
-
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path):
-    """The run ends as if nothing had happened."""
-    root, run, straight = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "straight"
-    changes = {"save_every": "2 steps"}
-    run_on_ranks(train_tiny, root, straight, "zero2_bf16.json", 6)
-    run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 4, changes=changes)
-    path = run / "checkpoints/step_00000004/rank_00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 16
-    path.write_bytes(content)
-    assert run_on_ranks(train_tiny, root, run, "zero2_bf16.json", 6, True, changes) == [None, None]
-    assert f"note     checkpoint file {path} is damaged (crc " in log_of(run) and "; using step 2\n" in log_of(run)
-    assert losses_of(run) == losses_of(straight)
-    assert not list((run / "checkpoints").glob("aside_*"))
 
 
 def test_from_the_checkpoint_of_a_step(tmp_path):
@@ -190,12 +177,6 @@ class TestRefusals:
             train_tiny, run.parent / "images", run, resume=True, changes=changes, allow_change=key, world=1
         )[0]
         assert "model differs from the checkpoint in" in message and "\n" not in message
-
-    def test_the_only_checkpoint_is_damaged(self, run, tmp_path):
-        root, run = run.parent / "images", shutil.copytree(run, tmp_path / "run")
-        (run / "checkpoints/step_00000001/rank_00000.safetensors").write_bytes(b"{}")
-        message = train_alone(root, run, resume="auto")
-        assert "step" in message and "and no older checkpoint exists in" in message
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -111,40 +109,3 @@ def test_a_refused_start_leaves_no_trace_in_a_finished_run(begun, options, said)
     assert one == two and said in one
     assert contents(run) == before
     assert read_run(run).state == "stopped"  # before its length
-
-
-ENDLESS = {"length": "100000 steps", "save_every": "3 steps", "log_every": "1"}
-
-
-def _train_and_lose(root, run, aside):
-    """Rank 0 renames the folder to `aside`, or removes it, some steps after the first checkpoint."""
-    lost = [0.0]
-
-    def lose():
-        while not (run / "checkpoints/latest").exists():
-            time.sleep(0.05)
-        run.rename(aside) if aside else None
-        while run.exists():  # a file that is just being written keeps its folder
-            shutil.rmtree(run, ignore_errors=True)
-        lost[0] = time.monotonic()
-
-    if os.environ["RANK"] == "0":
-        threading.Thread(target=lose, daemon=True).start()
-    message = train_tiny(root, run, changes=ENDLESS)
-    return message, time.monotonic() - lost[0]
-
-
-@pytest.mark.parametrize("renamed", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_a_lost_run_folder_ends_the_run(tmp_path, renamed):
-    root, run, aside = image_folder(tmp_path / "images"), tmp_path / "run", tmp_path / "aside"
-    (one, seconds), (two, _) = run_on_ranks(_train_and_lose, root, run, aside if renamed else None)
-    assert one == two and "run is gone, removed or renamed while the run was at work" in one
-    assert seconds < 60 and not run.exists()
-    if renamed:
-        (aside / "lock").unlink()  # of a process that lives on here, as it serves the next test
-        before = losses_of(aside)
-        assert run_on_ranks(train_tiny, root, aside, max_steps=before[-1][0] + 1, resume="auto", changes=ENDLESS) == [
-            None,
-            None,
-        ]
-        assert [step for step, _ in losses_of(aside)] == list(range(1, before[-1][0] + 2))

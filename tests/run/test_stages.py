@@ -237,9 +237,16 @@ def test_places_that_are_no_run_are_refused(base, images, tmp_path):
     assert not path.exists()
 
 
-def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
-    first, path = tmp_path / "first", tmp_path / "stage"
-    assert run(words_of(first, *flags(TINY | {"data.root": str(images)}), max_steps="2")) is None
+@pytest.fixture(scope="module")
+def short(images, tmp_path_factory):
+    """A run of DINO's objective that is over after two steps."""
+    path, length = tmp_path_factory.mktemp("short"), {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
+    assert run(words_of(path / "run", *flags(TINY | length | {"data.root": str(images)}))) is None
+    return path / "run"
+
+
+def test_a_head_that_was_not_trained_is_refused(short, tmp_path):
+    first, path = short, tmp_path / "stage"
     masks = {"crops.mask": "dinov2", "objective.ibot_weight": "1"}
     stage = words_of(path, "--from", str(first), max_steps="1")
     assert "has no ibot_head: a stage can't begin" in str(run([*stage, *flags(RESTART | masks)]))
@@ -250,10 +257,8 @@ def test_a_head_that_was_not_trained_is_refused(images, tmp_path):
     assert "it has no ibot_center: as at the beginning of a run" in log_of(path)
 
 
-def test_a_run_that_is_over_needs_a_length_of_the_stage(images, tmp_path):
-    first, path = tmp_path / "first", tmp_path / "stage"
-    short = {"length": "2 steps", "objective.freeze_prototypes": "1 steps"}
-    assert run(words_of(first, *flags(TINY | short | {"data.root": str(images)}))) is None
+def test_a_run_that_is_over_needs_a_length_of_the_stage(short, tmp_path):
+    first, path = short, tmp_path / "stage"
     stage = words_of(path, "--from", str(first), *flags(CONTINUE))
     assert f"{first} has done 2 steps, and length 2 steps ends at step 2: give the stage a length" in str(run(stage))
     assert not path.exists()

@@ -1,10 +1,8 @@
-"""The machine: its GPUs and their memory, memory that trainings may take, and which code runs on it."""
+"""The machine: its GPUs, and the memory that trainings may take."""
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -38,14 +36,3 @@ def find_gpus() -> list[VisibleGpu]:
 def usable_memory_gib() -> float:
     """Memory that trainings on a CPU may take: 90 % of what is free."""
     return _FREE_PART * host_memory_gib()[1]
-
-
-def hash_code() -> str:
-    """A short SHA-256 of the package's files on this machine: equal on machines that run the same code."""
-    package = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".yaml", ".json"):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(package)} {len(content)}\n".encode() + content)
-    return digest.hexdigest()[:12]
