@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,15 +28,11 @@ from dino_ds.checkpoint.manifest import (
     check_present,
     read_manifest,
 )
-from dino_ds.config.begun_with import ENVIRONMENT, read_run_id
 from dino_ds.engine import distributed
 from dino_ds.errors import CheckpointError
 
 Read = Callable[[Path, Callable[[int], object]], FileRecord]
 _WRITING, _REMOVING, _ASIDE = "writing_", "removing_", "aside_"
-_SETTLED_SECONDS = 2.0
-"""File systems have clocks with coarse ticks: a file that was changed a moment ago may change again unseen."""
-_known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Checkpoints:
     def _inspect(
         self, step: int, run_id: str | None, accept: Callable[[Manifest], None]
     ) -> tuple[Manifest | None, str]:
-        """The manifest of a checkpoint whose every byte is right, else what is wrong; the same on all ranks.
+        """The manifest of an intact checkpoint, else a description of the damage; the same on all ranks.
 
         Each rank reads the manifest; the sums of the files are shared out over them.
         """
@@ -206,7 +201,7 @@ class Checkpoints:
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
-    """Read these files of a checkpoint by `read`; what is wrong with the first bad one, or ""."""
+    """Read these files of a checkpoint by `read`; a description of the first damage, or ""."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
     title = f"verifying {folder.name}"
@@ -219,37 +214,6 @@ def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Re
             except OSError as error:
                 return f"checkpoint file {folder / name} can't be read ({error.strerror})"
     return ""
-
-
-def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
-    """The checkpoint in any `folder`, verified by this process alone: every file is there and as long as it should be,
-    and every byte is right in the files whose names begin with `only`, the ones that may be read then. A checkpoint in
-    the folder of a run must belong to that run. Raises CheckpointError."""
-    run = folder.absolute().parent.parent
-    try:
-        manifest = read_manifest(folder)
-        if folder.absolute().parent.name == "checkpoints" and read_run_id(run) not in (None, manifest.run_id):
-            raise CheckpointError(f"checkpoint {folder} is of another run than {run / ENVIRONMENT} says")
-        check_present(folder, manifest)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder} can't be read ({error.strerror})") from None
-    names = [name for name in sorted(manifest.files) if name.startswith(only)]
-    if problem := find_damage(folder, manifest, names, checksum_once):
-        raise CheckpointError(problem)
-    return SavedCheckpoint(folder, manifest)
-
-
-def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file, as `checksum`; a file that this process has read before, and that has not changed, is
-    not read again. Raises OSError."""
-    at = path.stat()
-    key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
-    if key in _known_sums:
-        return _known_sums[key]
-    record = checksum(path, progress)
-    if time.time() - at.st_ctime > _SETTLED_SECONDS:
-        _known_sums[key] = record
-    return record
 
 
 def _first(problem: str) -> str:

@@ -116,7 +116,7 @@ class Saving:
         return lines
 
     def finish(self, must: bool = False) -> list[str]:
-        """Wait for what is being written, if anything is; lines to say. All ranks must call it.
+        """Wait for the save that is being written, if any; lines for the log. All ranks must call it.
 
         With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
         """

@@ -128,7 +128,7 @@ class _Rehearsal:
         images: int,
         fake: FakeTensorMode,
     ) -> None:
-        recipe = _alone(recipe)
+        recipe = _single_rank_recipe(recipe)
         frozen, window = _frozen(recipe), settings.window
         with fake:
             objective = build_objective(recipe, _CPU, frozen)
@@ -141,7 +141,7 @@ class _Rehearsal:
         network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
         kept, how = settings.checkpoint_blocks, settings.performance
         config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, False, how)
-        self._engine = _PlayedEngine(network.train(), config, masters)
+        self._engine = _FakeEngine(network.train(), config, masters)
         engine = cast(Engine, self._engine)
         teachers = build_teachers(recipe, config, engine, objective, frozen)
         self._step = TrainingStep(
@@ -183,9 +183,9 @@ class _Rehearsal:
         }
 
 
-class _PlayedEngine:
-    """An engine as far as `TrainingStep` and teachers ask, without DeepSpeed. saved: bytes alive before the backward
-    pass."""
+class _FakeEngine:
+    """An engine with the methods that `TrainingStep` and teachers call, without DeepSpeed. saved: bytes alive before
+    the backward pass."""
 
     unsynced_statistics = list
     recorder: Recorder
@@ -222,7 +222,7 @@ class _PlayedEngine:
     freeze_backbone = set_groups = reset_optimizer_state = freeze_prototypes
 
 
-def _alone(recipe: Recipe) -> Recipe:
+def _single_rank_recipe(recipe: Recipe) -> Recipe:
     """The recipe of one rank, whose teachers of files are as large as the student where they can be."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"sync_batch_norm": False})}
     for spec in teachers_of(recipe):

@@ -91,7 +91,7 @@ class StudentFacts:
 
     sizes: elements by name.
     frozen: names of those that are never trained.
-    cast: names of those of which a low-precision teacher keeps a copy.
+    cast: names of weights that a low-precision teacher copies.
     groups: (kind of optimizer, elements) of each parameter group.
     statistics: elements of each running mean of the objective.
     whole_step: whether targets depend on all micro-batches.

@@ -29,8 +29,8 @@ _BALANCED_HINTS = {
 
 
 class _Alarm:
-    """Reports what was so for WINDOWS lines of metrics in a row once, again only after a recovery. It never stops a
-    run."""
+    """Reports a symptom once it has lasted for WINDOWS lines of metrics, and again only after a recovery. It never
+    stops a run."""
 
     def __init__(self) -> None:
         self._windows, self._kind = 0, ""

@@ -101,7 +101,7 @@ def death_by(number: int) -> str:
 
 
 def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
-    """The processes that `pid`, of this environment, must not outlive.
+    """Processes that `pid`, with this environment, must not outlive.
 
     These are launchers by name above it, nearest first, for a rank its parent unless that is a shell (shells may end
     and leave their jobs behind), and the supervisor.

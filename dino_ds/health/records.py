@@ -62,7 +62,7 @@ class Heartbeats:
     """The files of RUN/heartbeats, a new folder for each start of a run.
 
     Reading and writing never raise for what a dying run leaves behind, and wait for the disk for a limited time.
-    `of_next_start`: what is there now, of an earlier start, is not read.
+    of_next_start: whether to ignore the files of the earlier start that are there now.
     """
 
     def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:

@@ -25,8 +25,7 @@ from dino_ds.basics.ports import port_is_free
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.errors import ConfigError, UserError
-from dino_ds.launching.hostfile import Host
-from dino_ds.launching.plan import LaunchPlan
+from dino_ds.launching.plan import Host, LaunchPlan
 
 _CONNECT_SECONDS = 15
 _ANSWER_SECONDS = 180

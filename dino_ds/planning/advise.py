@@ -37,7 +37,7 @@ from dino_ds.planning.rules import (
 _LARGE_SIDE = 1024
 """Pixels of the shorter side from which decoding is worth saving."""
 _SECONDS, _LEAST_SAMPLE = 3.0, 20
-"""The longest time for looking at images, if it is enough for so many."""
+"""Longest time for looking at images, but for at least _LEAST_SAMPLE of them."""
 _WIDTH = 120
 
 

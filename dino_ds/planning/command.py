@@ -27,11 +27,11 @@ from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
 _IMAGES = 1_000_000
-"""Images of which hours are said where the recipe counts in epochs: the planner sees none."""
+"""Images whose hours are given where the recipe counts in epochs: the planner sees no images."""
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
-    """Print what `plan` finds."""
+    """Print the plan."""
     result = plan(options, recipe=recipe, ds=ds, ds_path=ds_path)
     print_result(page(result), result, options.json)
 

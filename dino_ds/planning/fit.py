@@ -1,4 +1,4 @@
-"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus what a process needs."""
+"""Whether a training step fits on a GPU, and with how many images: `dino_ds.costs` plus margins for the process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, wor
 
 
 def micro_batches(global_batch: int, world_size: int) -> list[int]:
-    """Micro-batches of which a whole number makes up the global batch, largest first; [] if there are none."""
+    """Micro-batches that divide the global batch, largest first; [] if there are none."""
     images, rest = divmod(global_batch, world_size)
     return [] if rest else [size for size in range(images, 0, -1) if images % size == 0]
 

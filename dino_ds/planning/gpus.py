@@ -103,7 +103,7 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
 
 
 def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
-    """The least and the most hours that so many FLOPs of one card take by `REACHED`; None where its peak is unknown."""
+    """Fewest and most hours in which a card computes `flops`, by `REACHED`; None where its peak is unknown."""
     if gpu.tflops is None:
         return None
     least, most = (flops / (part * gpu.tflops * 1e12) / 3600 for part in reversed(REACHED))
@@ -111,7 +111,7 @@ def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
 
 
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
-    """A sentence on the hours of `work`, which takes so many FLOPs of each card."""
+    """A sentence on the hours of `work`, which takes `flops` of each card."""
     span = hours(gpu, flops)
     if span is None:
         return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"

@@ -1,4 +1,4 @@
-"""What the machines of a run have in common, and what a node's host memory and disk must hold."""
+"""Resources common to the machines of a run, and the host memory and disk that a node needs."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def find_machine() -> Machine:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint on disk: masters and moments of what is trained, the teacher and its centers, and those that
-    it replaces now and then, in FP32: at most, since low precision stores its matrices so."""
+    """Size of a checkpoint, at most: FP32 masters and moments of trained weights, teachers and their centers."""
     facts = student_facts(recipe)
     teachers = teachers_of(recipe)
     copies = _FP32 * sum(teacher.follows for teacher in teachers)

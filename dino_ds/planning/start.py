@@ -40,7 +40,7 @@ class Start:
 
     @property
     def is_named(self) -> bool:
-        """Whether the ds JSON is the one that was named or the default, not one that was found for this start."""
+        """Whether the ds JSON was named or is the default, and was not chosen for this start."""
         return self.why == self.path
 
     def __str__(self) -> str:

@@ -160,7 +160,7 @@ def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
 
 _ENTROPY, _KL, _CROSS_ENTROPY, _LOSS = "teacher_entropy", "kl", "cross_entropy", "_loss"
 _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROSS_ENTROPY: "cross-entropy"}
-"""Ends of the keys that are in nats, and what they are."""
+"""Names of quantities in nats, by the end of their keys."""
 
 
 def title_of_term(name: str, titles: Mapping[str, str]) -> str:

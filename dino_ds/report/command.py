@@ -20,7 +20,7 @@ from dino_ds.report.text import duration, gib, nats, number, percent
 
 
 def run(options: ReportOptions) -> None:
-    """Write the page, and print what it says first."""
+    """Write the page, and print its main figures."""
     page, files = write_page(options)
     facts = summarize(files)
     if options.json:
@@ -31,7 +31,7 @@ def run(options: ReportOptions) -> None:
 
 
 def write_page(options: ReportOptions) -> tuple[Path, RunFiles]:
-    """RUN/report.html, and what was read. Raises ConfigError."""
+    """Write RUN/report.html; its path, and the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
     _check_out(page, folder)

@@ -46,10 +46,13 @@ class Incident:
 
 @dataclass
 class Events:
-    """What events.jsonl tells.
+    """The events of a run.
 
-    newest: the last event of each kind. ended: finished, ended (by eval.stop_after), stopped, failed or "".
-    incidents: in their order, at most 50 of a kind; counts: of all.
+    Attributes:
+        newest: the last event of each kind.
+        ended: finished, ended (by eval.stop_after), stopped, failed or "".
+        incidents: in their order, at most 50 of a kind.
+        counts: number of all incidents by kind.
     """
 
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,10 +81,13 @@ class Evaluation:
 
 @dataclass
 class RunFiles:
-    """One run.
+    """One run folder.
 
-    best: metric, value, start and step of the best teacher, {} without one. state: finished, stopped (before its
-    length), failed, running or unfinished. traces: files that tell more of incidents. notes: what is missing or broken.
+    Attributes:
+        best: metric, value, start and step of the best teacher, {} without one.
+        traces: names of files with more about incidents.
+        state: finished, stopped (before its length), failed, running or unfinished.
+        notes: missing and broken parts of the folder.
     """
 
     path: Path
@@ -225,7 +231,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _ended_by_ranks(path: Path) -> str:
-    """The end of a run of a version without events.jsonl, by what its ranks have left; "" where that is not one."""
+    """How a run of a version without events.jsonl has ended, by its heartbeats; "" if they disagree."""
     ends = {_ENDS.get(beat.ended, "") for beat in Heartbeats(path).read()}
     return "failed" if "failed" in ends else ends.pop() if len(ends) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""Pictures of what a teacher sees: attention, PCA of patches, neighbors and a map, while it trains and as a command."""
+"""Pictures of a teacher's features: attention, PCA of patches, neighbors and a map; during a run and as a command."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _images(run: RunFiles) -> str:
 
 
 def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars on one axis: start, best and newest teacher, then what they are compared with."""
+    """Bars of k-NN: start, best and newest teacher, raw pixels and chance."""
     names = {"start": "start", "untrained": "start: untrained"}
     if knn.get("best") != knn.get("teacher"):
         names["best"] = f"best, step {knn['best_step']:,}"
@@ -191,7 +191,7 @@ def _picture(path: Path, caption: str) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
-    """Rows of the table; what is known of an evaluation is in its first row."""
+    """Rows of the table; facts about an evaluation are in its first row."""
     rows = list[tuple[str, ...]]()
     for evaluation in evaluations:
         about = evaluation.about

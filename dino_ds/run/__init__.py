@@ -1,1 +1,1 @@
-"""A run: what it is made of, its step and its loop, what it says of itself."""
+"""A training run: its parts, its loop, its files and its log."""

@@ -23,17 +23,17 @@ from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
 MOST_KEPT = 0.5
-"""Part of what a teacher begins as that it may have at the end."""
+"""Largest share of its initial weights that a teacher may still hold at the end."""
 _MOST_LINES = 9
-"""On the screen before the one on the folder, an evaluation and what came before the run had a log."""
+"""Lines on the screen before the line about the run folder."""
 _SHOWN_ELSEWHERE = ("data.root", "data.source")
 """Overrides that the line about the images shows."""
 _PICTURES = ("map", "neighbors", "pca", "attention")
 
 
 def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, notes: Iterable[str]) -> None:
-    """Write the first lines of a run's log: for people on the screen, then the details. `notes` are what was found
-    while the run was built."""
+    """Write the first lines of a run's log: for people on the screen, then the details. `notes` were collected while
+    the run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
     steps, batch = run.step.schedules.steps, recipe.data.global_batch
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
@@ -130,8 +130,8 @@ def few_images(images: int, shown: int) -> list[str]:
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
-    """A warning on each average of the student that ends a run of `steps` steps mostly as it began: what it teaches is
-    then the untrained network."""
+    """Warnings about EMA teachers that are still mostly their initial weights after `steps` steps, and so teach an
+    untrained network."""
     warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
     for teacher in teachers_of(recipe):
@@ -149,7 +149,7 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:
-    """The lines on what is compared: crops and their masks, heads, and the terms with their weights."""
+    """Lines about crops and masks, heads, loss terms and teachers."""
     crops, terms = recipe.crops, terms_of(recipe)
     masks = ""
     if crops.mask != "none":

@@ -148,7 +148,7 @@ def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
 
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
-    """The most unreadable images among the first `sampled` different ones of `images` before the data is given up.
+    """Number of unreadable images that is allowed among the first `sampled` different ones of `images`.
 
     Images come in random order, so this is what data with exactly `fraction` of unreadable images shows, plus 4
     standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is ceil(fraction *

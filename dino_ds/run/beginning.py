@@ -1,4 +1,4 @@
-"""Chooses what a start begins with: a checkpoint of its own run, one of the run before a stage, or nothing."""
+"""Chooses the checkpoint that a start loads: of its own run, of the run before a stage, or none."""
 
 from __future__ import annotations
 

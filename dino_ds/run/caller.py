@@ -23,7 +23,7 @@ Callback = Callable[[int, dict[str, Any]], object]
 
 
 class Caller:
-    """The program's callbacks. `error` is the one that a callback has raised; the run then stops and saves."""
+    """The program's callbacks. An `error` that one of them raises makes the run stop and save."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self.error: Exception | SystemExit | None = None

@@ -55,8 +55,7 @@ def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]
     """Lines for the log about warm-ups that end later than the run's length, or than `last_step`, at which this start
     ends; an epoch has `epoch_steps` optimizer steps.
 
-    Raises ConfigError where the run would not do what it is for: a backbone that is frozen to the end, or a loss
-    term that never begins.
+    Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins.
     """
     batch, trial = recipe.data.global_batch, "(a short trial keeps its schedules with --max_steps)"
     last, length = recipe.length.in_steps(batch, epoch_steps), f"length {recipe.length}"

@@ -150,7 +150,7 @@ class Reports:
 
 
 def _read_host() -> dict[str, float]:
-    """Memory of rank 0's machine in GiB: resident sets of this run's ranks and loader processes, and what is free."""
+    """Memory of rank 0's machine in GiB: resident sets of this run's ranks and loader processes, and free memory."""
     by_rank = distributed.gather_objects(resident_gib())
     return {
         "host_memory_gib": sum(by_rank[: distributed.local_world_size()]),  # ranks are numbered machine by machine

@@ -21,7 +21,7 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class Moment:
-    """A place between two steps of a run; `images` counts those that its teacher has seen so far.
+    """The state of a run between two steps; `images` counts those that its teacher has seen so far.
 
     Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress. at_start:
     the run or stage has made no step yet; training: the whole step, for what needs more than the teacher.
@@ -39,18 +39,18 @@ class Moment:
 
 
 class AtStep(Protocol):
-    """One thing to do after some of the steps, 0 and the last among them. Every rank calls every method."""
+    """A task that runs after some of the steps, perhaps after step 0 and the last. Every rank calls every method."""
 
     def due(self, step: int, last: bool) -> bool:
         """Whether to run after `step`, 0 for the untrained network."""
         ...
 
     def run(self, moment: Moment) -> bool:
-        """Do it and write down what it gives; False where a stop was requested before the end."""
+        """Run the task and write down its results; False if a stop was requested before its end."""
         ...
 
     def missed(self, step: int, at_start: bool) -> bool:
-        """Whether to run before training goes on from `step`, where the start that came there did not."""
+        """Whether the task is due at `step`, which an earlier start has reached without running it."""
         return False
 
     def improved(self) -> bool:
@@ -66,16 +66,16 @@ class AtStep(Protocol):
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of a checkpoint that this keeps."""
+        """The state that a checkpoint keeps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` of an earlier start gave."""
+        """Restore the state that `state_dict` of an earlier start returned."""
 
 
 @dataclass
 class RunState:
-    """The place of a run apart from its tensors and its step; a checkpoint keeps it."""
+    """The state of a run beside its tensors and its step; a checkpoint keeps it."""
 
     position: Position = field(default_factory=Position)
     skipped_steps: int = 0

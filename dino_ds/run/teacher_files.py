@@ -12,8 +12,8 @@ from torch import Tensor
 from dino_ds.basics.durable import discard
 from dino_ds.basics.names import BEST_TEACHER, sidecar_of, step_name
 from dino_ds.checkpoint.files import write_tensors
-from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import MANIFEST, WHOLE
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import merged
@@ -47,7 +47,7 @@ class TeacherFiles:
     def settle(
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     ) -> list[str]:
-        """Make the best teacher's file the one that a run at step `start` knows; lines for the log.
+        """Bring the best teacher's file to the state of a run at step `start`; lines for the log.
 
         Where it is older, it is cut out of the checkpoint of its step by `exported`, also after a death or a full disk;
         one of a later step is removed. Raises OSError.

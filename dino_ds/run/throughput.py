@@ -28,7 +28,7 @@ class _State:
 
 
 class ThroughputMonitor:
-    """Gets each window by `update`. The baseline is the best mean of ROLLING windows, without the first WARMUP ones.
+    """Compares each window of steps with the best so far: the best mean of ROLLING windows, without the first WARMUP.
 
     A run is slow after LONG windows in a row under 80 % of the baseline, until the mean is back at 90 %.
     """
@@ -44,7 +44,7 @@ class ThroughputMonitor:
     def update(
         self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
     ) -> tuple[dict[str, float], str | None]:
-        """Take a window's values; the rolling ones for the metrics, and a line for the log or None."""
+        """Add a window; returns rolling means for the metrics, and a line for the log or None."""
         if self._warmup:
             self._warmup -= 1
             return {}, None

@@ -1,4 +1,4 @@
-"""The options of a training: what is asked for beside its recipe and its ds JSON. No torch here."""
+"""The options of `dino-ds train` beside recipe and ds JSON. No torch here."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import WHOLE
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.model import ModelSection
 from dino_ds.errors import CheckpointError
 from dino_ds.models.trained import A, B, adapters_in, merged

@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from dino_ds.basics.names import nearest, step_name, suggestion
-from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import MANIFEST, STEP_NAME, WHOLE, SavedCheckpoint
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.chosen_weights import missing_model
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, naming, one_line

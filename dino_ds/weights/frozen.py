@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dino_ds.checkpoint.folder import open_checkpoint
 from dino_ds.checkpoint.manifest import WHOLE
+from dino_ds.checkpoint.opening import open_checkpoint
 from dino_ds.config.sections import HeadSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization

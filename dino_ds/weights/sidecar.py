@@ -1,7 +1,7 @@
 """A file of weights and the JSON next to it, its sidecar: written so that they always go together, verified when read.
 
 This is half of one rule: whatever reads weights verifies them. The other half is
-`dino_ds.checkpoint.folder.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
+`dino_ds.checkpoint.opening.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
 of its own content. Two files can't be replaced in one step, so the sidecar comes first and describes the old file too
 until that is replaced: whenever the process dies, one of the two descriptions is that of the file that is there.
 Sidecars that others made, or earlier versions, have no checksums: nothing is said of them.
@@ -21,8 +21,8 @@ from dino_ds.basics.durable import discard, is_gone, replace_file, replacing
 from dino_ds.basics.names import sidecar_of
 from dino_ds.basics.text_file import read_object
 from dino_ds.checkpoint.files import FileRecord, checksum
-from dino_ds.checkpoint.folder import checksum_once
 from dino_ds.checkpoint.manifest import Manifest, content_sum
+from dino_ds.checkpoint.opening import checksum_once
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, one_line

@@ -38,7 +38,7 @@ def test_the_alarm_for_images_of_one_color():
     assert "over" in alarm.look(99, 4.0, 1.0, constant=0.1) and not alarm.on
 
 
-def test_a_few_are_said_once_and_a_folder_of_them_is_an_alarm(tmp_path):
+def test_a_few_are_said_once(tmp_path):
     root = image_folder(tmp_path / "images")
     paths = sorted(root.iterdir())
     _blacken(paths[:3])
@@ -46,9 +46,3 @@ def test_a_few_are_said_once_and_a_folder_of_them_is_an_alarm(tmp_path):
     assert log_of(tmp_path / "few").count("of the images are of one color (constant_images of metrics.jsonl)") == 1
     parts = [record["constant_images"] for record in read_metrics(tmp_path / "few")]
     assert 0 < sum(parts) / len(parts) < 0.4
-
-    _blacken(paths)
-    assert run_on_ranks(train_tiny, root, tmp_path / "all", changes=CHANGES) == [None, None]
-    log = log_of(tmp_path / "all")
-    assert f"collapse after step {WINDOWS}: 100% of the images are of one color" in log
-    assert [record["constant_images"] for record in read_metrics(tmp_path / "all")] == [1.0] * STEPS

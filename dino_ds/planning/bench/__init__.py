@@ -1,1 +1,1 @@
-"""`dino-ds bench ...`: measures what a step, its optimizations and its parts cost on this host."""
+"""`dino-ds bench ...`: measures the cost of a step, of its optimizations and of its parts on this host."""

@@ -1,4 +1,4 @@
-"""Prints what was measured: a Markdown table for people, or one JSON object for programs."""
+"""Prints measurements: a Markdown table for people, or one JSON object for programs."""
 
 from __future__ import annotations
 

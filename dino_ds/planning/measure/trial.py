@@ -29,7 +29,7 @@ from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.drop_path import sample_keys
 
 EPOCH_STEPS = 1000
-"""Steps of an epoch where there are no images to count; sets where schedules stand, not what a step costs."""
+"""Steps of an epoch where there are no images to count; only schedules depend on it, no cost."""
 
 MEMORY_STEPS = 2
 """Steps after which the peak of memory is known: the second is the first with Adam's moments."""
