@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 
 import pytest
@@ -46,6 +47,19 @@ def test_fewer_test_images_than_ranks_is_an_error_on_all_ranks(tmp_path):
     changes = {"eval.every": "2 steps", "eval.root": str(test), "eval.test_images": "1"}
     messages = run_on_ranks(train_tiny, root, tmp_path / "run", changes=changes)
     assert all("eval.test_images" in message for message in messages)
+
+
+def _other_images(root, run):
+    """Rank 1 has another disk."""
+    return train_tiny(root / os.environ["RANK"], run)
+
+
+def test_ranks_with_other_images_do_not_train_apart(tmp_path):
+    for rank, images in ((0, 20), (1, 19)):
+        image_folder(tmp_path / "images" / str(rank), images)
+    for message in run_on_ranks(_other_images, tmp_path / "images", tmp_path / "run"):
+        assert "rank 1 19" in message and "same files" in message
+    assert not (tmp_path / "run").exists()
 
 
 def _shards(root, images):

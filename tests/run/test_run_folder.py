@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,21 @@ def test_a_refused_start_leaves_no_trace_in_a_finished_run(begun, options, said)
     assert one == two and said in one
     assert contents(run) == before
     assert read_run(run).state == "stopped"  # before its length
+
+
+def _train_and_lose(root, run):
+    """Rank 0 renames the folder after the first checkpoint."""
+
+    def lose():
+        while not (run / "checkpoints/latest").exists():
+            time.sleep(0.05)
+        run.rename(run.with_name("aside"))
+
+    if os.environ["RANK"] == "0":
+        threading.Thread(target=lose, daemon=True).start()
+    return train_tiny(root, run, changes={"length": "100000 steps", "save_every": "3 steps"})
+
+
+def test_a_lost_run_folder_ends_the_run(tmp_path):
+    one, two = run_on_ranks(_train_and_lose, image_folder(tmp_path / "images"), tmp_path / "run")
+    assert one == two and "run is gone, removed or renamed while the run was at work" in one
