@@ -26,7 +26,7 @@ from dino_ds.config.crops import EMA
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.rehearse import _alone, _frozen, _inputs
+from dino_ds.costs.rehearse import _frozen, _inputs, _single_rank_recipe
 from dino_ds.engine import deepspeed_engine
 from dino_ds.engine.clipping import norm_in_one_pass
 from dino_ds.engine.engine import Progress
@@ -125,7 +125,7 @@ class PlayedEngine:
 
 def a_step(recipe: Recipe, rank: int) -> list[Collective]:
     """The collectives of one step of a recipe, and of reading its metrics."""
-    recipe, performance = _alone(recipe), PerformanceOptions()
+    recipe, performance = _single_rank_recipe(recipe), PerformanceOptions()
     with fake_cuda() as gpu, contextlib.ExitStack() as stack:
         # Fake tensors know no coalesced operators: each gather is one of its own here.
         stack.enter_context(mock.patch("torch.distributed.distributed_c10d._coalescing_manager", _one_by_one))
