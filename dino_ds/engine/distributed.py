@@ -175,11 +175,11 @@ def agreed_world_size(timeout: timedelta) -> Iterator[None]:
     )
     store.set(f"dino_ds/world_size/{mine}", str(ranks))
     for other in range(1, ranks) if mine == 0 else [0]:
-        theirs = int(store.get(f"dino_ds/world_size/{other}"))
-        if theirs != ranks:
-            pair = sorted([(0, ranks), (other, theirs)] if mine == 0 else [(0, theirs), (mine, ranks)])
-            found = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
-            raise ConfigError(f"ranks disagree on how many they are: {found}; give all of them the same WORLD_SIZE")
+        reported = int(store.get(f"dino_ds/world_size/{other}"))
+        if reported != ranks:
+            pair = sorted([(0, ranks), (other, reported)] if mine == 0 else [(0, reported), (mine, ranks)])
+            sizes = " and ".join(f"WORLD_SIZE {size} by rank {number}" for number, size in pair)
+            raise ConfigError(f"ranks disagree on how many they are: {sizes}; give all of them the same WORLD_SIZE")
     yield
     del store
 

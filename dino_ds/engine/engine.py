@@ -269,4 +269,4 @@ class _Buffers:
     def read(self, saved: bool = False) -> dict[str, Tensor]:
         """The buffers by name; with `saved` only those that checkpoints hold."""
         wanted = self._in_checkpoints if saved else self._places.keys()
-        return {name: getattr(*place) for name, place in self._places.items() if name in wanted}
+        return {name: getattr(owner, leaf) for name, (owner, leaf) in self._places.items() if name in wanted}

@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class Layer(NamedTuple):
-    """Elements [offset, offset + numel) of a shard belong to layer `place` of those that have a trust ratio."""
+    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of those that have a trust ratio."""
 
-    place: int
+    layer: int
     offset: int
     numel: int
 
@@ -45,8 +45,8 @@ class Lars(torch.optim.Optimizer):
 
         From now on all ranks must call `step` together, with equal groups.
         """
-        places = torch.tensor([layer.place for layer in shard.layers], dtype=torch.long, device=tensor.device)
-        self._shards[tensor] = shard, places
+        numbers = torch.tensor([part.layer for part in shard.layers], dtype=torch.long, device=tensor.device)
+        self._shards[tensor] = shard, numbers
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -68,23 +68,23 @@ class Lars(torch.optim.Optimizer):
 
     def _adapt(self, tensors: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> None:
         """Apply weight decay and the trust ratio to the gradients of the layers that have them."""
-        found = self._shards.get(tensors[0])
-        if found is None:
+        laid_out = self._shards.get(tensors[0])
+        if laid_out is None:
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
         else:
             assert len(tensors) == 1
-            weights, steps = ([t.narrow(0, at, n) for _, at, n in found[0].layers] for t in (*tensors, *gradients))
+            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0].layers] for t in (*tensors, *gradients))
         if weights:
             torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
             norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
             squares = norms.double().square().view(2, -1)  # in FP32 the squares of small gradients would vanish
         else:
             squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
-        if found is not None and found[0].total:
-            shard, places = found
-            every = squares.new_zeros(2, shard.total).index_copy_(1, places, squares)
+        if laid_out is not None and laid_out[0].total:
+            shard, numbers = laid_out
+            every = squares.new_zeros(2, shard.total).index_copy_(1, numbers, squares)
             dist.all_reduce(every, group=shard.process_group)
-            squares = every.index_select(1, places)
+            squares = every.index_select(1, numbers)
         if weights:
             weight, step = squares.sqrt()
             ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()

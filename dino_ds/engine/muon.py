@@ -12,6 +12,7 @@ matrices too, and each broadcasts its share of the updates.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
     They are the weights (and low-rank adapters) of linear layers and ungrouped convolutions, a convolution's as
     (out, rest), but the first convolution of a network, which reads pixels.
     """
-    found = {}
+    matrices = {}
     modules = dict(network.named_modules())
     first = next((name for name, module in modules.items() if isinstance(module, nn.Conv2d)), None)
     for name, module in modules.items():
@@ -68,8 +69,8 @@ def matrices_of(network: nn.Module) -> dict[str, int]:
             blocks = _blocks(name, module, modules)
             parameters = dict(module.named_parameters(recurse=False))
             counts = {"weight": blocks, "lora_a": 1, "lora_b": blocks}
-            found.update({f"{name}.{leaf}": count for leaf, count in counts.items() if leaf in parameters})
-    return found
+            matrices.update({f"{name}.{leaf}": count for leaf, count in counts.items() if leaf in parameters})
+    return matrices
 
 
 def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int:
@@ -153,13 +154,13 @@ class Muon(torch.optim.AdamW):
         flat = gradients[0].new_empty(sum(g.numel() for g in gradients))
         updates, offset = list(gradients), 0
         for owner in range(ranks):
-            begin, own = offset, [i for i, one in enumerate(owners) if one == owner]
-            for i in own:
+            begin, owned = offset, [i for i in range(len(owners)) if owners[i] == owner]
+            for i in owned:
                 updates[i] = flat.narrow(0, offset, gradients[i].numel()).view_as(gradients[i])
                 offset += gradients[i].numel()
             if owner == rank:
-                _orthogonalize([gradients[i] for i in own], [updates[i] for i in own], [matrices[i] for i in own])
-            if ranks > 1 and own:
+                _orthogonalize([gradients[i] for i in owned], [updates[i] for i in owned], [matrices[i] for i in owned])
+            if ranks > 1 and owned:
                 dist.broadcast(flat[begin:offset], owner)
         return updates
 
@@ -175,7 +176,7 @@ class _Exchange:
         self._matrices = [matrices[i] for i in self._mine]
 
         def between(source: int, owner: int) -> list[Slice]:
-            return [one for one in slices[source] if owners[one.matrix] == owner]
+            return [part for part in slices[source] if owners[part.matrix] == owner]
 
         ranks = range(len(slices))
         self._sent = [between(rank, owner) for owner in ranks]
@@ -183,20 +184,20 @@ class _Exchange:
 
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Parts of the flat `tensor`, and the updates of each; by two collectives."""
-        sent, received = [one for to in self._sent for one in to], [one for source in self._received for one in source]
-        arrived = self._swap([_cut(gradient, one.offset, one) for one in sent], self._sent, self._received, tensor)
+        sent, received = ([*itertools.chain.from_iterable(slices)] for slices in (self._sent, self._received))
+        arrived = self._swap([_cut(gradient, part.offset, part) for part in sent], self._sent, self._received, tensor)
         # Slices come by rank, and a matrix is its slices in the order of ranks.
         pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
-        for one, piece in zip(received, arrived, strict=True):
-            pieces[one.matrix].append(piece)
+        for part, piece in zip(received, arrived, strict=True):
+            pieces[part.matrix].append(piece)
         wholes = [
             (piece[0] if len(piece) == 1 else torch.cat(piece)).view(matrix.rows, matrix.columns)
             for piece, matrix in zip(pieces.values(), self._matrices, strict=True)
         ]
         updates = {i: torch.empty_like(whole) for i, whole in zip(self._mine, wholes, strict=True)}
         _orthogonalize(wholes, list(updates.values()), self._matrices)
-        back = [_cut(updates[one.matrix].view(-1), one.start, one) for one in received]
-        return [_cut(tensor, one.offset, one) for one in sent], self._swap(back, self._received, self._sent, tensor)
+        back = [_cut(updates[part.matrix].view(-1), part.start, part) for part in received]
+        return [_cut(tensor, part.offset, part) for part in sent], self._swap(back, self._received, self._sent, tensor)
 
     def _swap(
         self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]], like: Tensor
@@ -205,15 +206,15 @@ class _Exchange:
         `sent` to each; on the device of `like`. A collective."""
         if len(sent) == 1:
             return parts
-        counts = [[sum(one.stop - one.start for one in slices) for slices in way] for way in (sent, received)]
-        given = torch.cat([like.new_empty(0), *parts])  # a rank may have none
-        taken = given.new_empty(sum(counts[1]))
-        dist.all_to_all_single(taken, given, counts[1], counts[0], group=self._group)
-        return list(taken.split([one.stop - one.start for slices in received for one in slices]))
+        counts = [[sum(part.stop - part.start for part in slices) for slices in way] for way in (sent, received)]
+        values = torch.cat([like.new_empty(0), *parts])  # a rank may have none
+        taken = values.new_empty(sum(counts[1]))
+        dist.all_to_all_single(taken, values, counts[1], counts[0], group=self._group)
+        return list(taken.split([part.stop - part.start for slices in received for part in slices]))
 
 
-def _cut(flat: Tensor, begin: int, one: Slice) -> Tensor:
-    return flat.narrow(0, begin, one.stop - one.start)
+def _cut(flat: Tensor, begin: int, piece: Slice) -> Tensor:
+    return flat.narrow(0, begin, piece.stop - piece.start)
 
 
 def share_out(matrices: Sequence[Matrix], ranks: int) -> list[int]:
@@ -230,9 +231,9 @@ def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrice
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor, bool]]] = {}
     for source, target, matrix in zip(sources, targets, matrices, strict=True):
         shape = (matrix.rows, matrix.columns)
-        for block, place in zip(*(t.view(shape).chunk(matrix.blocks) for t in (source, target)), strict=True):
+        for block, update in zip(*(t.view(shape).chunk(matrix.blocks) for t in (source, target)), strict=True):
             short, long = sorted(block.shape)
-            batches.setdefault((short, long), []).append((block, place, len(block) > short))
+            batches.setdefault((short, long), []).append((block, update, len(block) > short))
     for (short, long), blocks in batches.items():
         blocks.sort(key=lambda block: block[2])
         at_once = max(1, _BATCH_ELEMENTS // (short * long))
@@ -242,7 +243,7 @@ def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrice
             y = orthogonalized(torch.stack([block.mT if tall else block for block, _, tall in some]))
             y.mul_(_RMS * long**0.5)
             updates = [*y[:lying].unbind(), *y[lying:].mT.contiguous().unbind()]
-            torch._foreach_copy_([place for _, place, _ in some], updates)
+            torch._foreach_copy_([update for _, update, _ in some], updates)
 
 
 def orthogonalized(y: Tensor) -> Tensor:

@@ -81,10 +81,10 @@ def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> 
     matrices = matrices_of(network) if options.kind == "muon" else {}
     multipliers = _backbone_multipliers(network, options)
     for name, parameter in filter(lambda pair: pair[1].requires_grad, network.named_parameters()):
-        own = network.freezes_backbone and name.startswith("backbone.")
+        freezes = network.freezes_backbone and name.startswith("backbone.")
         part = WHOLE if options.clip_by == WHOLE else name.partition(".")[0]
         kind = "adamw" if options.kind == "muon" and name not in matrices else options.kind
-        key = part, (BACKBONE if own else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
+        key = part, (BACKBONE if freezes else "") + _group_of(name, parameter), multipliers.get(name, 1.0), kind
         groups.setdefault(key, []).append(parameter)
     if options.kind == "muon" and all(kind != "muon" for *_, kind in groups):
         raise ConfigError(

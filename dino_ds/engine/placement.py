@@ -33,13 +33,13 @@ class Placement:
         self._partition = _Partitioner(config.raw) if config.stage == 3 else None
 
     def __call__(self, module: nn.Module) -> None:
-        own = list(module.parameters(recurse=False))
-        for parameter in own:
+        parameters = list(module.parameters(recurse=False))
+        for parameter in parameters:
             parameter.data = parameter.data.to(self._device, self._dtype)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(self._device))
-        if self._partition is not None and own:
-            self._partition(own)
+        if self._partition is not None and parameters:
+            self._partition(parameters)
 
 
 class InferencePlacement:
@@ -60,14 +60,14 @@ class InferencePlacement:
 
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
-        own = list(module.parameters(recurse=False))
+        parameters = list(module.parameters(recurse=False))
         dtype = self._dtype if is_cast(module) else torch.float32
-        for parameter in own:
+        for parameter in parameters:
             parameter.data = parameter.data.to(self._device, dtype, copy=True)
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, buffer.to(self._device, copy=True))
-        if self._partition is not None and own and module in self._modules:
-            self._partition(own)
+        if self._partition is not None and parameters and module in self._modules:
+            self._partition(parameters)
 
     def finish(self) -> None:
         """Let DeepSpeed gather what a forward pass of `part` needs, once all modules are placed."""

@@ -19,18 +19,18 @@ def check_ranks(environment: Mapping[str, str]) -> None:
 
     Without RANK there is one process, which needs none of them.
     """
-    given = {name: environment[name] for name in _NEEDED if environment.get(name)}
-    if "RANK" not in given:
-        if given.get("WORLD_SIZE", "1") != "1":
-            raise _wrong(f"WORLD_SIZE is {given['WORLD_SIZE']!r}, and RANK is not set")
+    variables = {name: environment[name] for name in _NEEDED if environment.get(name)}
+    if "RANK" not in variables:
+        if variables.get("WORLD_SIZE", "1") != "1":
+            raise _wrong(f"WORLD_SIZE is {variables['WORLD_SIZE']!r}, and RANK is not set")
         return
-    if missing := [name for name in _NEEDED if name not in given]:
-        raise _wrong(f"RANK is {given['RANK']!r} without {', '.join(missing)}")
-    ranks = _number("WORLD_SIZE", given, 1, _MOST_RANKS)
-    _number("RANK", given, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
-    _number("LOCAL_RANK", given, 0, ranks - 1)
-    _number("MASTER_PORT", given, 1, _LAST_PORT)
-    _resolve(given["MASTER_ADDR"])
+    if missing := [name for name in _NEEDED if name not in variables]:
+        raise _wrong(f"RANK is {variables['RANK']!r} without {', '.join(missing)}")
+    ranks = _number("WORLD_SIZE", variables, 1, _MOST_RANKS)
+    _number("RANK", variables, 0, ranks - 1, f" of WORLD_SIZE {ranks}: ranks count from 0")
+    _number("LOCAL_RANK", variables, 0, ranks - 1)
+    _number("MASTER_PORT", variables, 1, _LAST_PORT)
+    _resolve(variables["MASTER_ADDR"])
 
 
 def _wrong(problem: str) -> ConfigError:
@@ -40,8 +40,8 @@ def _wrong(problem: str) -> ConfigError:
     )
 
 
-def _number(name: str, given: Mapping[str, str], low: int, high: int, of: str = "") -> int:
-    text = given[name]
+def _number(name: str, variables: Mapping[str, str], low: int, high: int, of: str = "") -> int:
+    text = variables[name]
     if text.isdecimal() and len(text) < 10 and low <= int(text) <= high:
         return int(text)
     raise _wrong(f"{name} is {text!r}, and must be a whole number, {low} to {high}{of}")

@@ -74,8 +74,8 @@ def layout_of(
     all, the kind of `optimizer` among it."""
     listed = []
     for name, step, kind, pieces in flats:
-        own = {} if kind == optimizer else {"kind": kind}
-        listed.append({"name": name, "step": step, **own, "pieces": [list(p) for p in pieces]})
+        extra = {} if kind == optimizer else {"kind": kind}
+        listed.append({"name": name, "step": step, **extra, "pieces": [list(p) for p in pieces]})
     return {"flats": listed, **({"optimizer": optimizer} | shared if shared else {})}
 
 
@@ -118,8 +118,8 @@ class SavedParameters:
     def check_fits(self, shapes: Shapes) -> None:
         """Raises CheckpointError unless the network's parameters have these names and `shapes`."""
 
-        def shown(found: Shapes, name: str) -> str:
-            return str(list(found[name])) if name in found else "absent"
+        def shown(shapes_of: Shapes, name: str) -> str:
+            return str(list(shapes_of[name])) if name in shapes_of else "absent"
 
         names = dict.fromkeys([*shapes, *self.shapes])
         differ = [name for name in names if shapes.get(name) != self.shapes.get(name)]

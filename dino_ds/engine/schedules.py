@@ -172,5 +172,5 @@ class Schedules:
             unfreeze_backbone=0 < self.freeze_backbone_steps == step,
             weights={name: weight.at(step) for name, weight in self.weights.items()},
             momenta={name: momentum(step) for name, momentum in self.momenta.items()},
-            replaced=frozenset(name for name, one in self.replacements.items() if one.due(step)),
+            replaced=frozenset(name for name, replacements in self.replacements.items() if replacements.due(step)),
         )

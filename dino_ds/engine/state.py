@@ -104,13 +104,13 @@ def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> 
     """Tell `lars`, under stages 1 to 3, which elements of this rank's shards belong to which parameter."""
     for masters, shard in zip(sharded_masters_of(optimizer, names), master_shards(optimizer), strict=True):
         adapted = [entry[0] for entry in masters.layout if len(shapes[entry[0]]) != 1]
-        place = {name: i for i, name in enumerate(adapted)}
-        own = [
-            Layer(place[name], offset, stop - start)
+        number = {name: i for i, name in enumerate(adapted)}
+        layers = [
+            Layer(number[name], offset, stop - start)
             for name, start, stop, offset in _pieces(masters, shapes)
-            if name in place
+            if name in number
         ]
-        lars.lay_out(shard, Shard(own, len(adapted), masters.process_group))
+        lars.lay_out(shard, Shard(layers, len(adapted), masters.process_group))
 
 
 def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
@@ -120,10 +120,10 @@ def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -
     for masters, shard, group in groups:
         if group["kind"] != "muon":
             continue
-        place = {str(entry[0]): i for i, entry in enumerate(masters.layout)}
-        matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in place]
+        number = {str(entry[0]): i for i, entry in enumerate(masters.layout)}
+        matrices = [Matrix(shapes[name][0], math.prod(shapes[name][1:]), blocks[name]) for name in number]
         slices = [
-            [Slice(place[piece.parameter], *piece[1:]) for piece in _pieces(masters, shapes, rank)]
+            [Slice(number[piece.parameter], *piece[1:]) for piece in _pieces(masters, shapes, rank)]
             for rank in range(dist.get_world_size(masters.process_group))
         ]
         muon.lay_out(shard, matrices, slices, masters.process_group)
@@ -176,10 +176,10 @@ def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer
         if parameters.optimizer != kind:
             raise CheckpointError(f"the checkpoint has the moments of {parameters.optimizer}, optimizer.kind is {kind}")
         parameters.check_fits(shapes)
-        for name, own in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
-            if parameters.kinds[name] != own:
+        for name, flat_kind in ((piece.parameter, flat.kind) for flat in flats for piece in flat.pieces):
+            if parameters.kinds[name] != flat_kind:
                 raise CheckpointError(
-                    f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {own}'s"
+                    f"the checkpoint has the moments of {parameters.kinds[name]} for {name}, not {flat_kind}'s"
                 )
         for flat in flats:
             _fill(flat.master, MASTER, flat.pieces, parameters)

@@ -103,17 +103,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return options
 
 
-def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any], given: Any) -> float:
+def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any], args: Any) -> float:
     """Train the weights of `groups`, and keep those of the best epoch by score() = (percent, percent of each class)
-    in given.out. Labels of 255 do not count."""
-    loader = DataLoader(data, min(given.batch, len(data)), True, drop_last=True, num_workers=given.workers)
-    optimizer, steps, best = torch.optim.AdamW(groups, given.lr, weight_decay=0.05), given.epochs * len(loader), -1.0
+    in args.out. Labels of 255 do not count."""
+    loader = DataLoader(data, min(args.batch, len(data)), True, drop_last=True, num_workers=args.workers)
+    optimizer, steps, best = (
+        torch.optim.AdamW(groups, args.lr, weight_decay=0.05),
+        args.epochs * len(loader),
+        -1.0,
+    )
     # timm's schedule: torch's do not know of layer decay.
     schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for epoch in range(given.epochs):
+    args.out.mkdir(parents=True, exist_ok=True)
+    for epoch in range(args.epochs):
         network.train()
-        if given.frozen:
+        if args.frozen:
             getattr(network, "backbone", network).eval()  # its BatchNorm too
         for number, (images, labels) in enumerate(tqdm(loader, disable=None, leave=False), epoch * len(loader) + 1):
             schedule.step_update(number)
@@ -127,8 +131,8 @@ def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any
         print(f"epoch {epoch + 1}: loss {loss.item():.3f}, {reached:.2f} %", flush=True)
         if reached > best:
             best, known = reached, {name: round(percent, 2) for name, percent in each.items()}
-            save_file(network.state_dict(), given.out / "best.safetensors")
-            (given.out / "best.json").write_text(json.dumps({**about, "best": best, "classes": known}, indent=1))
+            save_file(network.state_dict(), args.out / "best.safetensors")
+            (args.out / "best.json").write_text(json.dumps({**about, "best": best, "classes": known}, indent=1))
     print(f"best {best:.2f} %:", ", ".join(f"{name} {percent:.1f}" for name, percent in known.items()))
     return best
 
@@ -136,12 +140,12 @@ def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any
 @torch.no_grad()
 def accuracy(network: Any, loader: DataLoader[Any], classes: list[str]) -> tuple[float, dict[str, float]]:
     """Accuracies in percent: of all images, and of each class."""
-    found = torch.zeros(2, len(classes))
+    counts = torch.zeros(2, len(classes))
     for images, labels in loader:
         right = network.eval()(images.to(DEVICE)).argmax(1).cpu() == labels
-        found += torch.stack([some.bincount(minlength=len(classes)) for some in (labels[right], labels)])
-    percent = (100 * found[0] / found[1]).tolist()
-    return float(100 * found[0].sum() / found[1].sum()), dict(zip(classes, percent, strict=True))
+        counts += torch.stack([some.bincount(minlength=len(classes)) for some in (labels[right], labels)])
+    percent = (100 * counts[0] / counts[1]).tolist()
+    return float(100 * counts[0].sum() / counts[1].sum()), dict(zip(classes, percent, strict=True))
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -149,27 +153,27 @@ def main(argv: list[str] | None = None) -> float:
     options = parser(__doc__)
     for name in ("--train", "--test"):
         options.add_argument(name, type=Path, required=True, help="a folder of images for each class")
-    given = options.parse_args(argv)
-    torch.manual_seed(given.seed)
+    args = options.parse_args(argv)
+    torch.manual_seed(args.seed)
     classes, others = (
-        [one.name for one in sorted(path.glob("*")) if one.is_dir()] for path in (given.train, given.test)
+        [folder.name for folder in sorted(path.glob("*")) if folder.is_dir()] for path in (args.train, args.test)
     )
     if len(classes) < 2 or classes != others:
-        fail(f"{given.train} has the class folders {classes}, {given.test} {others}: they must be the same, 2 or more")
-    network, about = load_teacher(given.model, len(classes), given.random)
-    size = given.size or about["timm_arguments"].get("img_size", 224)
+        fail(f"{args.train} has the class folders {classes}, {args.test} {others}: they must be the same, 2 or more")
+    network, about = load_teacher(args.model, len(classes), args.random)
+    size = args.size or about["timm_arguments"].get("img_size", 224)
     patch = getattr(getattr(network, "patch_embed", None), "patch_size", (1,))[0]
     if size % patch:
         fail(f"--size {size} is not a multiple of the patch size: give {max(1, round(size / patch)) * patch}")
     last = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(about["mean"], about["std"])]
     crop = v2.Compose([v2.RandomResizedCrop(size, scale=(0.3, 1)), v2.RandomHorizontalFlip(), *last])
     middle = v2.Compose([v2.Resize(size), v2.CenterCrop(size), *last])
-    tests = DataLoader(ImageFolder(given.test, middle, loader=open_upright), given.batch, num_workers=given.workers)
-    if given.frozen:
+    tests = DataLoader(ImageFolder(args.test, middle, loader=open_upright), args.batch, num_workers=args.workers)
+    if args.frozen:
         network.requires_grad_(False).get_classifier().requires_grad_(True)
-    groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=given.layer_decay)
-    training = ImageFolder(given.train, crop, loader=open_upright)
-    return fit(network, training, groups, partial(accuracy, network, tests, classes), about, given)
+    groups = param_groups_layer_decay(network.to(DEVICE), weight_decay=0.05, layer_decay=args.layer_decay)
+    training = ImageFolder(args.train, crop, loader=open_upright)
+    return fit(network, training, groups, partial(accuracy, network, tests, classes), about, args)
 
 
 if __name__ == "__main__":

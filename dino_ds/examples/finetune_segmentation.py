@@ -65,7 +65,7 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
                 if picture.size != drawn.size or drawn.mode not in ("L", "P"):
                     wanted = f"{picture.size} pixels of 8 bits in one channel, the numbers of classes"
                     fail(f"{mask} is {drawn.size} of mode {drawn.mode}, and its image wants {wanted}")
-                if wrong := [one for one in np.unique(np.array(drawn)).tolist() if classes <= one != UNKNOWN]:
+                if wrong := [n for n in np.unique(np.array(drawn)).tolist() if classes <= n != UNKNOWN]:
                     fail(f"{mask} has class {wrong[0]}: --classes names 0 to {classes - 1}, and 255 is unknown")
 
     def __len__(self) -> int:
@@ -74,8 +74,8 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         image, mask = self.pairs[index]
         pair = tv_tensors.Image(open_upright(image)), tv_tensors.Mask(np.array(Image.open(mask), dtype=np.int64))
-        found, labels = self.transform(*pair)
-        return found.as_subclass(Tensor), labels.squeeze(0).as_subclass(Tensor)
+        pixels, labels = self.transform(*pair)
+        return pixels.as_subclass(Tensor), labels.squeeze(0).as_subclass(Tensor)
 
 
 @torch.no_grad()
@@ -91,9 +91,9 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, di
     n = len(classes)
     counts = np.zeros((n, n))
     for index in range(len(data)):
-        found, mask = predict(network, data, index)
+        predicted, mask = predict(network, data, index)
         known = mask != UNKNOWN
-        counts += np.bincount(n * mask[known].astype(int) + found[known], minlength=n * n).reshape(n, n)
+        counts += np.bincount(n * mask[known].astype(int) + predicted[known], minlength=n * n).reshape(n, n)
     right, union = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
     each = {name: float(100 * a / b) for name, a, b in zip(classes, right, union, strict=True) if b}
     return float(np.mean([*each.values()])), each
@@ -104,8 +104,8 @@ def overlay(network: Segmenter, data: Masked, path: Path) -> None:
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])
-        found, mask = predict(network, data, index)
-        tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in (mask, found)]
+        predicted, mask = predict(network, data, index)
+        tinted = [Image.blend(image, Image.fromarray(COLORS[each]), 0.5) for each in (mask, predicted)]
         rows.append(np.hstack([np.array(ImageOps.pad(each, (320, 240))) for each in (image, *tinted)]))
     Image.fromarray(np.vstack(rows)).save(path)
 
@@ -116,23 +116,23 @@ def main(argv: list[str] | None = None) -> float:
     for name in ("--train", "--test"):
         options.add_argument(name, type=Path, required=True, help="a folder with images/ and masks/")
     options.add_argument("--classes", required=True, help="names of the classes 0, 1, 2, ... with commas between")
-    given = options.parse_args(argv)
-    torch.manual_seed(given.seed)
-    names = given.classes.split(",")
-    backbone, about = load_teacher(given.model, 0, given.random)
-    size = given.size or about["timm_arguments"].get("img_size", 224)
+    args = options.parse_args(argv)
+    torch.manual_seed(args.seed)
+    names = args.classes.split(",")
+    backbone, about = load_teacher(args.model, 0, args.random)
+    size = args.size or about["timm_arguments"].get("img_size", 224)
     last = [v2.ToDtype({tv_tensors.Image: torch.float32, "others": None}, scale=True)]
     last.append(v2.Normalize(about["mean"], about["std"]))
     crop = [v2.RandomResizedCrop(size, scale=(0.25, 1)), v2.RandomHorizontalFlip(), v2.ColorJitter(0.4, 0.4, 0.4)]
-    training = Masked(given.train, len(names), v2.Compose([*crop, *last]))
-    tests = Masked(given.test, len(names), v2.Compose([v2.Resize(size), *last]))
-    network = Segmenter(backbone, len(names), given.frozen).to(DEVICE)
+    training = Masked(args.train, len(names), v2.Compose([*crop, *last]))
+    tests = Masked(args.test, len(names), v2.Compose([v2.Resize(size), *last]))
+    network = Segmenter(backbone, len(names), args.frozen).to(DEVICE)
     groups = [{"params": [*network.head.parameters()]}]
-    if not given.frozen:
-        groups += param_groups_layer_decay(backbone, weight_decay=0.05, layer_decay=given.layer_decay)
-    best = fit(network, training, groups, partial(iou, network, tests, names), about, given)
-    network.load_state_dict(load_file(given.out / "best.safetensors"))
-    overlay(network, tests, given.out / "overlay.png")
+    if not args.frozen:
+        groups += param_groups_layer_decay(backbone, weight_decay=0.05, layer_decay=args.layer_decay)
+    best = fit(network, training, groups, partial(iou, network, tests, names), about, args)
+    network.load_state_dict(load_file(args.out / "best.safetensors"))
+    overlay(network, tests, args.out / "overlay.png")
     return best
 
 

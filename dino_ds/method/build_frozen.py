@@ -117,7 +117,7 @@ def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     source, recipe, config = parts.source, parts.recipe, parts.config
     assert source is not None
     network = _network(spec, source, parts)
-    about = {"source": source.place, "digest": place_frozen(network, source, config)}
+    about = {"source": source.path, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalization, Normalization.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
     return teacher
@@ -136,10 +136,10 @@ def _network(spec: FrozenSpec, source: FrozenSource, parts: TeacherParts) -> Net
 
 
 def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
-    theirs, ours = source.range, recipe.data.known_range
-    if theirs == ours:
+    trained_on, ours = source.range, recipe.data.known_range
+    if trained_on == ours:
         return []
-    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (theirs, ours))
+    old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (trained_on, ours))
     return [f"it was trained on {old}, this run is on {new} (--data.value_range)"]
 
 
@@ -168,8 +168,10 @@ def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
     earlier = saved.frozen_teacher
     if (earlier or {}).get("digest") == (now or {}).get("digest"):
         return
-    was, given = ((about or {}).get("source") or "none" for about in (earlier, now))
-    difference = f"the same path {was} with other weights" if was == given else f"teacher.source {given}, not {was}"
+    was, now_source = ((about or {}).get("source") or "none" for about in (earlier, now))
+    difference = (
+        f"the same path {was} with other weights" if was == now_source else f"teacher.source {now_source}, not {was}"
+    )
     raise CheckpointError(
         f"step {saved.step} was distilled from another teacher: this start has {difference}; give the one that the run "
         "began with, or start a new run (--run_dir)"

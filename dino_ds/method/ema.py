@@ -135,13 +135,13 @@ class EmaTeacher(Teacher):
             updater.update(1.0 - momentum)
         self._cast()
 
-    def _move_statistics(self, theirs: Mapping[str, Tensor], weight: float) -> None:
+    def _move_statistics(self, student: Mapping[str, Tensor], weight: float) -> None:
         """BatchNorm's averages as the weights, at first faster."""
         counts = [name for name, own in self._statistics.items() if not own.is_floating_point()]
-        torch._foreach_copy_([self._statistics[name] for name in counts], [theirs[name] for name in counts])
+        torch._foreach_copy_([self._statistics[name] for name in counts], [student[name] for name in counts])
         own = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
         passes = self._statistics[counts[0]].float()
-        steps = torch._foreach_sub([theirs[name] for name in self._statistics if name not in counts], own)
+        steps = torch._foreach_sub([student[name] for name in self._statistics if name not in counts], own)
         torch._foreach_mul_(steps, (1 / (_STATISTICS_SPAN * passes)).clamp(weight, 1.0))
         torch._foreach_add_(own, steps)
 

@@ -73,9 +73,9 @@ class FixedTeacher(FrozenTeacher):
             )
 
 
-def _between(ours: Normalization, theirs: Normalization) -> Tensor:
-    """(2, c): what is added to images that are normalized by `ours`, and their factor before, to have them `theirs`."""
-    (offset, factor), (their_offset, their_factor) = ours.offset_and_factor(), theirs.offset_and_factor()
+def _between(ours: Normalization, wanted: Normalization) -> Tensor:
+    """(2, c): what is added to images that are normalized by `ours`, and their factor before, to have them `wanted`."""
+    (offset, factor), (their_offset, their_factor) = ours.offset_and_factor(), wanted.offset_and_factor()
     ratio = their_factor / factor
     return torch.stack((their_offset - offset * ratio, ratio))
 

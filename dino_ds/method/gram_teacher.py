@@ -77,7 +77,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     config, ema = parts.config, parts.ema
     dtype, ours = DTYPES[config.precision], Normalization.of(parts.recipe)
     assert ema is not None
-    if spec.place == SNAPSHOT:
+    if spec.source == SNAPSHOT:
         like = _like_student(spec, parts)
         _allocate(like, dtype)
         if config.performance.compile != "off":
@@ -88,7 +88,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
         like = _like_student(spec, parts)
         place_frozen(like, source, config, whole=True)
         return GramTeacher(like, dtype, ema)
-    about = {"source": source.place, "digest": place_frozen(network, source, config)}
+    about = {"source": source.path, "digest": place_frozen(network, source, config)}
     return FixedGramTeacher(network, dtype, about, source.normalization, ours)
 
 
@@ -99,7 +99,7 @@ def _like_student(spec: GramTeacherSpec, parts: TeacherParts) -> Network:
 def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, FrozenSource]:
     """The backbone of its file, on the meta device, once it is known to fit the recipe."""
     with distributed.raise_on_all_ranks():
-        source = find_frozen(spec.place, "gram.teacher")
+        source = find_frozen(spec.source, "gram.teacher")
         with torch.device("meta"):
             options = options_of(source, parts.config.performance)
             outputs = parts.objective.teacher_features(spec.name)
@@ -135,8 +135,8 @@ def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source:
                 f"{source.name} was trained on images less {source.normalization}, and this run's have "
                 f"{Normalization.of(recipe)} removed: their EMA teacher can't replace it; {stays}"
             )
-    for one in recipe.resolutions:
-        (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(one), spec.name))
+    for resolution in recipe.resolutions:
+        (side,) = dict.fromkeys(teacher_sizes(recipe.groups_of(resolution), spec.name))
         try:
             network.backbone.check_image(side, side)
             network.backbone.patch_grid(side, side)

@@ -62,12 +62,12 @@ class _PerSize(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.groups, ctx.parts = groups, parts
         ctx.save_for_backward(*tables)
-        found = _views(x, groups, parts[1], heads)
+        views = _views(x, groups, parts[1], heads)
         if tables:
             x = torch.empty_like(x)
-            _write_rotated(x, found, groups, tables, parts[0], back=False)
-            found = _views(x, groups, parts[1], heads)
-        return tuple(piece for own in found for piece in own)
+            _write_rotated(x, views, groups, tables, parts[0], back=False)
+            views = _views(x, groups, parts[1], heads)
+        return tuple(piece for group_views in views for piece in group_views)
 
     @staticmethod
     @once_differentiable
@@ -80,8 +80,8 @@ class _PerSize(torch.autograd.Function):
         if tables := ctx.saved_tensors:
             _write_rotated(grad, pieces, ctx.groups, tables, rotated, back=True)
         else:
-            for rows, own in zip(grad.split(sizes), pieces, strict=True):
-                torch.cat([g.transpose(1, 2).reshape(-1, width) for g in own], dim=1, out=rows)
+            for rows, group_grads in zip(grad.split(sizes), pieces, strict=True):
+                torch.cat([g.transpose(1, 2).reshape(-1, width) for g in group_grads], dim=1, out=rows)
         return grad, None, None, None, *[None] * len(tables)
 
 
@@ -100,8 +100,8 @@ def _write_rotated(
     back: bool,
 ) -> None:
     cut = out.split([sequences * tokens for sequences, tokens in groups])
-    for rows, group, own, table in zip(cut, groups, pieces, tables, strict=True):
-        write_rotated(rows.view(*group, len(own), own[0].shape[1], 2, -1), list(own), table, rotated, back)
+    for rows, group, parts, table in zip(cut, groups, pieces, tables, strict=True):
+        write_rotated(rows.view(*group, len(parts), parts[0].shape[1], 2, -1), list(parts), table, rotated, back)
 
 
 class Attention(nn.Module):
@@ -159,8 +159,8 @@ class Attention(nn.Module):
             queries = _PerSize.apply(projected[0], asking.groups, (1, 1), self.heads, *tables)
             pieces = _PerSize.apply(projected[1], groups, (1, 2), self.heads, *tables)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
-        found = [rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        outputs = [rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""

@@ -130,9 +130,9 @@ class Backbone(nn.Module, ABC):
 
         mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
         """
-        theirs = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+        torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for segment in self.segments():
-            segment.compile(dynamic=False, backend=backend, mode=theirs)
+            segment.compile(dynamic=False, backend=backend, mode=torch_mode)
 
     def checkpoint_segments(self, count: int | None, on_cpu: bool = False) -> None:
         """Recompute the first `count` segments, or all, in the backward pass; on_cpu: inputs are kept on the host."""

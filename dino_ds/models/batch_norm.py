@@ -115,17 +115,17 @@ class _Synced(torch.autograd.Function):
         dims, shape = [0, *range(2, x.ndim)], _channels(x)
         grad = grad.float()
         centered = x.float() - mean.view(shape)
-        own = torch.stack((grad.sum(dims), (grad * centered).sum(dims) * scale))
-        of_bias, of_weight = own.unbind(0)
-        every = own.clone()
+        local_sums = torch.stack((grad.sum(dims), (grad * centered).sum(dims) * scale))
+        of_bias, of_weight = local_sums.unbind(0)
+        every = local_sums.clone()
         dist.all_reduce(every)
         shift, slope = every.div_(ctx.total).unbind(0)
         factor = scale if weight is None else scale * weight
-        found = grad - shift.view(shape) - centered * (slope * scale).view(shape)
-        found = (found * factor.view(shape)).to(x.dtype)
+        grad_x = grad - shift.view(shape) - centered * (slope * scale).view(shape)
+        grad_x = (grad_x * factor.view(shape)).to(x.dtype)
         if weight is None:
-            return found, None, None, None
-        return found, of_weight, of_bias, None
+            return grad_x, None, None, None
+        return grad_x, of_weight, of_bias, None
 
 
 class _SyncedOnGpu(torch.autograd.Function):
@@ -158,8 +158,8 @@ class _SyncedOnGpu(torch.autograd.Function):
         )
         every = torch.stack((shift, slope))
         dist.all_reduce(every)
-        found = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
-        return (found, of_weight, of_bias, None) if affine else (found, None, None, None)
+        grad_x = torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, every[0], every[1], counts)
+        return (grad_x, of_weight, of_bias, None) if affine else (grad_x, None, None, None)
 
 
 def _function_for(x: Tensor) -> type[torch.autograd.Function]:
@@ -168,9 +168,9 @@ def _function_for(x: Tensor) -> type[torch.autograd.Function]:
 
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     """Two tensors (c,) -> both of each rank (ranks, c)."""
-    own, ranks = torch.cat((first, second)), distributed.world_size()
-    every = own.new_empty(ranks * len(own))
-    dist.all_gather_into_tensor(every, own)
+    local, ranks = torch.cat((first, second)), distributed.world_size()
+    every = local.new_empty(ranks * len(local))
+    dist.all_gather_into_tensor(every, local)
     firsts, seconds = every.view(ranks, 2, -1).unbind(1)
     return firsts, seconds
 
@@ -222,5 +222,5 @@ def unsynced_statistics(network: nn.Module) -> list[Tensor]:
     """Running averages that each rank has of its own batch, FP32; none where there is one rank."""
     if distributed.world_size() == 1:
         return []
-    own = [norm for norm in batch_norms(network) if not norm.synced and norm.running_mean is not None]
-    return [tensor for norm in own for tensor in (norm.running_mean, norm.running_var) if tensor is not None]
+    unsynced = [norm for norm in batch_norms(network) if not norm.synced and norm.running_mean is not None]
+    return [tensor for norm in unsynced for tensor in (norm.running_mean, norm.running_var) if tensor is not None]

@@ -95,22 +95,22 @@ class _ActivatedLinear(torch.autograd.Function):
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
         # First: the activation is not needed after it.
         of_weight, of_bias = ctx.needs_input_grad[1:3]
-        own = (
+        grads = (
             grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
             grad.sum(dim=0) if of_bias else None,
         )
         # Where autocast was on in the forward pass alone, the gradient has its type, and the weight has not.
         inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.swiglu:
-            return torch.ops.aten.gelu_backward(inner, x), *own, None, None
+            return torch.ops.aten.gelu_backward(inner, x), *grads, None, None
         if value is not None:
             grad_value = inner * F.silu(x)
-            return torch.ops.aten.silu_backward(inner.mul_(value), x), *own, grad_value, None
+            return torch.ops.aten.silu_backward(inner.mul_(value), x), *grads, grad_value, None
         gate, value = x.chunk(2, dim=-1)
         grad_x = torch.empty_like(x)
         torch.mul(inner, F.silu(gate), out=grad_x[:, inner.shape[1] :])
         grad_x[:, : inner.shape[1]] = torch.ops.aten.silu_backward(inner.mul_(value), gate)
-        return grad_x, *own, None, None
+        return grad_x, *grads, None, None
 
 
 def _activate(x: Tensor, value: Tensor | None, swiglu: bool) -> Tensor:

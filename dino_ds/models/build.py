@@ -44,6 +44,6 @@ def plain_form(backbone: Backbone) -> nn.Module:
     return found
 
 
-def _class(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _class(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -111,33 +111,33 @@ def kept_sequences(
     for kept, equal in itertools.groupby(range(len(draws)), counts.__getitem__):
         sizes = [(n, tokens) for n, (_, tokens) in zip(kept, packing.groups, strict=True)]
         among = list(equal)  # blocks of equal rates share what follows
-        own, scales = made.of(("kept", *sizes, packing.groups, device), functools.partial(_kept, sizes, packing))
+        packed, scales = made.of(("kept", *sizes, packing.groups, device), functools.partial(_kept, sizes, packing))
         read = _first(rows, kept, slice(among[0], among[-1] + 1))
         back = _inverse(read, packing)
         blocks += [
-            [Kept(branch, own, None, branch, scales, to) for branch, to in zip(block, inverse, strict=True)]
+            [Kept(branch, packed, None, branch, scales, to) for branch, to in zip(block, inverse, strict=True)]
             for block, inverse in zip(read, back, strict=True)
         ]
     if selection is not None:
-        given, tokens = _first(places, counts[last], slice(-1, None)), [n for _, n in selection.packing.groups]
-        own = blocks[last][0].packing
+        kept_rows, tokens = _first(places, counts[last], slice(-1, None)), [n for _, n in selection.packing.groups]
+        packed = blocks[last][0].packing
         chosen, scales = made.of(
-            ("chosen", own.groups, selection.packing.groups, device), lambda: _chosen(own, tokens, packing)
+            ("chosen", packed.groups, selection.packing.groups, device), lambda: _chosen(packed, tokens, packing)
         )
-        ends = zip(blocks[last], given[0], _inverse(given, selection.packing)[0], strict=True)
+        ends = zip(blocks[last], kept_rows[0], _inverse(kept_rows, selection.packing)[0], strict=True)
         blocks[last] = [
-            replace(one, selection=chosen, places=where, scales=scales, inverse=to) for one, where, to in ends
+            replace(kept, selection=chosen, places=where, scales=scales, inverse=to) for kept, where, to in ends
         ]
     return blocks
 
 
 def _kept(sizes: list[tuple[int, int]], whole: Packing) -> tuple[Packing, Tensor]:
-    own = Packing.of(sizes, whole.bounds.device)
-    return own, _scales(whole, own)
+    packing = Packing.of(sizes, whole.bounds.device)
+    return packing, _scales(whole, packing)
 
 
-def _chosen(own: Packing, tokens: list[int], whole: Packing) -> tuple[Selection, Tensor]:
-    chosen = own.first_and_last(tokens)
+def _chosen(kept: Packing, tokens: list[int], whole: Packing) -> tuple[Selection, Tensor]:
+    chosen = kept.first_and_last(tokens)
     return chosen, _scales(whole, chosen.packing)
 
 
@@ -147,8 +147,8 @@ def _inverse(places: Tensor, packing: Packing) -> Tensor | list[list[None]]:
         return [[None, None]] * len(places)
     rows = sum(count * tokens for count, tokens in packing.groups)
     order = torch.arange(places.shape[-1], dtype=torch.int32, device=places.device)
-    found = order.new_full((*places.shape[:-1], rows), -1)
-    return found.scatter_(-1, places, order.expand_as(places))
+    inverse = order.new_full((*places.shape[:-1], rows), -1)
+    return inverse.scatter_(-1, places, order.expand_as(places))
 
 
 def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:

@@ -84,9 +84,9 @@ class ForeignBackbone(Backbone):
         return self._known_shapes[height, width]
 
     def _found_shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        own = self._network[0]
+        built = self._network[0]
         with torch.device("meta"), torch.no_grad():
-            network = own if next(own.parameters()).is_meta else create(self._foreign, self.image_size)
+            network = built if next(built.parameters()).is_meta else create(self._foreign, self.image_size)
             mode = network.training
             image, patches = features_of(network.eval(), torch.zeros(2, self._foreign.in_chans, height, width))
             network.train(mode)
@@ -106,23 +106,23 @@ class ForeignBackbone(Backbone):
         draws = None
         if drop_keys is not None and self._drops:
             draws = drop_path_draws(drop_keys, views, -(-len(self._drops) // 2)).flatten(0, 1)
-        found: dict[str, Tensor] = {}
+        patch_features: dict[str, Tensor] = {}
         cls, before = [], 0
         runs = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
         for names in [list(names) for _, names in runs]:
             images = torch.cat([crop for name in names for crop in crops[name]])
-            own = None if draws is None else draws[:, before : before + len(images)]
+            batch_draws = None if draws is None else draws[:, before : before + len(images)]
             before += len(images)
-            image, maps = self._features(images, own)
+            image, maps = self._features(images, batch_draws)
             cls.append(image)
             if maps is not None and any(name in patches for name in names):
                 rows = [sum(len(crop) for crop in crops[name]) for name in names]
-                found |= {
+                patch_features |= {
                     patches_of(name): part.flatten(1, 2)
                     for name, part in zip(names, maps.split(rows), strict=True)
                     if name in patches
                 }
-        return {CLS: torch.cat(cls), **found}
+        return {CLS: torch.cat(cls), **patch_features}
 
     def _features(self, images: Tensor, draws: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
@@ -176,33 +176,33 @@ class _Segment(nn.Module):
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         drops = self.__dict__["_keyed_drops"]
         run = partial(_run, super().__call__, drops, [drop.draws for drop in drops], keywords)
-        place, backbone = self.__dict__["_place_in_backbone"]
+        number, backbone = self.__dict__["_place_in_backbone"]
         # Lists too: DenseNet's grow behind the segment that is given them.
-        own = [list(given) if isinstance(given, list) else given for given in inputs]
-        return backbone().run_segment(place, run, *own)
+        copied = [list(argument) if isinstance(argument, list) else argument for argument in inputs]
+        return backbone().run_segment(number, run, *copied)
 
 
 def _run(
     call: Callable[..., Any], drops: list[KeyedDropPath], draws: list[Tensor | None], keywords: Any, *inputs: Any
 ) -> Any:
     """`call(*inputs)` with the draws of its own pass, also when it is recomputed after other passes."""
-    for drop, own in zip(drops, draws, strict=True):
-        drop.draws = own
+    for drop, draw in zip(drops, draws, strict=True):
+        drop.draws = draw
     return call(*inputs, **keywords)
 
 
-def _make_segment(module: nn.Module, place: int, backbone: Backbone) -> None:
+def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
     forward = type(module).forward
     members: dict[str, Any] = {"__module__": type(module).__module__}
     if isinstance(forward, FunctionType):
         # Blocks of one class share their code, by which the compiler counts its variants; theirs differ in all shapes.
-        own = FunctionType(
+        copied = FunctionType(
             forward.__code__.replace(), forward.__globals__, None, forward.__defaults__, forward.__closure__
         )
-        own.__kwdefaults__ = forward.__kwdefaults__
-        members["forward"] = own
+        copied.__kwdefaults__ = forward.__kwdefaults__
+        members["forward"] = copied
     module.__class__ = type(type(module).__name__, (_Segment, type(module)), members)
-    module.__dict__["_place_in_backbone"] = (place, _Reference(backbone))
+    module.__dict__["_place_in_backbone"] = (number, _Reference(backbone))
     module.__dict__["_keyed_drops"] = [part for part in module.modules() if isinstance(part, KeyedDropPath)]
 
 

@@ -147,10 +147,10 @@ def _difference(device: torch.device) -> str:
         return (x - log_sum_exp(x)).exp().sum(dim=0)
 
     try:
-        found = torch.compile(function)(rows.to(device)).cpu()
+        result = torch.compile(function)(rows.to(device)).cpu()
     except Exception as error:  # Triton, a C compiler, a writable cache: whatever a machine lacks
         return one_line(error)
-    difference = (found - function(rows)).abs().max().item()
+    difference = (result - function(rows)).abs().max().item()
     return "" if difference <= _TOLERANCE else f"results differ by {difference:.1e}"
 
 

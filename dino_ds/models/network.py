@@ -54,8 +54,8 @@ class Network(nn.Module):
         unknown = [name for name, (kind, _, _) in kinds.items() if kind not in ("cls", "patches", "masked")]
         assert not unknown, f"{unknown[0]} is not a feature"
         self._masked = sorted(group for kind, _, group in kinds.values() if kind == "masked")
-        own = {group for kind, _, group in kinds.values() if kind == "patches"}
-        self._patches = sorted(own | set(self._masked))
+        shown_patches = {group for kind, _, group in kinds.values() if kind == "patches"}
+        self._patches = sorted(shown_patches | set(self._masked))
         self._reads_cls_by_group = any(kind == "cls" and group for kind, _, group in kinds.values())
         self.freezes_backbone, self.started_from = freezes_backbone, ""
         self.began_with: Mapping[str, Tensor] = {}
@@ -80,19 +80,21 @@ class Network(nn.Module):
         """
         hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
         patches = [group for group in self._patches if group in crops]
-        found = self.backbone(crops, drop_keys, patches, hidden, step_key)
+        features = self.backbone(crops, drop_keys, patches, hidden, step_key)
         if self._reads_cls_by_group:
             rows = [sum(len(crop) for crop in group) for group in crops.values()]
-            found |= {cls_of(name): part for name, part in zip(crops, found[CLS].split(rows), strict=True)}
+            features |= {cls_of(name): part for name, part in zip(crops, features[CLS].split(rows), strict=True)}
         for name in self._masked:
             if name in crops:
-                found[masked_of(name)] = found[patches_of(name)].flatten(0, 1).index_select(0, masks[name]["rows"])
+                features[masked_of(name)] = (
+                    features[patches_of(name)].flatten(0, 1).index_select(0, masks[name]["rows"])
+                )
         if self._backbone_frozen and torch.is_grad_enabled():
-            found = {name: _ZeroGrad.apply(feature) for name, feature in found.items()}
-        outputs: dict[str, Output] = {name: found[name] for name in self.features if name in found}
+            features = {name: _ZeroGrad.apply(feature) for name, feature in features.items()}
+        outputs: dict[str, Output] = {name: features[name] for name in self.features if name in features}
         for name, query in self.queries.items():
-            if query.feature in found:
-                outputs[name] = getattr(self, query.head)(found[query.feature], comparisons.get(name))
+            if query.feature in features:
+                outputs[name] = getattr(self, query.head)(features[query.feature], comparisons.get(name))
         return outputs
 
     def freeze_prototypes(self, frozen: bool) -> None:

@@ -31,8 +31,8 @@ class MadeOnce:
                 self._kept.clear()
             with torch.inference_mode(False), torch.no_grad(), making_once():
                 self._kept[key] = make()
-        found: _T = self._kept[key]
-        return found
+        kept: _T = self._kept[key]
+        return kept
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Packing:
         if set(kept) == {1}:
             bounds = torch.arange(len(self.bounds), dtype=torch.int32, device=device)
             return Selection(self.cls, Packing(tuple((sequences, 1) for sequences, _ in self.groups), bounds))
-        for (sequences, tokens), own in zip(self.groups, kept, strict=True):
+        for (sequences, tokens), count in zip(self.groups, kept, strict=True):
             starts = self.bounds[first : first + sequences].unsqueeze(1)
-            columns = torch.arange(tokens - own, tokens, dtype=torch.int32, device=device)
+            columns = torch.arange(tokens - count, tokens, dtype=torch.int32, device=device)
             columns[:1] = 0
             parts.append((starts + columns).flatten())
             first += sequences
@@ -86,8 +86,8 @@ class Packing:
         """(tokens,) the sequence that each row belongs to."""
         parts, first = [], 0
         for sequences, tokens in self.groups:
-            own = torch.arange(first, first + sequences, device=self.bounds.device)
-            parts.append(own.unsqueeze(1).expand(-1, tokens).flatten())
+            sequence = torch.arange(first, first + sequences, device=self.bounds.device)
+            parts.append(sequence.unsqueeze(1).expand(-1, tokens).flatten())
             first += sequences
         return torch.cat(parts)
 

@@ -149,8 +149,8 @@ class _Tile:
             self.loss, self.entropy = self._compare(seen, logits, weights)
             return
         parts = [slice(start, start + tiles.part) for start in range(0, count, tiles.part)]
-        found = [self._part(seen[:, p], logits[:, p], None if weights is None else weights[p]) for p in parts]
-        losses, entropies = zip(*found, strict=True)
+        sums = [self._part(seen[:, p], logits[:, p], None if weights is None else weights[p]) for p in parts]
+        losses, entropies = zip(*sums, strict=True)
         self.loss, self.entropy = torch.stack(losses).sum(), torch.stack(entropies).sum()
 
     def _part(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -166,13 +166,13 @@ class _Tile:
         scale = tiles.grad_scale if weights is None else weights.unsqueeze(-1) * tiles.grad_scale
         loss = torch.zeros_like(entropy[0])
         for crops, target, pairs in _summed(targets, len(logits), how.exclude_own):
-            own, factor = logits[crops], how.others if how.exclude_own and crops.start else 1.0
-            probs = torch.softmax(own, dim=-1, out=tiles.probs[1][: len(own), : own.shape[1]])
-            products = torch.linalg.vecdot(target, own.sum(dim=0) if target.dim() == 2 else own)
-            found = pairs * _lse(own, probs).sum(dim=0) - products.view(-1, len(loss)).sum(dim=0)
-            loss += found if factor == 1 else found * factor
-            torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=own)
-            own.mul_(scale if factor == 1 else scale * factor)
+            rows, factor = logits[crops], how.others if how.exclude_own and crops.start else 1.0
+            probs = torch.softmax(rows, dim=-1, out=tiles.probs[1][: len(rows), : rows.shape[1]])
+            products = torch.linalg.vecdot(target, rows.sum(dim=0) if target.dim() == 2 else rows)
+            cross_entropy = pairs * _lse(rows, probs).sum(dim=0) - products.view(-1, len(loss)).sum(dim=0)
+            loss += cross_entropy if factor == 1 else cross_entropy * factor
+            torch.sub(probs if pairs == 1 else probs.mul_(pairs), target, out=rows)
+            rows.mul_(scale if factor == 1 else scale * factor)
         if weights is not None:
             loss, entropy = loss * weights, entropy * weights
         return loss.sum(), entropy.sum()
@@ -195,8 +195,8 @@ class _Tile:
     def backward(self, grad_rows: Tensor, grad_weight: Tensor | None) -> None:
         tiles, student = self._tiles, self._tiles.student
         with tf32(student.low):
-            own = grad_rows.view(tiles.rows.shape)[:, self._images]
-            own.copy_((self._grad @ student.weight).view(own.shape))
+            grads = grad_rows.view(tiles.rows.shape)[:, self._images]
+            grads.copy_((self._grad @ student.weight).view(grads.shape))
             if grad_weight is not None:
                 # The first tile's is written: with beta 0 nothing is read.
                 first = self._images.start == 0

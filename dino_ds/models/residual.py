@@ -108,8 +108,8 @@ def _sum(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None)
 def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, inverse: Tensor) -> Tensor:
     """x (rows, d) plus the row `inverse` (rows,) of the branch, where that is not negative: on a GPU alone."""
     rows = inverse.clamp(min=0)
-    own = None if scales is None else scales.index_select(0, rows)
-    added = x + _scaled(branch.index_select(0, rows), gamma, own)
+    row_scales = None if scales is None else scales.index_select(0, rows)
+    added = x + _scaled(branch.index_select(0, rows), gamma, row_scales)
     return torch.where(inverse.unsqueeze(-1) < 0, x, added.to(x.dtype))
 
 

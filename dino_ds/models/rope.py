@@ -46,14 +46,14 @@ class RopeTables:
             return [[self._unchanged(grid, device)] * blocks for grid in grids]
         with torch.no_grad():
             shifts, factors = changes(_draws(step_key, len(grids), blocks, device), *self._changes)
-            found: list[Sequence[Tensor]] = []
+            tables: list[Sequence[Tensor]] = []
             for grid, shift, factor in zip(grids, shifts, factors, strict=True):
                 axes = [
                     (axis + shift[:, i : i + 1]) * factor[:, i : i + 1]
                     for i, axis in enumerate(self._axes(grid, device))
                 ]
-                found.append(table(axes[0], axes[1], self._turns(device)).unbind())
-        return found
+                tables.append(table(axes[0], axes[1], self._turns(device)).unbind())
+        return tables
 
     def _turns(self, device: torch.device) -> Tensor:
         return self._made.of((device,), lambda: frequencies(self._arch, device))
@@ -142,14 +142,14 @@ def _patches(
     x: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Views of what is rotated, by size (sequences, patches, rotated parts, heads, 2, c / 2), and their tables."""
-    found = []
+    views = []
     cut = x.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
         patches = own_table.shape[1]
         if tokens > patches:  # else it is the CLS token alone
             pairs = rows.view(sequences, tokens, parts[1], heads, 2, -1)[:, tokens - patches :, : parts[0]]
-            found.append((pairs, own_table.view(2, patches, 1, 1, -1)))
-    return found
+            views.append((pairs, own_table.view(2, patches, 1, 1, -1)))
+    return views
 
 
 def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
@@ -171,9 +171,9 @@ def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int
         cos, sin = F.pad(table, (0, 0, tokens - patches, 0)).view(2, tokens, 1, 1, -1)
         is_patch = (torch.arange(tokens, device=table.device) >= tokens - patches).view(-1, 1, 1, 1)
         sign = (1 - 2 * torch.arange(2, device=table.device).view(2, 1)) * (1 if back else -1)
-        for i, one in enumerate(whole[:rotated]):
-            turned = one * cos + one.flip(-2) * (sin * sign)
-            whole[i] = torch.where(is_patch, turned.to(one.dtype), one)
+        for i, part in enumerate(whole[:rotated]):
+            turned = part * cos + part.flip(-2) * (sin * sign)
+            whole[i] = torch.where(is_patch, turned.to(part.dtype), part)
     out.copy_(torch.stack(whole, dim=2))
 
 
@@ -189,12 +189,12 @@ def _rotated(
             out.append(rows)
             continue
         whole = rows.view(sequences, tokens, parts[1], heads, 2, -1)
-        before, own = whole.split([tokens - patches, patches], dim=1)
+        before, patch_rows = whole.split([tokens - patches, patches], dim=1)
         cos, sin = own_table.view(2, patches, 1, 1, -1)
-        first, second = own[:, :, : parts[0]].float().unbind(-2)
+        first, second = patch_rows[:, :, : parts[0]].float().unbind(-2)
         turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2).to(projected.dtype)
-        own = torch.cat((turned, own[:, :, parts[0] :]), dim=2)
-        out.append(torch.cat((before, own), dim=1).view(sequences * tokens, -1))
+        patch_rows = torch.cat((turned, patch_rows[:, :, parts[0] :]), dim=2)
+        out.append(torch.cat((before, patch_rows), dim=1).view(sequences * tokens, -1))
     return torch.cat(out)
 
 

@@ -52,13 +52,13 @@ class _AdaptedQueryKeyValue(_Adapted, QueryKeyValue):
     def forward(  # type: ignore[override]
         self, x: Tensor, query_rows: Tensor | None = None, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        found = super().forward(x, query_rows, bias)
+        projected = super().forward(x, query_rows, bias)
         low = F.linear(x, self.lora_a)
         if query_rows is None:
-            return (self.added(found[0], F.linear(low, self.lora_b)),)
+            return (self.added(projected[0], F.linear(low, self.lora_b)),)
         d = self.in_features
         queries = F.linear(low.index_select(0, query_rows), self.lora_b[:d])
-        return self.added(found[0], queries), self.added(found[1], F.linear(low, self.lora_b[d:]))
+        return self.added(projected[0], queries), self.added(projected[1], F.linear(low, self.lora_b[d:]))
 
 
 class _AdaptedActivatedLinear(_Adapted, ActivatedLinear):
@@ -79,25 +79,25 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
 
     Raises ConfigError where the backbone has no such part.
     """
-    if part.what == ALL:
+    if part.kind == ALL:
         return
     name = backbone.spec.title
     if backbone.spec.has_batch_norm:
         raise ConfigError(
-            f"model.train {part.what}: {name} has BatchNorm, whose statistics would go on moving in layers that are "
+            f"model.train {part.kind}: {name} has BatchNorm, whose statistics would go on moving in layers that are "
             "frozen: set model.train all, or take a ViT or ConvNeXt"
         )
     depth, layers = len(backbone.segments()), backbone.layers()
     if part.blocks > depth:
-        raise ConfigError(f"model.train {part.what}: {name} has {depth} blocks: give 1 to {depth}, or model.train all")
-    if part.what == LORA:
+        raise ConfigError(f"model.train {part.kind}: {name} has {depth} blocks: give 1 to {depth}, or model.train all")
+    if part.kind == LORA:
         _add_adapters(backbone, part)
     for key, parameter in backbone.named_parameters():
         leaf = key.rpartition(".")[2]
         if part.blocks:
             trained = layers[key] > depth - part.blocks
         else:  # what is of no use for features can't be any released network's
-            trained = leaf in (A, B) if part.what == LORA else parameter.ndim == 1
+            trained = leaf in (A, B) if part.kind == LORA else parameter.ndim == 1
             trained = trained or key in backbone.training_only
         parameter.requires_grad_(trained)
 
@@ -108,17 +108,17 @@ def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
     Of a network of others these are the ones that a trial image passes: some use the weights of layers directly.
     """
     inside = {module for segment in backbone.segments() for module in segment.modules()}
-    found = {n: one for n, one in backbone.named_modules() if one in inside and isinstance(one, nn.Linear)}
+    layers = {n: module for n, module in backbone.named_modules() if module in inside and isinstance(module, nn.Linear)}
     if not isinstance(backbone, ForeignBackbone):
-        return found
+        return layers
     called = set[nn.Module]()
-    hooks = [layer.register_forward_pre_hook(lambda module, _: called.add(module)) for layer in found.values()]
+    hooks = [layer.register_forward_pre_hook(lambda module, _: called.add(module)) for layer in layers.values()]
     side, weight = backbone.image_size, next(backbone.parameters())
     with torch.no_grad():
         backbone.features(torch.zeros(2, backbone.spec.in_chans, side, side, device=weight.device))
     for hook in hooks:
         hook.remove()
-    return {name: layer for name, layer in found.items() if layer in called}
+    return {name: layer for name, layer in layers.items() if layer in called}
 
 
 def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
@@ -134,7 +134,7 @@ def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
             f"model.lora_layers {unknown[0]}: the linear layers in the blocks of {title} are {', '.join(there)}: give "
             "some of these, or all"
         )
-    chosen = {name: one for name, one in known.items() if not part.layers or name.rpartition(".")[2] in part.layers}
+    chosen = {name: layer for name, layer in known.items() if not part.layers or name.rpartition(".")[2] in part.layers}
     for name, layer in chosen.items():
         width = min(layer.in_features, layer.out_features)
         if part.rank > width:
@@ -156,10 +156,10 @@ class TrainedPlacer:
     A is drawn from `seed` and its name, as nn.Linear draws a weight, and B is zero: all other draws stay as they are.
     """
 
-    def __init__(self, network: nn.Module, seed: int, place: Placer) -> None:
+    def __init__(self, network: nn.Module, seed: int, placer: Placer) -> None:
         self._prefix = {module: f"{name}." if name else "" for name, module in network.named_modules()}
         self._frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
-        self._seed, self._place = seed, place
+        self._seed, self._place = seed, placer
 
     def __call__(self, module: nn.Module) -> None:
         prefix = self._prefix[module]
@@ -203,11 +203,11 @@ def merged(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
     The product is made in FP64, so that a weight is rounded once.
     """
     adapters = adapters_in(tensors)
-    found = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in adapters}
     for name, a in adapters.items():
         layer, _, leaf = name.rpartition(".")
         if leaf == A:
-            b, weight = adapters[f"{layer}.{B}"], found[f"{layer}.weight"]
+            b, weight = adapters[f"{layer}.{B}"], weights[f"{layer}.weight"]
             change = b.double() @ a.double() * (alpha / a.shape[0])
-            found[f"{layer}.weight"] = (weight.double() + change).to(weight.dtype)
-    return found
+            weights[f"{layer}.weight"] = (weight.double() + change).to(weight.dtype)
+    return weights

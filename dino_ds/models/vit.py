@@ -89,15 +89,15 @@ class VisionTransformer(Backbone):
         if drop_keys is not None and self.options.drop_path > 0:
             draws = drop_path_draws(drop_keys, sum(len(group) for group in crops.values()), self.arch.depth)
         if self.options.packed:
-            found = self._features(batches, draws)
+            tokens = self._features(batches, draws)
         else:
             sizes = [len(batch.images) for batch in batches]
             cut = [None] * len(runs) if draws is None else draws.split(sizes, dim=-1)
-            found = torch.cat([self._features([batch], own) for batch, own in zip(batches, cut, strict=True)])
+            tokens = torch.cat([self._features([batch], own) for batch, own in zip(batches, cut, strict=True)])
         if not patches:
-            return {CLS: found}
+            return {CLS: tokens}
         kept = {name: batch.kept for names, batch in zip(runs, batches, strict=True) for name in names}
-        return _by_name(found, crops, patches, kept)
+        return _by_name(tokens, crops, patches, kept)
 
     def _batch(self, crops: Crops, names: Sequence[str], patches: Sequence[str], masks: Mapping[str, Tensor]) -> _Batch:
         """The crops of the groups `names`, which have one size. Patches are computed for all of them or none."""
@@ -174,27 +174,27 @@ class VisionTransformer(Backbone):
         drop = self._drop(draws, packing, x.dtype, selection)
         last = len(self.blocks) - 1
         for i, block in enumerate(self.blocks):
-            own = None if drop is None else drop[i]
+            dropped = None if drop is None else drop[i]
             tables = [batch.tables[i] for batch in batches if batch.tables]
-            x = self.run_segment(i, block, x, packing, own, selection if i == last else None, tables)
+            x = self.run_segment(i, block, x, packing, dropped, selection if i == last else None, tables)
         if wanted is not None and selection is None:
             x = x.index_select(0, wanted.rows)
         return self._normed_features(x, packing if wanted is None else wanted.packing, batches)
 
     def _normed_features(self, x: Tensor, packing: Packing, batches: Sequence[_Batch]) -> Tensor:
         """x (rows, d) after the final norm, with the CLS tokens' own, and that of those of local crops in training."""
-        found: Tensor = self.norm(x)  # of all, so that it has a gradient in every pass: ZeRO 3 needs one
+        normed: Tensor = self.norm(x)  # of all, so that it has a gradient in every pass: ZeRO 3 needs one
         of_local = self.local_cls_norm if torch.is_grad_enabled() else None
         if self.cls_norm is None and of_local is None:
-            return found
+            return normed
         at = 0
         for name, count in (item for batch in batches for item in batch.sequences.items()):
             norm = of_local if of_local is not None and name == LOCAL else self.cls_norm
             if norm is not None:
                 rows = packing.cls[at : at + count]
-                found = found.index_copy(0, rows.long(), norm(x.index_select(0, rows)))
+                normed = normed.index_copy(0, rows.long(), norm(x.index_select(0, rows)))
             at += count
-        return found
+        return normed
 
     def _drop(
         self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
@@ -278,10 +278,10 @@ def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping
     """The rows that `_features` gives, `kept` for each crop of a group -> features by name."""
     rows = [sum(len(crop) for crop in group) for group in crops.values()]
     parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
-    found, cls = {}, []
+    features, cls = {}, []
     for name, b, own in zip(crops, rows, parts, strict=True):
         first, others = own.unflatten(0, (b, kept[name])).split([1, kept[name] - 1], dim=1)
         cls.append(first.squeeze(1))
         if name in patches:
-            found[patches_of(name)] = others
-    return {CLS: torch.cat(cls), **found}
+            features[patches_of(name)] = others
+    return {CLS: torch.cat(cls), **features}

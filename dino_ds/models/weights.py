@@ -23,17 +23,17 @@ def init_weights(part: nn.Module) -> None:
         _init_module(module)
 
 
-def take_drawn_weights(part: nn.Module, drawn: nn.Module, place: Placer) -> None:
+def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
     """Give `part`, which is on the meta device, the weights of `drawn`, made alike on the CPU."""
     for module, other in zip(part.modules(), drawn.modules(), strict=True):
         for name, parameter in other.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach()))
         for name, buffer in other.named_buffers(recurse=False):
             setattr(module, name, buffer)
-        place(module)
+        placer(module)
 
 
-def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
+def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
     """Draw weights on the CPU for `part` (backbone or head), on the meta device; at most one module's at a time."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
@@ -41,21 +41,21 @@ def init_weights_in_pieces(part: nn.Module, place: Placer) -> None:
                 module.in_features, module.out_features, module.bias is not None
             )  # for its random numbers: its weights are drawn below
         elif callable(reset := getattr(module, "reset_parameters", None)):
-            _fill(module, reset, place)
+            _fill(module, reset, placer)
     for module in part.modules():
         if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
-            _fill(module, partial(_init_module, module), place)
+            _fill(module, partial(_init_module, module), placer)
     left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
     assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
 
 
-def _fill(module: nn.Module, draw_own: Callable[[], None], place: Placer) -> None:
+def _fill(module: nn.Module, draw_own: Callable[[], None], placer: Placer) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
     for name, buffer in list(module.named_buffers(recurse=False)):
         setattr(module, name, torch.empty_like(buffer, device="cpu"))
     draw_own()
-    place(module)
+    placer(module)
 
 
 def _init_module(module: nn.Module) -> None:

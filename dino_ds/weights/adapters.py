@@ -43,13 +43,13 @@ class Adapters:
         return {ALPHA: self.alpha, BASE: self.base}
 
 
-def find_adapters(place: str) -> Adapters:
-    """The adapters of a run or a checkpoint at `place`. Raises CheckpointError where there are none."""
-    path = Path(os.path.expanduser(place))
+def find_adapters(source: str) -> Adapters:
+    """The adapters of a run or a checkpoint at `source`. Raises CheckpointError where there are none."""
+    path = Path(os.path.expanduser(source))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
     if folder is None:
         raise CheckpointError(
-            f"{place}: adapters lie in checkpoints: give a run that still has that of its teacher, or RUN/checkpoints/"
+            f"{source}: adapters lie in checkpoints: give a run that still has that of its teacher, or RUN/checkpoints/"
             "step_N; take another --format for weights without any"
         )
     saved = open_checkpoint(folder, WHOLE)
@@ -57,14 +57,14 @@ def find_adapters(place: str) -> Adapters:
     tensors = adapters_in(backbone)
     if not tensors:
         raise CheckpointError(
-            f"{place} has no adapters: it was trained with model.train {model.train}, and lora makes some; take "
+            f"{source} has no adapters: it was trained with model.train {model.train}, and lora makes some; take "
             "another --format"
         )
     return Adapters(tensors, model.lora_alpha, digest(_adapted(backbone, tensors)))
 
 
-def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]:
-    """The weights `own` of a backbone, which came from `name`, with the adapters of a file added to them.
+def put_on(backbone: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]:
+    """The weights `backbone` of a backbone, which came from `name`, with the adapters of a file added to them.
 
     Raises CheckpointError.
     """
@@ -77,17 +77,17 @@ def put_on(own: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]
         )
     alpha = _checked_alpha(path, facts[ALPHA])
     check_numbers(path, tensors)
-    strange = [key for key in tensors if not _fits(key, tensors, own)]
+    strange = [key for key in tensors if not _fits(key, tensors, backbone)]
     if strange:
         raise CheckpointError(f"{path}: {name} has no layers that these adapters fit: {few(sorted(strange))}")
-    if digest(_adapted(own, tensors)) != base:
+    if digest(_adapted(backbone, tensors)) != base:
         raise CheckpointError(
             f"{path}: these adapters were trained on other weights than those of {name}: give the weights that their "
             "run began with (model.init_from)"
         )
-    found = merged({**own, **tensors}, alpha)
-    check_numbers(path, {name: found[name] for name in _adapted(own, tensors)})
-    return found
+    adapted = merged({**backbone, **tensors}, alpha)
+    check_numbers(path, {name: adapted[name] for name in _adapted(backbone, tensors)})
+    return adapted
 
 
 def _checked_alpha(path: Path, alpha: object) -> float:

@@ -32,7 +32,7 @@ _SECONDS = 5.0
 """Time that the hub has to answer."""
 
 
-def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
+def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
     """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
     which may be downloaded.
 
@@ -40,12 +40,12 @@ def find_weights(place: str | os.PathLike[str], asked: ForeignSpec | None = None
     MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
     checkpoint or an export is verified. Raises CheckpointError for anything else.
     """
-    path = Path(os.path.expanduser(place))
+    path = Path(os.path.expanduser(source))
     there = os.path.exists(path)  # False, too, for a name that no disk takes
-    if not there and _may_be_downloaded(str(place)):
-        return _from_timm(str(place))
+    if not there and _may_be_downloaded(str(source)):
+        return _from_timm(str(source))
     if not there:
-        raise missing_model(str(place))
+        raise missing_model(str(source))
     if is_checkpoint(path):
         return _of_checkpoint(path, asked)
     if answer := _near_checkpoints(path):
@@ -87,11 +87,11 @@ def _near_checkpoints(path: Path) -> str:
         return f"is a part of a checkpoint: give {folder}"
     if folder.name != "checkpoints" or path not in (folder, folder / "latest"):
         return ""
-    steps = sorted(one for one in folder.glob("step_*") if STEP_NAME.fullmatch(one.name))
+    steps = sorted(step for step in folder.glob("step_*") if STEP_NAME.fullmatch(step.name))
     if not steps:
         return ""
-    what = "is the folder of a run's checkpoints" if path == folder else "only names the newest checkpoint"
-    return f"{what}: give one of them, such as {steps[-1]}"
+    problem = "is the folder of a run's checkpoints" if path == folder else "only names the newest checkpoint"
+    return f"{problem}: give one of them, such as {steps[-1]}"
 
 
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:

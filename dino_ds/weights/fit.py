@@ -128,18 +128,18 @@ def fit_tensors(
     return fitting
 
 
-def _fitted(theirs: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
+def _fitted(positions: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
     """A position embedding (1, special + n, d) for the grid of `shape`; the CLS token's stays.
 
     As it is where widths or special tokens differ.
     """
-    counts = (theirs.shape[1], shape[1])
+    counts = (positions.shape[1], shape[1])
     sides = [math.isqrt(count) for count in counts]
     special = [count - side**2 for count, side in zip(counts, sides, strict=True)]
-    if tuple(theirs.shape) == shape or theirs.shape[2] != shape[2] or special[0] != special[1] or special[0] > 1:
-        return theirs
-    patches = resize_positions(theirs[:, special[0] :], sides[1], sides[1], interpolation)
-    return torch.cat((theirs[:, : special[0]].float(), patches), dim=1)
+    if tuple(positions.shape) == shape or positions.shape[2] != shape[2] or special[0] != special[1] or special[0] > 1:
+        return positions
+    patches = resize_positions(positions[:, special[0] :], sides[1], sides[1], interpolation)
+    return torch.cat((positions[:, : special[0]].float(), patches), dim=1)
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,9 @@ def _our_size(about: dict[str, Any]) -> int:
 def _is_rope(arch: ViTSpec) -> bool:
     """Whether a network can have these rotary positions. Raises TypeError."""
     low, high = arch.rope_min_period, arch.rope_max_period
-    given = low is not None and high is not None and 0 < low <= high < math.inf
+    has_periods = low is not None and high is not None and 0 < low <= high < math.inf
     is_base = low is None and high is None and 1 < arch.rope_base < math.inf
-    return arch.rope in ("separate", "max", "min") and arch.width // arch.heads % 4 == 0 and (given or is_base)
+    return arch.rope in ("separate", "max", "min") and arch.width // arch.heads % 4 == 0 and (has_periods or is_base)
 
 
 def _visible(arch: ViTSpec) -> tuple[object, ...]:

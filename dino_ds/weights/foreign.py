@@ -49,16 +49,16 @@ def other_network(
     if isinstance(about.get("architecture"), str):
         return _of_timm_folder(tensors, about)
     network, heads = _split(tensors)
-    found = _recognized(tensors, network, asked)
-    if found is None:
+    recognized = _recognized(tensors, network, asked)
+    if recognized is None:
         return None
-    spec, own = found
-    heads = heads if own is network else {}
-    own, notes = _without_classifier(own, spec)
+    spec, backbone = recognized
+    heads = heads if backbone is network else {}
+    backbone, notes = _without_classifier(backbone, spec)
     size = _size(about.get("image_size", USUAL_SIZE))
     if "image_size" not in about:
         notes.append(f"no file says the size of its images: taken for {size} pixels")
-    return Weights("dino or timm", own, heads, about, notes, spec=spec, image_size=size)
+    return Weights("dino or timm", backbone, heads, about, notes, spec=spec, image_size=size)
 
 
 def stated_spec(
@@ -79,13 +79,13 @@ def stated_spec(
             _check_foreign(numbers, name, tensors)
         elif not all(value is None or isinstance(value, int | float | str) for value in numbers.values()):
             raise TypeError
-        found: BackboneSpec = replace(spec, **numbers)
+        stated: BackboneSpec = replace(spec, **numbers)
     except (TypeError, ValueError) as error:
         reason = f" ({one_line(error)})" if isinstance(error, ValueError) else ""
         raise CheckpointError(
             f"the JSON beside the weights has an architecture that is not that of a {_shown(name)}{reason}"
         ) from None
-    return found
+    return stated
 
 
 def _shown(name: str) -> str:
@@ -102,10 +102,10 @@ def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, 
     if not isinstance(arguments, str) or len(arguments) > _MOST_TEXT:
         raise ValueError("arguments are not a JSON object as text")
     try:
-        found = json.loads(arguments)
+        keywords = json.loads(arguments)
     except RecursionError:
         raise ValueError("arguments are too deep") from None
-    _check_arguments(found, tensors)
+    _check_arguments(keywords, tensors)
 
 
 def _check_arguments(arguments: object, tensors: Mapping[str, Tensor]) -> None:
@@ -129,24 +129,24 @@ def _size(size: object) -> int:
 
 def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> Weights | None:
     """The weights that timm's config.json describes, or None for one of our ViTs. Raises CheckpointError."""
-    name, given = config["architecture"], config.get("model_args") or {}
+    name, model_args = config["architecture"], config.get("model_args") or {}
     if name in BACKBONES:
         return None
     try:
         spec = foreign_spec(name)
-        if not isinstance(given, dict) or not spec.is_timm:
+        if not isinstance(model_args, dict) or not spec.is_timm:
             raise ValueError("model_args are not keywords")
-        arguments = {key: given[key] for key in given.keys() - _OF_THE_USE}
-        spec = replace(spec, in_chans=given.get("in_chans", 3), arguments=json.dumps(arguments, sort_keys=True))
+        arguments = {key: model_args[key] for key in model_args.keys() - _OF_THE_USE}
+        spec = replace(spec, in_chans=model_args.get("in_chans", 3), arguments=json.dumps(arguments, sort_keys=True))
         _check_foreign(vars(spec), name, tensors)
     except ValueError as error:
         raise CheckpointError(f"config.json: {one_line(error)}") from None
-    side = timm_side(config, given)
+    side = timm_side(config, model_args)
     size = _size(USUAL_SIZE if side is None else side)
-    own = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
-    own, notes = _without_classifier(own, spec)
+    backbone = {name.removeprefix("timm_model."): tensor for name, tensor in tensors.items()}
+    backbone, notes = _without_classifier(backbone, spec)
     about = {"timm_name": name, **timm_statistics(config.get("pretrained_cfg"))}
-    return Weights("timm", own, about=about, notes=notes, spec=spec, image_size=size)
+    return Weights("timm", backbone, about=about, notes=notes, spec=spec, image_size=size)
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -168,10 +168,10 @@ def _recognized(
 ) -> tuple[ForeignSpec, dict[str, Tensor]] | None:
     """The spec, and `tensors` as they are or the `network` inside; None if it is another network."""
     if asked is not None:
-        for own in (tensors, network):
-            stored = _with_stored_channels(asked, own)
-            if _fits(own, stored):
-                return stored, own
+        for candidate in (tensors, network):
+            stored = _with_stored_channels(asked, candidate)
+            if _fits(candidate, stored):
+                return stored, candidate
     first = network.get("conv1.weight")
     if first is not None and first.ndim == 4 and 1 <= first.shape[1] <= _MOST_CHANNELS:
         for name in _RESNETS:
@@ -185,9 +185,9 @@ def _recognized(
             if _fits(renamed, spec):
                 return spec, renamed
     if asked is not None:  # of no use, and yet to be compared tensor by tensor
-        for own in (tensors, network):
-            if own.keys() & shapes_of(asked)[0].keys():
-                return asked, own
+        for candidate in (tensors, network):
+            if candidate.keys() & shapes_of(asked)[0].keys():
+                return asked, candidate
     return None
 
 
@@ -205,16 +205,16 @@ def _named_by_timm(spec: ForeignSpec, tensors: dict[str, Tensor]) -> dict[str, T
 def _with_stored_channels(asked: ForeignSpec, tensors: Mapping[str, Tensor]) -> ForeignSpec:
     """`asked` for images of as many channels as the first convolution of theirs has among `tensors`."""
     for name, shape in shapes_of(asked)[0].items():
-        found = tuple(tensors[name].shape) if name in tensors else ()
-        if len(shape) == len(found) == 4 and shape[1] == asked.in_chans and 1 <= found[1] <= _MOST_CHANNELS:
-            return replace(asked, in_chans=found[1])
+        stored = tuple(tensors[name].shape) if name in tensors else ()
+        if len(shape) == len(stored) == 4 and shape[1] == asked.in_chans and 1 <= stored[1] <= _MOST_CHANNELS:
+            return replace(asked, in_chans=stored[1])
     return asked
 
 
 def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
     shapes, classifiers = shapes_of(spec)
-    own = {name: tuple(t.shape) for name, t in tensors.items() if name in shapes or not name.startswith(classifiers)}
-    return own == shapes
+    stored = {name: tuple(t.shape) for name, t in tensors.items() if name in shapes or not name.startswith(classifiers)}
+    return stored == shapes
 
 
 def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[dict[str, Tensor], list[str]]:

@@ -53,13 +53,13 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
         if weights.spec is not None:
             sizes = _sizes_for(recipe.crops, weights.image_size, weights.spec.side_multiple)
             return _changed(recipe, _flags_for_other(weights.spec, model), sizes, notes)
-        found = describe(weights, model.heads)
-        arch = replace(found.arch, in_chans=_channels_for(model, found.arch))
+        description = describe(weights, model.heads)
+        arch = replace(description.arch, in_chans=_channels_for(model, description.arch))
     flags = flags_for(arch, model)
     if flags is None:
         raise CheckpointError(f"model.backbone {FROM_SOURCE}, {model.init_from}: {not_built(arch)}")
-    flags |= _resizing_for(model, found.interpolation) if arch.rope is None else {}
-    return _changed(recipe, flags, _sizes_for(recipe.crops, found.image_size, arch.side_multiple), notes)
+    flags |= _resizing_for(model, description.interpolation) if arch.rope is None else {}
+    return _changed(recipe, flags, _sizes_for(recipe.crops, description.image_size, arch.side_multiple), notes)
 
 
 def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes: list[str] | None) -> Recipe:
@@ -73,8 +73,8 @@ def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
     """The sizes of crops that neither the recipe nor the command line gives."""
-    given = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
-    return [key for key in ("global_size", "local_size") if key not in given]
+    set_keys = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
+    return [key for key in ("global_size", "local_size") if key not in set_keys]
 
 
 def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
@@ -83,19 +83,19 @@ def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
     missing = _sizes_not_given(crops)
     usual = CropsSection().global_size
     large = min(usual, side) if "global_size" in missing else crops.global_size
-    found = dict(zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True))
-    return {f"crops.{key}": str(found[key]) for key in missing}
+    sizes = dict(zip(("global_size", "local_size"), fitting_sizes(large, patch, large), strict=True))
+    return {f"crops.{key}": str(sizes[key]) for key in missing}
 
 
-def _channels_for(model: ModelSection, theirs: BackboneSpec) -> int:
+def _channels_for(model: ModelSection, source: BackboneSpec) -> int:
     """The number of channels that the recipe gives, or else that of the weights."""
-    return model.in_chans if "in_chans" in model.model_fields_set else theirs.in_chans
+    return model.in_chans if "in_chans" in model.model_fields_set else source.in_chans
 
 
-def _resizing_for(model: ModelSection, theirs: str) -> dict[str, str]:
+def _resizing_for(model: ModelSection, interpolation: str) -> dict[str, str]:
     """How positions are resized, where nobody says it: as by the weights' own project."""
-    given = "pos_embed_interpolation" in model.model_fields_set
-    return {} if given else {"model.pos_embed_interpolation": theirs}
+    is_set = "pos_embed_interpolation" in model.model_fields_set
+    return {} if is_set else {"model.pos_embed_interpolation": interpolation}
 
 
 def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
@@ -112,44 +112,44 @@ def _flags_for_other(spec: BackboneSpec, model: ModelSection) -> dict[str, str]:
 
 def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
     """The fewest changes of the recipe that make `model` build `arch`; None if no backbone is of its kind."""
-    found = []
+    candidates = []
     for name, known in VITS.items():
         wanted = {} if name == model.backbone else {"model.backbone": name}
         for key in FLAGS:
-            given = getattr(model, key)
-            if getattr(arch, key) != (getattr(known, key) if given is None else given):
+            value = getattr(model, key)
+            if getattr(arch, key) != (getattr(known, key) if value is None else value):
                 wanted[f"model.{key}"] = str(getattr(arch, key))
         scale = known.layer_scale if model.layer_scale is None else model.layer_scale
         if arch.layer_scale is None and known.layer_scale is None and scale is not None:
             wanted["model.layer_scale"], scale = "none", None
         like = replace(known, layer_scale=scale, **{key: getattr(arch, key) for key in FLAGS})
         if (kind_of(like), _positions(like)) == (kind_of(arch), _positions(arch)):
-            found.append(wanted)
-    return min(found, key=len, default=None)
+            candidates.append(wanted)
+    return min(candidates, key=len, default=None)
 
 
-def differences(theirs: ViTSpec, ours: ViTSpec) -> list[str]:
+def differences(source: ViTSpec, ours: ViTSpec) -> list[str]:
     """The differences of their network from ours, such as "4 blocks, not 2"."""
-    found = [
-        f"{text.format(getattr(theirs, key))}, not {getattr(ours, key)}"
+    texts = [
+        f"{text.format(getattr(source, key))}, not {getattr(ours, key)}"
         for key, text in _NUMBERS.items()
-        if getattr(theirs, key) != getattr(ours, key)
+        if getattr(source, key) != getattr(ours, key)
     ]
-    kinds = [_parts(arch) for arch in (theirs, ours)]
+    kinds = [_parts(arch) for arch in (source, ours)]
     if kinds[0] != kinds[1]:
-        found.append(f"{kinds[0]}, not {kinds[1]}")
-    elif theirs.width == ours.width and kind_of(theirs) != kind_of(ours):
-        found.append(f"{kind_of(theirs)[-1]} outputs of the MLP's first layer, not {kind_of(ours)[-1]}")
-    places = [_positions(arch) for arch in (theirs, ours)]
-    if places[0] != places[1] and None not in (theirs.rope, ours.rope):
-        found.append("rotary positions {}, not {}".format(*(", ".join(map(str, place)) for place in places)))
-    return found
+        texts.append(f"{kinds[0]}, not {kinds[1]}")
+    elif source.width == ours.width and kind_of(source) != kind_of(ours):
+        texts.append(f"{kind_of(source)[-1]} outputs of the MLP's first layer, not {kind_of(ours)[-1]}")
+    places = [_positions(arch) for arch in (source, ours)]
+    if places[0] != places[1] and None not in (source.rope, ours.rope):
+        texts.append("rotary positions {}, not {}".format(*(", ".join(map(str, place)) for place in places)))
+    return texts
 
 
 def _positions(arch: ViTSpec) -> tuple[object, ...]:
     """Numbers of rotary positions that no tensor shows."""
-    given = arch.rope_min_period, arch.rope_max_period
-    return (arch.rope, arch.rope_base, *given) if arch.rope is not None else ()
+    periods = arch.rope_min_period, arch.rope_max_period
+    return (arch.rope, arch.rope_base, *periods) if arch.rope is not None else ()
 
 
 def _parts(arch: ViTSpec) -> str:

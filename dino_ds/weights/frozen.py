@@ -30,11 +30,11 @@ _CENTERS = ("center", "ibot_center")
 
 @dataclass(frozen=True)
 class FrozenSource:
-    """A network that was trained before, on the CPU: `place` as the user gave it; `image_size` the side of its native
+    """A network that was trained before, on the CPU: `path` as the user gave it; `image_size` the side of its native
     images in pixels; tensors under our names, `heads` by their names in a `Network`; `centers`: the running means of
     its logits, where it was trained with them; `range`: of its images deeper than 8 bits."""
 
-    place: str
+    path: str
     spec: BackboneSpec
     image_size: int
     interpolation: str
@@ -49,8 +49,8 @@ class FrozenSource:
 
     @property
     def name(self) -> str:
-        """Its key and place in messages."""
-        return f"{self.key} {self.place}"
+        """Its key and path in messages."""
+        return f"{self.key} {self.path}"
 
     def check_channels(self, ours: int) -> None:
         """Raises ConfigError where the images of this run have other channels: what never learns is not adapted."""
@@ -58,7 +58,7 @@ class FrozenSource:
             raise ConfigError(
                 f"{self.name} is for images of {self.spec.in_chans} channels, and this run's have {ours} "
                 "(model.in_chans): take a teacher for as many, such as a run on these images that started with "
-                f"--model.init_from {self.place}, which adapts its weights"
+                f"--model.init_from {self.path}, which adapts its weights"
             )
 
     def head(self, name: str) -> HeadSection:
@@ -80,19 +80,19 @@ class FrozenSource:
             raise CheckpointError(f"{self.name}: its {name} can't be used: {error}") from None
 
 
-def find_frozen(place: str, key: str = "teacher.source") -> FrozenSource:
+def find_frozen(source: str, key: str = "teacher.source") -> FrozenSource:
     """A run folder (the EMA teacher of its newest checkpoint), one checkpoint's folder, or what `find_weights` finds.
 
     key: of the recipe, which names it. Raises CheckpointError for anything else.
     """
-    path = Path(os.path.expanduser(place))
+    path = Path(os.path.expanduser(source))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
-    with naming(f"{key} {place}"):
-        found = _of_checkpoint(place, folder) if folder else _of_weights(place)
-    return replace(found, key=key)
+    with naming(f"{key} {source}"):
+        frozen = _of_checkpoint(source, folder) if folder else _of_weights(source)
+    return replace(frozen, key=key)
 
 
-def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
+def _of_checkpoint(source: str, folder: Path) -> FrozenSource:
     saved = open_checkpoint(folder, WHOLE)
     manifest, whole, recipe = saved.manifest, saved.whole(), recipe_of(saved.manifest)
     heads = network_parts(saved)
@@ -100,7 +100,7 @@ def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
     check_numbers(folder, {name: t for name, t in backbone.items() if t.is_floating_point()}, *heads.values())
     free = [name for name in heads if name in ("head", "ibot_head") and getattr(recipe, name).free_prototypes]
     return FrozenSource(
-        place,
+        source,
         recipe.model.spec(),
         recipe.crops.global_size,
         recipe.model.pos_embed_interpolation,
@@ -114,13 +114,20 @@ def _of_checkpoint(place: str, folder: Path) -> FrozenSource:
     )
 
 
-def _of_weights(place: str) -> FrozenSource:
-    weights = find_weights(place)
-    found = describe(weights)
-    notes = [*weights.notes, *found.notes]
-    normalization = normalization_of(weights.about, found.spec.in_chans)
-    own = place, found.spec, found.image_size, found.interpolation, weights.backbone, weights.heads
-    return FrozenSource(*own, normalization, range_of(weights.about), notes=notes)
+def _of_weights(source: str) -> FrozenSource:
+    weights = find_weights(source)
+    network = describe(weights)
+    return FrozenSource(
+        source,
+        network.spec,
+        network.image_size,
+        network.interpolation,
+        weights.backbone,
+        weights.heads,
+        normalization_of(weights.about, network.spec.in_chans),
+        range_of(weights.about),
+        notes=[*weights.notes, *network.notes],
+    )
 
 
 def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
@@ -131,10 +138,10 @@ def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
 @torch.no_grad()
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, shapes and values: the same wherever and in whatever file they lie."""
-    found = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()
         tensor = (tensor.float() if tensor.is_floating_point() else tensor.long()).contiguous()
-        found.update(f"{name} {list(tensor.shape)};".encode())
-        found.update(tensor.view(-1).numpy().tobytes())
-    return found.hexdigest()
+        sha256.update(f"{name} {list(tensor.shape)};".encode())
+        sha256.update(tensor.view(-1).numpy().tobytes())
+    return sha256.hexdigest()

@@ -67,22 +67,24 @@ def split_network(tensors: dict[str, Tensor]) -> Weights:
 
 
 def _prefix(tensors: dict[str, Tensor]) -> str:
-    found = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
-    if not found:
+    prefixes = sorted(name.removesuffix(_PATCHES) for name in tensors if re.search(rf"(^|\.){_PATCHES}$", name))
+    if not prefixes:
         names = sorted(tensors)
         raise CheckpointError(
             f"it holds no Vision Transformer that dino_ds knows: its tensors are {few(names)}; "
             "name another network of timm's or your own: --backbone of dino-ds export, backbone= in Python"
         )
-    chosen = [prefix for prefix in found if "teacher" in prefix] if len(found) > 1 else found
+    chosen = [prefix for prefix in prefixes if "teacher" in prefix] if len(prefixes) > 1 else prefixes
     if len(chosen) != 1:
-        raise CheckpointError(f"it holds several networks, and not one teacher: {few(found)}; save one of them alone")
+        raise CheckpointError(
+            f"it holds several networks, and not one teacher: {few(prefixes)}; save one of them alone"
+        )
     return chosen[0]
 
 
-def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _backbone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     out = {}
-    for name, tensor in theirs.items():
+    for name, tensor in tensors.items():
         # dinov2's blocks may lie in chunks: blocks.CHUNK.BLOCK.
         name = re.sub(r"^blocks\.\d+\.(\d+)\.", r"blocks.\1.", name)
         name = name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
@@ -92,17 +94,17 @@ def _backbone(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def head_to_ours(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+def head_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """A head from our or the reference's names, whose head of one layer is not a sequence.
 
     Without "prototypes.lengths" the prototypes' lengths are all 1: those that are all 1 are left out.
     """
-    out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in theirs.items() if name[:4] == "mlp."}
+    out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in tensors.items() if name[:4] == "mlp."}
     for name, of_lengths in _PROTOTYPES.items():
-        if name in theirs:
-            return out | {"prototypes.weight": theirs[name]} | _lengths(theirs.get(of_lengths))
-    if _PLAIN in theirs:
-        rows = theirs[_PLAIN]
+        if name in tensors:
+            return out | {"prototypes.weight": tensors[name]} | _lengths(tensors.get(of_lengths))
+    if _PLAIN in tensors:
+        rows = tensors[_PLAIN]
         return out | {"prototypes.weight": rows} | _lengths(rows.float().norm(dim=-1, keepdim=True))
     return out
 
@@ -134,18 +136,18 @@ def is_dinov3(names: Mapping[str, Tensor]) -> bool:
     return "storage_tokens" in names or _PERIODS in names
 
 
-def from_dinov3(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+def from_dinov3(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Their tensors under our names, unknown names unchanged; further facts, as in a config.json; notes.
 
     Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
     """
     out: dict[str, Tensor] = {}
-    facts, notes = _of_periods(theirs)
-    for name, tensor in theirs.items():
+    facts, notes = _of_periods(tensors)
+    for name, tensor in tensors.items():
         if name == _PERIODS or name.endswith(_MASK):
             continue
         if name.endswith(_BIAS):
-            mask = theirs.get(name.replace(_BIAS, _MASK))
+            mask = tensors.get(name.replace(_BIAS, _MASK))
             q, k, v = (tensor if mask is None else tensor * mask).chunk(3)
             check_keys(name, k)
             attention = name.removesuffix(".qkv.bias")
@@ -163,11 +165,11 @@ def check_keys(name: str, bias: Tensor) -> None:
         raise CheckpointError(f"its keys have a bias ({name}), and those of dino_ds's ViT with rotary positions none")
 
 
-def _of_periods(theirs: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
+def _of_periods(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
     """The attention heads that the number of periods tells, and notes on their values."""
-    if _PERIODS not in theirs or "cls_token" not in theirs:
+    if _PERIODS not in tensors or "cls_token" not in tensors:
         return {}, []
-    periods, width = theirs[_PERIODS].float().flatten(), theirs["cls_token"].shape[-1]
+    periods, width = tensors[_PERIODS].float().flatten(), tensors["cls_token"].shape[-1]
     heads, rest = divmod(width, 4 * max(1, len(periods)))
     if rest or not heads:
         raise CheckpointError(f"{_PERIODS} has {len(periods)} values, which no head of a width of {width} has")
@@ -188,8 +190,8 @@ def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str,
         return dict(backbone), []
     if wanted:
         rows = {name: len(t) // 3 for name, t in backbone.items() if name.endswith(".attn.qkv.weight")}
-        own = {name.replace("qkv.weight", f"{x}_bias"): torch.zeros(n) for x in "qv" for name, n in rows.items()}
-        return {**backbone, **own}, ["it has no biases of queries and values: ours start at zero"]
+        zeros = {name.replace("qkv.weight", f"{x}_bias"): torch.zeros(n) for x in "qv" for name, n in rows.items()}
+        return {**backbone, **zeros}, ["it has no biases of queries and values: ours start at zero"]
     if any(torch.count_nonzero(backbone[name]) for name in names):
         return dict(backbone), []
     kept = {name: tensor for name, tensor in backbone.items() if name not in names}
@@ -240,17 +242,17 @@ def is_huggingface(tensors: Mapping[str, Tensor]) -> bool:
     return any(".attention.attention.query." in n or n.endswith(".attention.q_proj.weight") for n in tensors)
 
 
-def from_huggingface(theirs: Mapping[str, Tensor]) -> Weights:
+def from_huggingface(tensors: Mapping[str, Tensor]) -> Weights:
     """Their tensors under our names, unknown names unchanged; without pooler and classifier.
 
     Raises CheckpointError where a part is missing, and for keys with a bias that ours have not.
     """
-    theirs = {_HF_PREFIX.sub("", name): tensor for name, tensor in theirs.items()}
-    dropped = [name for name in theirs if re.search(r"(^|\.)(pooler\.|classifier\.)", name)]
-    inside = _HF_INSIDE | (_HF_ROTARY if any(name.endswith(".attention.q_proj.weight") for name in theirs) else {})
-    inside |= _HF_GATED if any(".mlp.gate_proj." in name for name in theirs) else {}
+    tensors = {_HF_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
+    dropped = [name for name in tensors if re.search(r"(^|\.)(pooler\.|classifier\.)", name)]
+    inside = _HF_INSIDE | (_HF_ROTARY if any(name.endswith(".attention.q_proj.weight") for name in tensors) else {})
+    inside |= _HF_GATED if any(".mlp.gate_proj." in name for name in tensors) else {}
     out: dict[str, Tensor] = {}
-    for name, tensor in theirs.items():
+    for name, tensor in tensors.items():
         if name in dropped or name == "embeddings.mask_token":
             continue
         match = _HF_BLOCK.fullmatch(name)
@@ -265,12 +267,12 @@ def from_huggingface(theirs: Mapping[str, Tensor]) -> Weights:
         elif part[1] in ("query", "q_proj"):
             others = ("q_proj", "k_proj", "v_proj") if part[1] == "q_proj" else ("query", "key", "value")
             names = [name.replace(f".{part[1]}.", f".{other}.") for other in others]
-            if missing := [other for other in names if other not in theirs]:
+            if missing := [other for other in names if other not in tensors]:
                 raise CheckpointError(f"it lacks {missing[0]}")
-            out[f"blocks.{match[1]}.attn.qkv.{part[2]}"] = torch.cat([theirs[other] for other in names])
+            out[f"blocks.{match[1]}.attn.qkv.{part[2]}"] = torch.cat([tensors[other] for other in names])
     if "reg_token" in out and not out["reg_token"].numel():
         del out["reg_token"]
-    mask = theirs.get("embeddings.mask_token")
+    mask = tensors.get("embeddings.mask_token")
     mask = None if mask is None else mask.reshape(1, -1)
     return Weights("huggingface", out, notes=unused(dropped), mask_token=mask)
 

@@ -99,8 +99,8 @@ class Backbone(nn.Module):
 
         Raises CheckpointError for other files, and for adapters that were trained on other weights.
         """
-        own = {name: tensor.cpu() for name, tensor in self.network.state_dict().items()}
-        self.network.load_state_dict(put_on(own, os.fspath(file), self.source))
+        state = {name: tensor.cpu() for name, tensor in self.network.state_dict().items()}
+        self.network.load_state_dict(put_on(state, os.fspath(file), self.source))
         self.notes = [*self.notes, f"with adapters {os.fspath(file)}"]
         return self
 
@@ -208,22 +208,22 @@ def load(
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
     path = chosen_model(path, weights)
-    given = find_weights(path, None if backbone is None else _asked(str(backbone)))
-    named = "Vision Transformer" if given.spec is None else given.spec.title
+    loaded = find_weights(path, None if backbone is None else _asked(str(backbone)))
+    named = "Vision Transformer" if loaded.spec is None else loaded.spec.title
     try:
         if backbone not in (None, named):
             raise CheckpointError(f"--backbone {backbone}, and the file is of a {named}: leave it out")
-        if heads is not None and given.spec is not None:
+        if heads is not None and loaded.spec is not None:
             raise CheckpointError(f"--heads {heads}: a {named} is not a ViT; leave it out")
-        found = describe(given, heads)
-        if given.spec is None and heads not in (None, found.arch.heads):
-            raise CheckpointError(f"--heads {heads}, and the file says {found.arch.heads}: leave it out")
-        filled = _filled(found, given.backbone)
+        description = describe(loaded, heads)
+        if loaded.spec is None and heads not in (None, description.arch.heads):
+            raise CheckpointError(f"--heads {heads}, and the file says {description.arch.heads}: leave it out")
+        filled = _filled(description, loaded.backbone)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from None
-    notes = [*given.notes, *found.notes]
-    model = Backbone(filled, found.image_size, path, given.about, given.heads, notes)
-    model.mask_token = given.mask_token
+    notes = [*loaded.notes, *description.notes]
+    model = Backbone(filled, description.image_size, path, loaded.about, loaded.heads, notes)
+    model.mask_token = loaded.mask_token
     return model.to(device)
 
 
@@ -237,10 +237,12 @@ def _asked(name: str) -> ForeignSpec:
         raise CheckpointError(f"--backbone {error}") from None
 
 
-def _filled(found: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
+def _filled(description: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
     """The network with these tensors. Raises CheckpointError where they are not its own, before it takes memory."""
-    how = found.spec, found.image_size, BackboneOptions(pos_embed_interpolation=found.interpolation)
-    fitting = fit_tensors(tensors, tensor_shapes(*how), found.interpolation, "the weights lack", "the weights are")
+    how = description.spec, description.image_size, BackboneOptions(pos_embed_interpolation=description.interpolation)
+    fitting = fit_tensors(
+        tensors, tensor_shapes(*how), description.interpolation, "the weights lack", "the weights are"
+    )
     network = build_backbone(*how)
     network.load_state_dict(fitting)
     return network

@@ -64,9 +64,9 @@ def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], 
         return {}, []
     wanted = {"do_rescale": True, "do_normalize": True, "rescale_offset": False, "rescale_factor": 1 / 255}
     for key, value in wanted.items():
-        found = processor.get(key, value)
-        if not isinstance(found, bool | float) or abs(found - value) > 1e-6:
-            raise CheckpointError(f"{PROCESSOR}: {key} {str(found)[:20]} is not known to dino_ds, only {value:.6g}")
+        setting = processor.get(key, value)
+        if not isinstance(setting, bool | float) or abs(setting - value) > 1e-6:
+            raise CheckpointError(f"{PROCESSOR}: {key} {str(setting)[:20]} is not known to dino_ds, only {value:.6g}")
     mean, std = (processor.get(key) for key in ("image_mean", "image_std"))
     if mean is None or std is None:
         return {}, [f"{PROCESSOR} has no image_mean or image_std: the usual ones are taken"]

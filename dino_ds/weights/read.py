@@ -56,30 +56,30 @@ def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | No
         _check_huggingface(about)
         stated, said = processor_statistics(read_json(path / PROCESSOR) if path.is_dir() else {})
         weights = from_huggingface(tensors)
-        own = checked(weights.backbone)
-        weights = replace(weights, backbone=own, about=about | stated, notes=[*weights.notes, *said])
+        backbone = checked(weights.backbone)
+        weights = replace(weights, backbone=backbone, about=about | stated, notes=[*weights.notes, *said])
     return _with_numbers(path, weights)
 
 
 def network_weights(
-    place: Path,
+    path: Path,
     tensors: dict[str, Tensor],
     about: dict[str, Any],
     asked: ForeignSpec | None,
     trusted: str | None,
 ) -> Weights:
-    """One network among `tensors`, which were read at `place`, described by `about`; the others as of `read_weights`.
+    """One network among `tensors`, which were read at `path`, described by `about`; the others as of `read_weights`.
     Raises CheckpointError."""
-    with naming(place):
+    with naming(path):
         weights = _of_network(tensors, about, asked, (trusted, asked.name if asked else None))
-    return _with_numbers(place, weights)
+    return _with_numbers(path, weights)
 
 
-def _with_numbers(place: Path, weights: Weights) -> Weights:
+def _with_numbers(path: Path, weights: Weights) -> Weights:
     """These weights, if all of them are numbers. Raises CheckpointError."""
     is_vit = weights.spec is None
-    check_numbers(place, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
-    weights.check_beside(place)
+    check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
+    weights.check_beside(path)
     return weights
 
 
@@ -106,19 +106,19 @@ def _of_network(
 
 
 def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
-    found = split_network(tensors)
-    kind, own, notes = found.kind, found.backbone, found.notes
-    if is_dinov3(own):
-        kind, (own, facts, more) = "dinov3", from_dinov3(own)
+    network = split_network(tensors)
+    kind, backbone, notes = network.kind, network.backbone, network.notes
+    if is_dinov3(backbone):
+        kind, (backbone, facts, more) = "dinov3", from_dinov3(backbone)
         about, notes = about | facts, [*notes, *more]
-    own, local_norm = split_local_norm(checked(own))
+    backbone, local_norm = split_local_norm(checked(backbone))
     if isinstance(about.get("architecture"), str):
-        if has_rope(own) and about["architecture"] not in VITS:
+        if has_rope(backbone) and about["architecture"] not in VITS:
             raise CheckpointError(f"config.json: its rotary positions are those of timm's {about['architecture']}")
         kind, about = "timm", _from_timm_config(about)
     elif "architecture" in about:
         kind = "dino_ds"
-    return replace(found, kind=kind, backbone=own, about=about, notes=notes, local_norm=local_norm)
+    return replace(network, kind=kind, backbone=backbone, about=about, notes=notes, local_norm=local_norm)
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -138,28 +138,28 @@ def _rope_of_timm_config(config: dict[str, Any]) -> dict[str, Any]:
     known = VITS.get(config["architecture"])
     if known is None or known.rope is None:
         return {}
-    given = config["model_args"] if isinstance(config.get("model_args"), dict) else {}
-    found = {
-        "image_size": timm_side(config, given),
-        "rope_theta": given.get("rope_temperature"),
+    arguments = config["model_args"] if isinstance(config.get("model_args"), dict) else {}
+    facts = {
+        "image_size": timm_side(config, arguments),
+        "rope_theta": arguments.get("rope_temperature"),
         "layer_norm_eps": known.norm_eps,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in facts.items() if value is not None}
 
 
 def _read_folder(folder: Path) -> Content:
-    found = next((folder / name for name in _FILES if (folder / name).is_file()), None)
-    if found is None:
+    file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
+    if file is None:
         raise CheckpointError(
             f"{folder} is neither a run (no config.yaml) nor a Hugging Face folder (no {_FILES[0]}); give one of them, "
             "or a file of weights"
         )
-    if found.suffix != ".json":
-        return read_file(found)
-    parts = read_json(found).get("weight_map")
+    if file.suffix != ".json":
+        return read_file(file)
+    parts = read_json(file).get("weight_map")
     named = [*parts.values()] if isinstance(parts, dict) else []
     if not named or not all(isinstance(name, str) and Path(name).name == name for name in named):
-        raise CheckpointError(f"{found} names no files of weights beside it")
+        raise CheckpointError(f"{file} names no files of weights beside it")
     tensors: dict[str, Tensor] = {}
     for part in sorted(set(named)):
         tensors |= read_file(folder / part)[0]
@@ -227,8 +227,8 @@ def _load_torch(path: Path) -> Any:
         with torch.serialization.safe_globals([(_Settings, name) for name in _STAND_INS]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
-        reason = f"an object of {found[1]}" if found else _plain(error)
+        refused = re.search(r"GLOBAL (\S+) (was not an allowed|whose module)", str(error))
+        reason = f"an object of {refused[1]}" if refused else _plain(error)
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors and plain values ({reason}); "
             "save the tensors alone, as torch.save(checkpoint['teacher'], FILE) does"

@@ -39,35 +39,35 @@ def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None]
 
     `write` returns length and CRC32 of what it has written if it knows them.
     """
-    place, before = sidecar_of(weights), _description_of(weights)
+    sidecar, before = sidecar_of(weights), _description_of(weights)
     try:
         with replacing(weights) as temporary:
             record = write(temporary) or checksum(temporary)
             now = {**facts, _FILE: vars(record)}
-            replace_file(place, _sealed(now | ({_BEFORE: before} if before else {})))
+            replace_file(sidecar, _sealed(now | ({_BEFORE: before} if before else {})))
     except BaseException:
         if is_gone(weights):
-            discard(place)  # it describes nothing
+            discard(sidecar)  # it describes nothing
         raise
-    replace_file(place, _sealed(now))
+    replace_file(sidecar, _sealed(now))
 
 
 def read_sidecar(weights: Path) -> Facts:
     """The facts in the sidecar of a file of weights, {} where it has none, once the file is found to be the one that it
     describes. Reads the whole file. Raises CheckpointError where either is damaged or of another run."""
-    place = sidecar_of(weights)
-    facts = read_facts(place)
+    sidecar = sidecar_of(weights)
+    facts = read_facts(sidecar)
     while _FILE in facts:
         try:
-            found = checksum_once(weights)
+            record = checksum_once(weights)
         except OSError as error:
             raise CheckpointError(f"{weights} can't be read: {error.strerror}") from None
-        if (fitting := _fitting(facts, found)) is not None:
+        if (fitting := _fitting(facts, record)) is not None:
             return fitting
-        facts, before = read_facts(place), facts
+        facts, before = read_facts(sidecar), facts
         if facts == before:  # and not replaced meanwhile by a run that is at work
             raise CheckpointError(
-                f"{weights} is damaged or of another run ({_shown(found)}, and {place.name} says "
+                f"{weights} is damaged or of another run ({_shown(record)}, and {sidecar.name} says "
                 f"{_shown(facts[_FILE])}): bring the right one back; if it was changed on purpose, remove {_FILE!r} "
                 f"and {_SUM!r} there"
             )
@@ -84,23 +84,23 @@ def read_json(path: Path) -> Facts:
         raise CheckpointError(f"{path} can't be read ({one_line(error, 80)}): bring it back, or remove it") from None
 
 
-def read_facts(place: Path) -> Facts:
+def read_facts(sidecar: Path) -> Facts:
     """The content of a sidecar as it is, {} if there is none. Raises CheckpointError where its own checksum differs."""
-    facts = read_json(place)
+    facts = read_json(sidecar)
     rest = {key: value for key, value in facts.items() if key != _SUM}
     if _FILE in facts and facts.get(_SUM, content_sum(rest)) != content_sum(rest):
         raise CheckpointError(
-            f"{place} is damaged or was edited (its own checksum differs): bring it back; if the edit is meant, "
+            f"{sidecar} is damaged or was edited (its own checksum differs): bring it back; if the edit is meant, "
             f"remove its {_SUM!r}"
         )
     return facts
 
 
-def _fitting(facts: Facts, found: FileRecord) -> Facts | None:
-    """The description of the file `found` among those of a sidecar, without the keys that verify it."""
-    for one in (facts, facts.get(_BEFORE)):
-        if isinstance(one, dict) and one.get(_FILE) == vars(found):
-            return _plain(one)
+def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
+    """The description of the file `record` among those of a sidecar, without the keys that verify it."""
+    for description in (facts, facts.get(_BEFORE)):
+        if isinstance(description, dict) and description.get(_FILE) == vars(record):
+            return _plain(description)
     return None
 
 
@@ -175,13 +175,13 @@ def recipe_of(saved: Manifest) -> Recipe:
 
 def _timm(recipe: Recipe, arch: BackboneSpec) -> dict[str, Any]:
     backbone, size = recipe.model.backbone, recipe.crops.global_size
-    own = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
+    facts = {} if arch.told_by_tensors else {"backbone": backbone, "image_size": size}
     known = arch.timm_model(backbone, size)
     if known is None:
-        return {"image_size": size, **own}
+        return {"image_size": size, **facts}
     name, arguments = known[0], known[1] | {"num_classes": 0}
     written = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    return own | {
+    return facts | {
         "load": f"model = timm.create_model({name!r}, {written}); "
         "model.load_state_dict(safetensors.torch.load_file('teacher.safetensors'))",
         "timm_name": name,

@@ -63,58 +63,58 @@ def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weig
     """These weights of a ViT for ours, and what differs. Raises CheckpointError for another architecture."""
     notes: list[str] = []
     if ours.rope is not None:
-        own, notes = with_biases(weights.backbone, ours.qkv_bias)
-        weights = replace(weights, backbone=own)
-    found = describe(weights, ours.heads)
-    theirs = replace(found.arch, in_chans=ours.in_chans)  # they are adapted
-    if other := differences(theirs, ours):
-        flags = flags_for(theirs, model)
+        backbone, notes = with_biases(weights.backbone, ours.qkv_bias)
+        weights = replace(weights, backbone=backbone)
+    description = describe(weights, ours.heads)
+    source = replace(description.arch, in_chans=ours.in_chans)  # they are adapted
+    if other := differences(source, ours):
+        flags = flags_for(source, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
-        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(theirs)
+        advice = f"start with {fitting}, or with --model.backbone {FROM_SOURCE}" if flags else not_built(source)
         raise CheckpointError(f"it is of another architecture: it has {', '.join(other)}; {advice}")
-    if not found.heads_stated:
+    if not description.heads_stated:
         notes.append(f"no file says its attention heads: {ours.heads} as the model")
-    if found.arch.norm_eps != ours.norm_eps:
-        notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {found.arch.norm_eps:g} there")
-    if ours.rope is None and found.interpolation != model.pos_embed_interpolation:
+    if description.arch.norm_eps != ours.norm_eps:
+        notes.append(f"LayerNorm's epsilon is {ours.norm_eps:g} here and {description.arch.norm_eps:g} there")
+    if ours.rope is None and description.interpolation != model.pos_embed_interpolation:
         notes.append(
             f"positions of other sizes are made as {model.pos_embed_interpolation!r} here and as "
-            f"{found.interpolation!r} there (--model.pos_embed_interpolation)"
+            f"{description.interpolation!r} there (--model.pos_embed_interpolation)"
         )
     return weights, notes
 
 
 def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
     """Differences where the run or the weights are not of a ViT of ours. Raises CheckpointError for another network."""
-    theirs = weights.spec
-    if theirs is None or theirs.title != ours.title:
-        name, flag = ("Vision Transformer", FROM_SOURCE) if theirs is None else (theirs.title, theirs.title)
+    source = weights.spec
+    if source is None or source.title != ours.title:
+        name, flag = ("Vision Transformer", FROM_SOURCE) if source is None else (source.title, source.title)
         raise CheckpointError(f"it is a {name}, not a {ours.title}; start with --model.backbone {flag}")
-    if theirs.arguments == ours.arguments:
+    if source.arguments == ours.arguments:
         return []
-    return [f"it was made with model.arguments {theirs.arguments}, this run's are {ours.arguments}"]
+    return [f"it was made with model.arguments {source.arguments}, this run's are {ours.arguments}"]
 
 
 def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalization) -> list[str]:
     """Differences between the images that weights were trained on and ours. Raises CheckpointError."""
-    theirs, before, notes = normalization_of(weights.about, channels_of(weights)), range_of(weights.about), []
+    trained_with, before, notes = normalization_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
         notes.append(f"it was trained on {old}, this run is on {new} (--data.value_range)")
-    if theirs != ours:
-        notes.append(f"its images had {theirs} removed, this run's have {ours} (--data.mean, --data.std)")
+    if trained_with != ours:
+        notes.append(f"its images had {trained_with} removed, this run's have {ours} (--data.mean, --data.std)")
     return notes
 
 
-def _ask_for_normalization(model: ModelSection, theirs: int, given: Normalization | None) -> None:
-    """Raises ConfigError where weights for `theirs` channels start a run on others whose mean nobody has given.
+def _ask_for_normalization(model: ModelSection, channels: int, normalization: Normalization | None) -> None:
+    """Raises ConfigError where weights for `channels` channels start a run on others whose mean nobody has given.
 
     Gray and RGB images are near ImageNet's; what other channels have is not known, and the weights want it removed.
     """
     ours = model.in_chans
-    if ours not in (1, 3) and given in (None, Normalization.usual(ours)):
+    if ours not in (1, 3) and normalization in (None, Normalization.usual(ours)):
         raise ConfigError(
-            f"model.init_from {model.init_from} is for images of {theirs} channels, and is adapted to this run's "
+            f"model.init_from {model.init_from} is for images of {channels} channels, and is adapted to this run's "
             f"{ours} (model.in_chans) if these have a mean and a deviation of their own: give --data.mean and "
             f"--data.std, {ours} values each, which dino-ds look-data with this run's images and --model.in_chans "
             f"{ours} prints"
@@ -129,31 +129,31 @@ class InitialWeights:
     head of other shapes is left out, and ours stays as initialized; so does a mask token that `weights` do not have.
     """
 
-    def __init__(self, network: Network, weights: Weights, source: str, place: Placer, interpolation: str) -> None:
+    def __init__(self, network: Network, weights: Weights, source: str, placer: Placer, interpolation: str) -> None:
         self._prefix = {module: name for name, module in network.named_modules()}
-        self._place, self._source, self._kind, self._notes = place, source, weights.kind, weights.notes
+        self._place, self._source, self._kind, self._notes = placer, source, weights.kind, weights.notes
         self._said: list[str] = []
-        own = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-        self._backbone = self._fit_backbone(weights, own, interpolation)
+        shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+        self._backbone = self._fit_backbone(weights, shapes, interpolation)
         self.tensors = dict(self._backbone)
         for name in network.head_names:
-            wanted = {key: shape for key, shape in own.items() if key.startswith(f"{name}.")}
+            wanted = {key: shape for key, shape in shapes.items() if key.startswith(f"{name}.")}
             self.tensors |= self._fit_head(name, weights.heads.get(name, {}), wanted)
         self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
-    def _fit_head(self, name: str, theirs: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The tensors `theirs` of a head if they fit; without lengths of the prototypes they are 1."""
-        if not theirs:
+    def _fit_head(self, name: str, tensors: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The tensors `tensors` of a head if they fit; without lengths of the prototypes they are 1."""
+        if not tensors:
             self._said.append(f"it has no {name}: our own starts anew")
             return {}
-        head, lengths = {f"{name}.{key}": t for key, t in theirs.items()}, f"{name}.prototypes.lengths"
+        head, lengths = {f"{name}.{key}": t for key, t in tensors.items()}, f"{name}.prototypes.lengths"
         if lengths in wanted and lengths not in head:
             head[lengths] = torch.ones(wanted[lengths])
         left_out = head.pop(lengths) if lengths in head and lengths not in wanted else None
-        found = {key: tuple(t.shape) for key, t in head.items()}
-        if found != wanted:
-            other = min(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-            shapes = f"{other} {found.get(other)} vs {wanted.get(other)}"
+        stored = {key: tuple(t.shape) for key, t in head.items()}
+        if stored != wanted:
+            other = min(key for key in wanted.keys() | stored.keys() if wanted.get(key) != stored.get(key))
+            shapes = f"{other} {stored.get(other)} vs {wanted.get(other)}"
             self._said.append(f"its {name} does not fit ({shapes}): our own starts anew")
             return {}
         self._said.append(f"the {name} too ({len(wanted)} tensors)")
@@ -165,25 +165,27 @@ class InitialWeights:
             )
         return head
 
-    def _fit_backbone(self, weights: Weights, own: dict[str, tuple[int, ...]], interpolation: str) -> dict[str, Tensor]:
+    def _fit_backbone(
+        self, weights: Weights, known_shapes: dict[str, tuple[int, ...]], interpolation: str
+    ) -> dict[str, Tensor]:
         backbone, local_norm = split_local_norm(weights.backbone)  # of a checkpoint they are together
         local_norm = local_norm or weights.local_norm
-        theirs = {f"backbone.{name}": t for name, t in backbone.items()}
-        shapes = {name: shape for name, shape in own.items() if name.startswith("backbone.")}
+        tensors = {f"backbone.{name}": t for name, t in backbone.items()}
+        shapes = {name: shape for name, shape in known_shapes.items() if name.startswith("backbone.")}
         for name in adapters_in(shapes):
             del shapes[name]  # they begin as nothing
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
-            theirs[_MASK_TOKEN] = weights.mask_token
+            tensors[_MASK_TOKEN] = weights.mask_token
         elif shapes.pop(_MASK_TOKEN, None) is not None:
             self._said.append("it has no mask token: our own starts at zero")
         elif weights.mask_token is not None:
             self._said.append("its mask token is left out: this run hides no patches")
-        theirs |= self._fit_local_norm(local_norm, shapes)
+        tensors |= self._fit_local_norm(local_norm, shapes)
         start = f"model.init_from {self._source}"
-        fitting = fit_tensors(theirs, shapes, interpolation, f"{start} lacks", f"{start} is")
-        place = "backbone.pos_embed"
-        if place in fitting and fitting[place].shape != theirs[place].shape:
-            self._said.append(f"position embedding resized to {shapes[place][1]} places")
+        fitting = fit_tensors(tensors, shapes, interpolation, f"{start} lacks", f"{start} is")
+        positions = "backbone.pos_embed"
+        if positions in fitting and fitting[positions].shape != tensors[positions].shape:
+            self._said.append(f"position embedding resized to {shapes[positions][1]} places")
         return fitting
 
     def _fit_local_norm(self, local_norm: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -202,16 +204,16 @@ class InitialWeights:
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
         prefix = self._prefix[module]
-        for name, own in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        for name, parameter in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             tensor = self.tensors.get(f"{prefix}.{name}")
             if tensor is not None:
-                own.copy_(tensor.to(own.dtype))
+                parameter.copy_(tensor.to(parameter.dtype))
         self._place(module)
 
     def __str__(self) -> str:
         """A line that says what was taken and what not."""
-        what = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
-        return "; ".join([what, *self._said, *self._notes])
+        summary = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
+        return "; ".join([summary, *self._said, *self._notes])
 
 
 def channels_of(weights: Weights) -> int:
@@ -230,9 +232,11 @@ def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     if before < 1:
         raise CheckpointError(f"its {_PATCHES} is for images without channels")
     names = [_PATCHES] if spec is None else first_convolutions(spec, channels, weights.image_size)
-    own = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None}
-    own = {name: tensor for name, tensor in own.items() if tensor.ndim == 4 and tensor.shape[1] == before}
-    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in own.items()}
+    convolutions = {name: tensor for name in names if (tensor := weights.backbone.get(name)) is not None}
+    convolutions = {
+        name: tensor for name, tensor in convolutions.items() if tensor.ndim == 4 and tensor.shape[1] == before
+    }
+    backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in convolutions.items()}
     adapted = replace(weights, backbone=backbone, spec=None if spec is None else _with_channels(spec, channels))
     return adapted, _said(names, before, channels, spec is None)
 

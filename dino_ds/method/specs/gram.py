@@ -120,10 +120,10 @@ class GramSpec(TermSpec):
 
 @dataclass(frozen=True)
 class GramTeacherSpec(TeacherSpec):
-    """The teacher of its own that Gram anchoring has, unless that is the EMA teacher as it is. place: "snapshot", or
+    """The teacher of its own that Gram anchoring has, unless that is the EMA teacher as it is. source: "snapshot", or
     the file of its weights; refreshed: the EMA teacher replaces it now and then."""
 
-    place: str = SNAPSHOT
+    source: str = SNAPSHOT
     refreshed: bool = False
 
     builder: ClassVar[str] = "dino_ds.method.gram_teacher:build_teacher"
@@ -134,7 +134,7 @@ class GramTeacherSpec(TeacherSpec):
 
     @property
     def of_file(self) -> bool:
-        return self.place != SNAPSHOT and not self.refreshed
+        return self.source != SNAPSHOT and not self.refreshed
 
     def without_file(self, recipe: Recipe) -> dict[str, Any]:
         return {"gram": recipe.gram.model_copy(update={"teacher": SNAPSHOT})}

@@ -129,8 +129,8 @@ class ViTSpec(BackboneSpec):
         fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
         if any(getattr(self, key) != getattr(like, key) for key in fixed):
             return None
-        own, as_named = self._eva_arguments(), like._eva_arguments()
-        changed = {key: value for key, value in own.items() if value != as_named[key]}
+        wanted, as_named = self._eva_arguments(), like._eva_arguments()
+        changed = {key: value for key, value in wanted.items() if value != as_named[key]}
         if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
             changed["swiglu_align_to"] = 1  # no rounding; with 0 gate and value would be of one layer
         return name, changed | {"global_pool": "token"}

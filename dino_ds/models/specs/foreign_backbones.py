@@ -176,8 +176,8 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
     try:
         network: nn.Module = timm.create_model(spec.name, pretrained=False, num_classes=0, **arguments)
     except Exception as error:  # whatever timm raises
-        given = f" with model.arguments {spec.arguments}" if spec.arguments != "{}" else ""
-        raise ConfigError(f"timm can't build model.backbone {spec.name}{given}: {one_line(error)}") from None
+        with_arguments = f" with model.arguments {spec.arguments}" if spec.arguments != "{}" else ""
+        raise ConfigError(f"timm can't build model.backbone {spec.name}{with_arguments}: {one_line(error)}") from None
     return network
 
 
@@ -191,9 +191,9 @@ def _timm_arguments(spec: ForeignSpec, image_size: int | None) -> dict[str, Any]
 
 
 def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
-    found = own_class(spec.name)
+    network_class = own_class(spec.name)
     try:
-        network: nn.Module = found(in_chans=spec.in_chans, **arguments)
+        network: nn.Module = network_class(in_chans=spec.in_chans, **arguments)
     except Exception as error:  # whatever a user's class raises
         raise ConfigError(
             f"model.backbone {spec.name} can't be made with in_chans={spec.in_chans} and model.arguments "
@@ -211,8 +211,8 @@ def own_class(name: str) -> Any:
     """
     from torch import nn
 
-    def is_network(found: object) -> bool:
-        return isinstance(found, type) and issubclass(found, nn.Module)
+    def is_network(candidate: object) -> bool:
+        return isinstance(candidate, type) and issubclass(candidate, nn.Module)
 
     return find_own("model.backbone", name, "torch.nn.Module", is_network)
 
@@ -226,10 +226,10 @@ def features_of(network: Any, images: Any) -> tuple[Any, Any]:
         maps = network.forward_features(images)
         image = network.forward_head(maps, pre_logits=True)
         return _checked(network, image), _patches(network, maps, images)
-    found = network(images)
-    if getattr(found, "ndim", 0) == 4:
-        return found.mean((2, 3)), found.permute(0, 2, 3, 1)
-    return _checked(network, found), None
+    output = network(images)
+    if getattr(output, "ndim", 0) == 4:
+        return output.mean((2, 3)), output.permute(0, 2, 3, 1)
+    return _checked(network, output), None
 
 
 def _checked(network: Any, features: Any) -> Any:
@@ -261,13 +261,13 @@ def _segments(network: Any) -> tuple[str, ...]:
     blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
     # A pattern with a number next to it is of what lies between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
-    found: list[str] = []
+    segments: list[str] = []
     for name, module in network.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
+        inside = any(name.startswith(f"{other}.") for other in segments)
         has_weights = any(True for _ in module.parameters())
         if has_weights and not inside and any(re.fullmatch(pattern.removeprefix("^"), name) for pattern in patterns):
-            found.append(name)
-    return tuple(found or children)
+            segments.append(name)
+    return tuple(segments or children)
 
 
 def foreign_spec(name: str) -> ForeignSpec:

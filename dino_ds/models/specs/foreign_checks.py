@@ -57,8 +57,8 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
     except Exception as error:  # whatever a foreign network raises
         return f"in training it raises {one_line(error)}"
     if drawn:
-        what = "which can't be drawn again: switch dropout off (drop_rate, attn_drop_rate of timm's)"
-        return f"it draws random numbers of its own ({drawn[0]}), {what}"
+        advice = "which can't be drawn again: switch dropout off (drop_rate, attn_drop_rate of timm's)"
+        return f"it draws random numbers of its own ({drawn[0]}), {advice}"
     idle = [name for name, parameter in network.named_parameters() if parameter.grad is None]
     if idle:
         more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
@@ -77,8 +77,8 @@ def _why_unusable(network: nn.Module) -> str:
     for name, module in network.named_modules():
         plain = next((key for key, value in vars(module).items() if isinstance(value, torch.Tensor)), None)
         if plain is not None:
-            place = f"{name}.{plain}".removeprefix(".")
-            return f"its {place} is a plain tensor, which moves to no device: make it a parameter or a buffer"
+            path = f"{name}.{plain}".removeprefix(".")
+            return f"its {path} is a plain tensor, which moves to no device: make it a parameter or a buffer"
     for name, parameter in network.named_parameters():
         if parameter.dtype != torch.float32:
             return f"its parameter {name} is {str(parameter.dtype).removeprefix('torch.')}, wanted is float32"

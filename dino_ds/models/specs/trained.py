@@ -12,11 +12,11 @@ ALL, NORMS, LORA = "all", "norms_and_biases", "lora"
 class TrainedPart:
     """The part of a backbone that is trained; heads always are.
 
-    what: "all", "last N blocks", "norms_and_biases" or "lora", with adapters of `rank`, times `alpha` / rank, in the
+    kind: "all", "last N blocks", "norms_and_biases" or "lora", with adapters of `rank`, times `alpha` / rank, in the
     linear layers called `layers`, or in all of them if that is empty.
     """
 
-    what: str = ALL
+    kind: str = ALL
     rank: int = 8
     alpha: float = 16.0
     layers: tuple[str, ...] = ()
@@ -24,24 +24,24 @@ class TrainedPart:
     @property
     def blocks(self) -> int:
         """N of "last N blocks", else 0."""
-        found = re.fullmatch(r"last (\d+) blocks?", self.what)
-        return int(found[1]) if found else 0
+        match = re.fullmatch(r"last (\d+) blocks?", self.kind)
+        return int(match[1]) if match else 0
 
 
 def describe_trained(part: TrainedPart, trained: int, weights: int) -> str:
     """The part, and how many of all weights of backbone and heads it is."""
     layers = ", ".join(part.layers) or "all linear layers"
-    what = f"{LORA}, rank {part.rank}, alpha {part.alpha:g}, in {layers}" if part.what == LORA else part.what
+    name = f"{LORA}, rank {part.rank}, alpha {part.alpha:g}, in {layers}" if part.kind == LORA else part.kind
     share = f"{trained:,} of {weights:,} weights ({trained / weights:.1%}), heads included"
-    return f"{what} of the backbone: {share}; the others keep their values"
+    return f"{name} of the backbone: {share}; the others keep their values"
 
 
 def parse_trained(text: str) -> str:
     """A value of model.train in its one spelling. Raises ValueError."""
     words = re.sub(r"[\s_]+", " ", str(text)).strip().lower()
-    if found := re.fullmatch(r"last (\d{1,4}) blocks?", words):
-        if int(found[1]):
-            return f"last {int(found[1])} blocks"
+    if match := re.fullmatch(r"last (\d{1,4}) blocks?", words):
+        if int(match[1]):
+            return f"last {int(match[1])} blocks"
     elif words.replace(" ", "_") in (ALL, NORMS, LORA):
         return words.replace(" ", "_")
     raise ValueError(f"{str(text)[:40]!r} is not {ALL}, 'last N blocks' (such as 'last 2 blocks'), {NORMS} or {LORA}")
