@@ -30,7 +30,7 @@ from dino_ds.costs.rehearse import _frozen, _inputs, _single_rank_recipe
 from dino_ds.engine import deepspeed_engine
 from dino_ds.engine.clipping import norm_in_one_pass
 from dino_ds.engine.engine import Progress
-from dino_ds.engine.lars import Lars, Layer, Shard
+from dino_ds.engine.lars import Lars, Layer
 from dino_ds.engine.masters import FlatMasters, PartitionedMasters
 from dino_ds.engine.muon import Matrix, Muon, Slice
 from dino_ds.engine.process import leave
@@ -205,7 +205,7 @@ def test_collectives_of_the_engine():
         norm_in_one_pass(zero2)
         assert zero2.scaled_global_norm().device == CUDA
         lars = Lars([{"params": [shard], "lr": 0.1, "weight_decay": 0.1}], 0.9, 0.001)
-        lars.lay_out(shard, Shard([Layer(0, 0, 4), Layer(2, 4, 6)], 5, None))
+        lars.lay_out(shard, [Layer(0, 0, 4), Layer(2, 4, 6)], 5, None)
         shard.grad = torch.ones(10, device=CUDA)
         lars.step()
         muon = Muon([{"params": [shard], "kind": "muon", "weight_decay": 0.1}], {}, 0.95, 1.0)

@@ -61,7 +61,7 @@ def reference(precision, kind="adamw"):
     return run_on_ranks(_train, 0 if precision == "fp32" else 1, precision, 1, kind, world=world)[0]
 
 
-@pytest.mark.parametrize(("stage", "precision", "kind"), MATRIX)
+@pytest.mark.parametrize(("stage", "precision", "kind"), sampled(MATRIX, lambda cell: (cell[:2], cell[2])))
 def test_two_ranks_equal_one_process(stage, precision, kind):
     """fp32: 1e-5, sums in another order. bf16: gradients are summed over ranks in bf16 (2**-8 relative), weights and
     cosines are rounded by 2**-9, and the temperatures multiply that by up to 25: 5 % of a logit, the mean over crops to
@@ -144,7 +144,7 @@ class _Counter:
         return tensor
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.full)])
 def test_activation_checkpointing_saves_less_and_changes_nothing(stage):
     plain, plain_elements, none = run_on_ranks(_checkpointed, stage, None, world=1)[0]
     every, every_elements, _ = run_on_ranks(_checkpointed, stage, {}, world=1)[0]
@@ -165,29 +165,3 @@ def _difference_without_key_bias(a, b):
             left, right = (torch.cat((t.chunk(3)[0], t.chunk(3)[2])) for t in (left, right))
         worst = max(worst, float((left - right).abs().max()))
     return worst
-
-
-def _where_things_are(stage, offload):
-    """Elements of optimizer state, gradients' owner and parameters that this rank holds, and where its masters live."""
-    zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}} if offload else {}
-    if stage == 3:
-        zero["stage3_param_persistence_threshold"] = 0
-    step = build_step(ds_config(stage, "bf16" if stage else "fp32", BATCH, zero=zero))
-    run_windows(step, 0, 1, BATCH)
-    optimizer = step.engine._optimizer
-    base = getattr(optimizer, "optimizer", optimizer)
-    moments = sum(s["exp_avg"].numel() for s in base.state.values())
-    parameters = sum(p.numel() for p in step.engine._engine.module.parameters())
-    return moments, parameters, bool(getattr(optimizer, "cpu_offload", getattr(optimizer, "offload_optimizer", False)))
-
-
-def test_stages_shard_what_they_say():
-    """Optimizer state from stage 1 on, parameters at stage 3: half on each of two ranks, but for padding."""
-    total = sum(p.numel() for p in tiny_network().parameters())
-    for stage in (0, 1, 2, 3):
-        for moments, parameters, offloaded in run_on_ranks(_where_things_are, stage, False):
-            assert moments == pytest.approx(total if stage == 0 else total / 2, rel=0.02)
-            assert parameters == (0 if stage == 3 else total)
-            assert not offloaded
-    for stage in (2, 3):
-        assert all(offloaded for _, _, offloaded in run_on_ranks(_where_things_are, stage, True))

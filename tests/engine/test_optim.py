@@ -158,7 +158,7 @@ def _frozen(stage, mode):
     return found[1], found[2], norms
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_prototypes_frozen_by_their_learning_rate(stage):
     """DINOv2's freeze: the weights stay to the bit, the moments move, the norm counts them, no fresh start after it."""
     world = 1 if stage == 3 else 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dino_ds.method.dino import dino_loss
-from dino_ds.method.running import RunningMean
+from dino_ds.method.objective import RunningMean
 from tests.reference import centered, loss_of_term
 
 pytestmark = pytest.mark.numerical

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dino_ds.errors import ConfigError
-from dino_ds.method.backbone_checks import check_levers
 from dino_ds.method.build import build_network
+from dino_ds.method.checks import check_levers
 from tests.engine.cnn import BATCH, build, foreign_recipe, run_window
 from tests.engine.harness import ds_config, fp32_student
 from tests.ranks import run_on_ranks
@@ -56,14 +56,19 @@ def _two_steps(stage: int, families: list[str]) -> dict[str, tuple[list[float], 
     return found
 
 
+SAMPLE = ("resnet18", "densenet121", "swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224", "vit_tiny_r_s16_p8_224")
+
+
 @pytest.fixture(scope="module")
 def trained():
-    return run_on_ranks(_two_steps, 2, list(FAMILIES))[0]
+    return run_on_ranks(_two_steps, 2, list(SAMPLE))[0]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(n, marks=pytest.mark.full) for n in FAMILIES if n not in SAMPLE)]
+)
 def test_every_parameter_moves(name, trained):
-    losses, unmoved = trained[name]
+    losses, unmoved = trained[name] if name in trained else run_on_ranks(_two_steps, 2, [name])[0][name]
     assert all(0 < loss < 10 for loss in losses) and unmoved == []
 
 
@@ -72,7 +77,7 @@ def test_stages_agree(trained):
 
     1e-3: Adam, with so small an epsilon, follows the rounding of gradients that are 0.
     """
-    families = ["densenet121", "swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224"]
+    families = ["densenet121", "swin_tiny_patch4_window7_224"]
     for name, (losses, _) in run_on_ranks(_two_steps, 0, families)[0].items():
         assert trained[name][0] == pytest.approx(losses, rel=1e-3)
 
@@ -86,19 +91,9 @@ def _check(recipe, **performance: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("levit_128s", "levit_128s can't take images of"),
-        ("mixer_s32_224", "mixer_s32_224 can't take images of"),
-        ("coatnet_nano_rw_224", "coatnet_nano_rw_224 can't take images of"),
-        ("efficientvim_m1", "can't be trained: its features give no gradient to its parameter"),
-        ("mobilenetv5_300m_enc", "gives no features of images"),
-    ],
-)
-def test_families_that_can_t_are_refused(name, message):
-    with pytest.raises(ConfigError, match=message) as refused:
-        _build(_recipe(name, model__drop_path="0"))
+def test_a_family_for_one_size_alone_is_refused():
+    with pytest.raises(ConfigError, match="mixer_s32_224 can't take images of") as refused:
+        _build(_recipe("mixer_s32_224", model__drop_path="0"))
     assert "\n" not in str(refused.value)
 
 
@@ -173,8 +168,7 @@ class NoModule:
 
 
 OWN = [
-    ("Plain", '{"dropout": 0.1}', "draws random numbers of its own .aten.bernoulli_"),
-    ("Plain", '{"dropout": 0.1}', "switch dropout off"),
+    ("Plain", '{"dropout": 0.1}', "draws random numbers of its own .aten.bernoulli_.*switch dropout off"),
     ("Plain", '{"unused": true}', "no gradient to its parameter head.weight and 1 more: remove what is not used"),
     ("Plain", '{"with": 3}', "can't be made with in_chans=3 and model.arguments .*unexpected keyword argument"),
     ("Constant", "{}", "its scale is a plain tensor, which moves to no device"),
@@ -219,7 +213,6 @@ def test_levers_without_effect_are_refused(name, lever, value, owners):
         ({"crops__mask": "dinov2", "objective__ibot_weight": "1"}, "needs a backbone that hides patches, and resnet18"),
         ({"model__backbone": "convnext_atto", "teacher__batch_norm": "ema"}, "convnext_atto has no BatchNorm"),
         ({"model__backbone": "convnext_atto", "model__sync_batch_norm": "false"}, "convnext_atto has no BatchNorm"),
-        ({"model__backbone": "densenet121", "model__drop_path": "0.1"}, "densenet121 has no stochastic depth"),
         ({"model__backbone": "tests.weights.own:Own", "model__drop_path": "0.1"}, "Own has no stochastic depth"),
     ],
 )

@@ -63,6 +63,7 @@ def test_fused_is_the_same(case: str, kind: tuple[bool, bool, bool], tile: int, 
     torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_is_the_same_by_few_programs(monkeypatch: pytest.MonkeyPatch):
     """Tiles of other numbers of images and batches of others share programs: one for the first number, one for all

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from dino_ds.models.base import CLS
+from dino_ds.models.build import init_weights_in_pieces
 from dino_ds.models.drop_path import drop_path_draws, drop_path_scales, kept_sequences, sample_keys
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import BACKBONES, ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.models.weights import init_weights_in_pieces
 
 _PLAIN = ViTSpec(8, 32, 4, 2)
 _OTHER = dataclasses.replace(_PLAIN, layer_scale=0.5, registers=3)
@@ -59,25 +59,6 @@ def test_features_by_name_are_those_of_each_group_alone(patches):
         torch.testing.assert_close(cls[name], alone[CLS], rtol=0, atol=1e-10)
         if name in patches:
             torch.testing.assert_close(together[f"patches/{name}"], alone[f"patches/{name}"], rtol=0, atol=1e-10)
-
-
-@pytest.mark.numerical
-@pytest.mark.parametrize("arch", [_PLAIN, _OTHER], ids=["plain", "registers"])
-def test_hidden_patches_equal_embeddings_replaced_by_hand(arch):
-    """The mask token in their place before positions are added. In double precision: 1e-12."""
-    model, masks = _model(arch), _masks()["global"]
-    images = torch.cat(_crops()["global"])
-    found = model({"global": [images]}, None, ("global",), {"global": masks})
-    embedded = model.patch_embed(images)
-    for row, column in masks.nonzero().tolist():
-        embedded[row, column] = model.mask_token[0]
-    model.patch_embed.forward = lambda _: embedded
-    plain = model({"global": [images]}, None, ("global",))
-    for name in found:
-        torch.testing.assert_close(found[name], plain[name], rtol=0, atol=1e-12)
-    model_without = VisionTransformer(arch, 32).double()
-    model_without.load_state_dict({n: p for n, p in model.state_dict().items() if n != "mask_token"})
-    assert not torch.allclose(model_without({"global": [images]})[CLS], found[CLS], atol=1e-3)
 
 
 @pytest.mark.parametrize("masks", [{}, _masks(share=0.0)], ids=["no masks", "nothing hidden"])

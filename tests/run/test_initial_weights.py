@@ -83,7 +83,7 @@ def test_another_crop_size_resizes_positions_and_a_resume_does_not_read_the_file
     ("changes", "words"),
     [
         ({"model.width": "64"}, "another architecture: it has width 32, not 64; start with --model.width 32, or with"),
-        ({"model.depth": "3"}, "another architecture: it has 2 blocks, not 3; start with --model.depth 2, or with"),
+        ({"model.depth": "3"}, "another architecture: it has depth 2, not 3; start with --model.depth 2, or with"),
         ({"model.init_from": "/nowhere.pth"}, "/nowhere.pth does not exist"),
     ],
 )
