@@ -35,9 +35,9 @@ from dino_ds.engine import distributed
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.health.watchdog import longest_wait
-from dino_ds.method.backbone_checks import check_start
 from dino_ds.method.build import build_prefetcher, build_step
 from dino_ds.method.build_frozen import check_same_teacher, describe_distillation, distilled
+from dino_ds.method.checks import check_start
 from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together, teachers_of
 from dino_ds.method.step import TrainingStep

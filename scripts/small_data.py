@@ -34,8 +34,8 @@ from dino_ds.errors import ConfigError, UserError
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.features import raw_pixels
 from dino_ds.evals.suite import evaluate
-from dino_ds.method.backbone_checks import fitting_levers
 from dino_ds.method.build import build_network
+from dino_ds.method.checks import fitting_levers
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table, print_result

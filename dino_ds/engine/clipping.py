@@ -90,7 +90,8 @@ class _ShardedGradient:
         """
         owned: list[list[Tensor]] = [[] for _ in self._parts]
         for i, gradients in self._optimizer.averaged_gradients.items():
-            owned[self._part_of[i]] += [g.detach() for g in gradients or () if _is_owned(g)]
+            present = [g for g in gradients or () if g.numel() and not getattr(g, "_zero_padding", False)]
+            owned[self._part_of[i]] += [gradient.detach() for gradient in present]
         parts = [_sum_of_squares(gradients, self._optimizer.device) for gradients in owned]
         squares = torch.stack(parts) if len(parts) > 1 else parts[0].view(1)
         dist.all_reduce(squares, group=self._process_group)
@@ -124,10 +125,6 @@ class _FactorOnce:
             self._unscale([self._factor], norm)
         for gradient in gradients:
             gradient.mul_(self._factor)
-
-
-def _is_owned(gradient: Tensor) -> bool:
-    return gradient.numel() > 0 and not getattr(gradient, "_zero_padding", False)
 
 
 def _clip_bf16(optimizer: Any, limit: float) -> Tensor:

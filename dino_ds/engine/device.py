@@ -63,7 +63,7 @@ def set_convolutions(fastest: bool, tf32: bool) -> None:
 
 
 def memory_gib() -> float:
-    """Peak memory of this process: of the device where there is one, else the peak resident set."""
+    """Peak memory of this process: a GPU's if it has one, else the peak resident set."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resident_mib(peak=True) / 1024

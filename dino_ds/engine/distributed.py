@@ -22,7 +22,7 @@ _thread = threading.local()
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it this thread is as the only rank: what is computed does not depend on others, nor wait for them."""
+    """A context in which this thread acts as the only rank: it neither waits for other ranks nor depends on them."""
     _thread.alone = True
     try:
         yield
@@ -239,7 +239,7 @@ class RankFlags:
         self._newest = (host, event)
 
     def count(self, name: str) -> float:
-        """The sum over ranks as of the step before the last; the same on every rank. 0 until there is one."""
+        """The sum over ranks of the step before the last, the same on every rank; 0 in the first steps."""
         if self._readable is None:
             return 0.0
         host, event = self._readable

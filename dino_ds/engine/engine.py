@@ -49,9 +49,15 @@ class Progress(enum.Enum):
 class Engine:
     """The student under DeepSpeed: one `engine(crops, keys)`, `backward`, `step` per micro-batch.
 
-    Args: `network`, the student, FP32, equal on all ranks; `config`, a resolved ds config; `options` of the optimizer,
-    of learning rates by layer and of clipping. Learning rates and weight decays come with each step through
-    `set_groups`. Raises ConfigError if DeepSpeed refuses the config, or it and the options don't go together.
+    Learning rates and weight decays come with each step through `set_groups`.
+
+    Args:
+        network: the student, FP32, equal on all ranks.
+        config: a resolved ds config.
+        options: of the optimizer, learning rates by layer and clipping.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the config, or it does not go with the options.
     """
 
     def __init__(self, network: Network, config: DsConfig, options: OptimizerOptions = ONE_RATE) -> None:

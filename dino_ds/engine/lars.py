@@ -22,14 +22,6 @@ class Layer(NamedTuple):
     numel: int
 
 
-class Shard(NamedTuple):
-    """Contents of a flat tensor of this rank; `total`: number of layers with a trust ratio on all ranks together."""
-
-    layers: list[Layer]
-    total: int
-    process_group: Any
-
-
 class Lars(torch.optim.Optimizer):
     """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
 
@@ -38,15 +30,16 @@ class Lars(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "trust": trust})
-        self._shards: dict[Tensor, tuple[Shard, Tensor]] = {}
+        self._shards: dict[Tensor, tuple[list[Layer], Tensor, int, Any]] = {}
 
-    def lay_out(self, tensor: Tensor, shard: Shard) -> None:
-        """Take `tensor` for this rank's part of the parameters of one group, which are cut among ranks.
+    def lay_out(self, tensor: Tensor, layers: list[Layer], total: int, process_group: Any) -> None:
+        """Take `tensor` for this rank's `layers` of one group, whose `total` layers with a trust ratio are cut among
+        ranks.
 
         From now on all ranks must call `step` together, with equal groups.
         """
-        numbers = torch.tensor([part.layer for part in shard.layers], dtype=torch.long, device=tensor.device)
-        self._shards[tensor] = shard, numbers
+        numbers = torch.tensor([part.layer for part in layers], dtype=torch.long, device=tensor.device)
+        self._shards[tensor] = layers, numbers, total, process_group
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -73,17 +66,17 @@ class Lars(torch.optim.Optimizer):
             weights, steps = ([t for t in ts if t.ndim != 1] for ts in (tensors, gradients))
         else:
             assert len(tensors) == 1
-            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0].layers] for t in (*tensors, *gradients))
+            weights, steps = ([t.narrow(0, at, n) for _, at, n in laid_out[0]] for t in (*tensors, *gradients))
         if weights:
             torch._foreach_add_(steps, weights, alpha=group["weight_decay"])
             norms = torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(steps)])
             squares = norms.double().square().view(2, -1)  # in FP32 the squares of small gradients would vanish
         else:
             squares = torch.zeros(2, 0, dtype=torch.float64, device=tensors[0].device)
-        if laid_out is not None and laid_out[0].total:
-            shard, numbers = laid_out
-            every = squares.new_zeros(2, shard.total).index_copy_(1, numbers, squares)
-            dist.all_reduce(every, group=shard.process_group)
+        if laid_out is not None and laid_out[2]:
+            _, numbers, total, process_group = laid_out
+            every = squares.new_zeros(2, total).index_copy_(1, numbers, squares)
+            dist.all_reduce(every, group=process_group)
             squares = every.index_select(1, numbers)
         if weights:
             weight, step = squares.sqrt()

@@ -87,8 +87,12 @@ def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> i
 class Muon(torch.optim.AdamW):
     """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step.
 
-    blocks: of each parameter in a group of kind muon, as of `matrices_of`. scale: multiplies Muon's updates. A tensor
-    is a whole parameter, the same on all ranks, unless `lay_out` was told its contents. A step overwrites gradients.
+    A tensor is a whole parameter, the same on all ranks, unless `lay_out` was told its contents. A step overwrites
+    gradients.
+
+    Args:
+        blocks: number of matrices in each parameter of a group of kind muon; see `matrices_of`.
+        scale: factor of Muon's updates.
     """
 
     def __init__(

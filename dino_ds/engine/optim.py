@@ -22,7 +22,7 @@ from dino_ds.models.network import Network
 
 DECAY, NO_DECAY, PROTOTYPES = "decay", "no_decay", "prototypes"
 BACKBONE = "backbone_"
-"""Prefix of the first two for the backbone's own groups in a network whose backbone is frozen for a while."""
+"""Prefix of DECAY and NO_DECAY for the groups of a backbone that is frozen for a while."""
 NAMES = (DECAY, NO_DECAY, PROTOTYPES, BACKBONE + DECAY, BACKBONE + NO_DECAY)
 WHOLE = "network"
 PATCH_EMBED = "patch_embed"

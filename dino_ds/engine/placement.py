@@ -70,7 +70,7 @@ class InferencePlacement:
             self._partition(parameters)
 
     def finish(self) -> None:
-        """Let DeepSpeed gather what a forward pass of `part` needs, once all modules are placed."""
+        """Let DeepSpeed gather the weights in each forward pass of `part`; called once all modules are placed."""
         if self._partition is None:
             return
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig

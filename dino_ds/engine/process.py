@@ -96,8 +96,8 @@ def _keep_freed_memory() -> None:
     """Have the C library keep the memory that a step frees, for the next one, where the kernel would be asked for new
     pages each time: a ViT-Ti/16 on a CPU took 80,000 a step.
 
-    The peak stays what it was but for gaps. Settings of the user's in MALLOC_TRIM_THRESHOLD_ or glibc's tunables hold;
-    other C libraries have their own way.
+    The peak grows by gaps alone. A user's MALLOC_TRIM_THRESHOLD_ or glibc tunables take precedence; other C libraries
+    are left alone.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
         return

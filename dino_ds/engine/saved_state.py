@@ -70,8 +70,8 @@ class _Place(NamedTuple):
 def layout_of(
     flats: Iterable[tuple[str, int, str, Iterable[Piece]]], optimizer: str, shared: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """The layout of one rank, from (name, step, kind, pieces) of its flat tensors; rank 0 gives what is `shared` by
-    all, the kind of `optimizer` among it."""
+    """The layout of one rank, from (name, step, kind, pieces) of its flat tensors; on rank 0 with the values `shared`
+    by all ranks, and the kind of `optimizer`."""
     listed = []
     for name, step, kind, pieces in flats:
         extra = {} if kind == optimizer else {"kind": kind}

@@ -83,10 +83,6 @@ class Replacements:
         return again or (self.at_start and past == 0)
 
 
-def _dino_alone() -> Mapping[str, WeightSchedule]:
-    return {"dino": WeightSchedule(1.0, 1.0, 1)}
-
-
 @dataclass(frozen=True)
 class ScheduleValues:
     """The values in force during one optimizer step."""
@@ -137,7 +133,7 @@ class Schedules:
     frozen_prototypes: str = "no_gradient"
     warmup_shape: str = "linear"
     constant: bool = False
-    weights: Mapping[str, WeightSchedule] = field(default_factory=_dino_alone)
+    weights: Mapping[str, WeightSchedule] = field(default_factory=lambda: {"dino": WeightSchedule(1.0, 1.0, 1)})
     momenta: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     replacements: Mapping[str, Replacements] = field(default_factory=dict)
 

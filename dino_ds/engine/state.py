@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dino_ds.engine import distributed
-from dino_ds.engine.lars import Lars, Layer, Shard
+from dino_ds.engine.lars import Lars, Layer
 from dino_ds.engine.masters import (
     FlatMasters,
     Names,
@@ -110,7 +110,7 @@ def lay_out_layers(lars: Lars, optimizer: Any, names: Names, shapes: Shapes) -> 
             for name, start, stop, offset in _pieces(masters, shapes)
             if name in number
         ]
-        lars.lay_out(shard, Shard(layers, len(adapted), masters.process_group))
+        lars.lay_out(shard, layers, len(adapted), masters.process_group)
 
 
 def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -> None:
@@ -167,7 +167,7 @@ def _part(flat: Flat, piece: Piece) -> Flat:
 
 
 def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
-    """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads only what it holds.
+    """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads its own elements only.
 
     Raises CheckpointError, on all ranks, where the saved state is of another network or not of this `kind`.
     """

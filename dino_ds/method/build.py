@@ -26,8 +26,8 @@ from dino_ds.engine.engine import Engine
 from dino_ds.engine.placement import Placement
 from dino_ds.engine.schedules import Schedules, WeightSchedule
 from dino_ds.errors import ConfigError
-from dino_ds.method.backbone_checks import check_backbone, check_levers
 from dino_ds.method.build_frozen import begin_centers, find_teacher
+from dino_ds.method.checks import check_backbone, check_levers, check_names, check_needs
 from dino_ds.method.networks import build_meta, optimizer_options
 from dino_ds.method.objective import Objective
 from dino_ds.method.parts import TeacherParts, TermParts
@@ -35,12 +35,11 @@ from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.method.specs.own import own_terms
 from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher, Teachers
-from dino_ds.method.term_checks import check_names, check_needs
 from dino_ds.models.attention import leave_out_cudnn_attention
+from dino_ds.models.build import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.models.network import Network
 from dino_ds.models.specs.trained import ALL
 from dino_ds.models.trained import TrainedPlacer
-from dino_ds.models.weights import Placer, init_weights_in_pieces, take_drawn_weights
 from dino_ds.weights.frozen import FrozenSource
 from dino_ds.weights.start import InitialWeights, find_start
 from dino_ds.weights.tensors import Weights
@@ -51,7 +50,7 @@ def build_step(
 ) -> TrainingStep:
     """Student, teachers and objective of a recipe, new, on this process group; every rank must call it.
 
-    `start` as of `build_network`.
+    For `start` see `build_network`.
     """
     check_levers(recipe, config.performance)
     leave_out_cudnn_attention()

@@ -22,8 +22,7 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import CheckpointError, ConfigError
-from dino_ds.method.frozen import FrozenTeacher, options_of, place_frozen
-from dino_ds.method.networks import build_head
+from dino_ds.method.frozen import FrozenTeacher, meta_network, place_frozen
 from dino_ds.method.objective import Measured, Needs, Objective, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.dino import HEAD, IBOT_HEAD
@@ -32,7 +31,7 @@ from dino_ds.method.specs.of_recipe import heads_of
 from dino_ds.method.teacher import Teachers
 from dino_ds.models.base import cls_of, patches_of, resized_patches
 from dino_ds.models.build import build_backbone
-from dino_ds.models.network import Network, Query
+from dino_ds.models.network import Query
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
@@ -116,23 +115,12 @@ def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
     """
     source, recipe, config = parts.source, parts.recipe, parts.config
     assert source is not None
-    network = _network(spec, source, parts)
+    objective = parts.objective
+    network = meta_network(source, config.performance, objective.teacher_features(spec.name), objective.queries)
     about = {"source": source.path, "digest": place_frozen(network, source, config)}
     teacher = FrozenTeacher(network, DTYPES[config.precision], about, source.normalization, Normalization.of(recipe))
     teacher.notes = [*source.notes, *_notes_on_range(source, recipe)]
     return teacher
-
-
-def _network(spec: FrozenSpec, source: FrozenSource, parts: TeacherParts) -> Network:
-    """The teacher's network on the meta device, with the outputs that terms read."""
-    objective = parts.objective
-    outputs = objective.teacher_features(spec.name)
-    asked = {name: query for name, query in objective.queries.items() if name in outputs}
-    with torch.device("meta"):
-        backbone = build_backbone(source.spec, source.image_size, options_of(source, parts.config.performance))
-        names = dict.fromkeys(query.head for query in asked.values())
-        heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
-    return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
 
 
 def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
@@ -144,7 +132,7 @@ def _notes_on_range(source: FrozenSource, recipe: Recipe) -> list[str]:
 
 
 def describe_distillation(teachers: Teachers, recipe: Recipe) -> list[str]:
-    """Lines of the log that say what is distilled and how; none without a frozen teacher."""
+    """Lines of the log about the distillation: its teacher and targets; none without a frozen teacher."""
     teacher = teachers.get(FROZEN)
     if not isinstance(teacher, FrozenTeacher):
         return []

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dino_ds.basics.rehearsal import device_kind
 from dino_ds.engine.distributed import max_across_ranks, sum_across_ranks
-from dino_ds.method.running import RunningMean
+from dino_ds.method.objective import RunningMean
 from dino_ds.method.specs.dino import CenteringSpec
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Logits, part_rows, tile_rows

@@ -44,10 +44,11 @@ class DinoTerm(Term):
     It is the same: a cross-entropy is linear in its targets, so the targets that a student's crop meets are added up
     first, and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
 
-    teacher_crops: that the teacher sees of each image; the student sees these first. teacher: whose logits are the
-    targets. weighs_local: the pairs of the student's other crops weigh as much as the schedule's LOCAL_WEIGHT says, and
-    are divided by their number all the same (DINOv3); the scalar dino_cross_entropy is then the mean over pairs by
-    weight, of which the entropy of the targets is a part.
+    Args:
+        teacher_crops: number of crops of each image that the teacher sees; the student sees these first.
+        teacher: name of the teacher whose logits make the targets.
+        weighs_local: the schedule's LOCAL_WEIGHT multiplies the pairs of the student's other crops (DINOv3); the
+            divisor stays the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs.
     """
 
     scalars: tuple[str, ...] = ("teacher_entropy",)

@@ -32,7 +32,8 @@ from dino_ds.models.trained import share_value
 _CHUNK_ELEMENTS = 128 * 2**20
 
 _STATISTICS_SPAN = 0.1
-"""Part of the passes so far over which BatchNorm's averages go at first, as "ema": those of untrained weights fade."""
+"""With batch_norm "ema" the averages begin with a window of this part of the passes so far, so that the statistics of
+untrained weights fade."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,17 @@ class TeacherOptions:
 class EmaTeacher(Teacher):
     """Moves with the student after applied steps.
 
-    Args: `network` as of `Teacher`; `masters` where the student's FP32 weights are; `buffers` gives the student's, by
-    name: they are averaged as the weights are, those of whole numbers copied, but for BatchNorm's, see the options. On
-    construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
-    engine's precision.
-
-    Weights that the student never trains stay what they were before any rounding. Adapters (LoRA) are weights as all
-    others: A and B are averaged each for itself, as is usual, though the product of averages is not the average of
+    On construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
+    engine's precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat
+    buffers. Weights that the student never trains keep their values from before any rounding. Matrices A and B of
+    adapters (LoRA) are averaged each by itself, as is usual, though the product of averages is not the average of
     products.
 
-    Afterwards the network must not be moved, cast or deep-copied: its parameters may be views of flat buffers.
+    Args:
+        network: see `Teacher`.
+        masters: the student's FP32 weights.
+        buffers: returns the student's buffers by name. Floating-point ones are averaged as the weights are, integers
+            copied; for BatchNorm's see `TeacherOptions`.
     """
 
     def __init__(

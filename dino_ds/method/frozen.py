@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -17,12 +18,13 @@ from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.placement import InferencePlacement
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import CheckpointError
+from dino_ds.method.networks import build_head, speed_options
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import Crops, is_cast
-from dino_ds.models.network import Network, Output
+from dino_ds.models.build import build_backbone, take_drawn_weights
+from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.trained import adapters_in
-from dino_ds.models.weights import take_drawn_weights
 from dino_ds.weights.fit import fit_tensors
 from dino_ds.weights.frozen import FrozenSource, digest
 
@@ -30,8 +32,13 @@ _DIGEST = "sha256"
 
 
 class FrozenTeacher(Teacher):
-    """Args: as of `Teacher`; `about`: where it is from and the digest of its tensors, as manifests have them; `theirs`
-    and `ours`: what was removed of the images that it was trained on, and of those of this run. `notes` for people."""
+    """A teacher of a file; `notes` are lines about it for the log.
+
+    Args:
+        about: its source and the digest of its tensors, as in a checkpoint's manifest.
+        theirs: normalization of the images that it was trained on.
+        ours: normalization of this run's images.
+    """
 
     def __init__(
         self, network: Network, dtype: torch.dtype, about: dict[str, Any], theirs: Normalization, ours: Normalization
@@ -65,7 +72,7 @@ class FixedTeacher(FrozenTeacher):
         return {_DIGEST: torch.tensor(list(bytes.fromhex(self.about["digest"])), dtype=torch.uint8)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Check the digest that `state` gave, if there is one. Raises CheckpointError for other weights."""
+        """Compare a saved digest with this teacher's. Raises CheckpointError for other weights."""
         if state and not torch.equal(state[_DIGEST].cpu(), self.state()[_DIGEST]):
             raise CheckpointError(
                 f"{self.key} {self.about['source']} has other weights than the one that this run was trained with: "
@@ -74,7 +81,7 @@ class FixedTeacher(FrozenTeacher):
 
 
 def _between(ours: Normalization, wanted: Normalization) -> Tensor:
-    """(2, c): what is added to images that are normalized by `ours`, and their factor before, to have them `wanted`."""
+    """(2, c): offset and factor that turn images normalized by `ours` (factor first) into images as `wanted`."""
     (offset, factor), (their_offset, their_factor) = ours.offset_and_factor(), wanted.offset_and_factor()
     ratio = their_factor / factor
     return torch.stack((their_offset - offset * ratio, ratio))
@@ -104,16 +111,20 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole
     return checksum
 
 
-def options_of(source: FrozenSource, performance: PerformanceOptions) -> BackboneOptions:
-    """The options of a backbone that is never trained."""
-    return BackboneOptions(
-        pos_embed_interpolation=source.interpolation,
-        attention=performance.attention,
-        attention_backend=performance.attention_backend,
-        packed=performance.packed,
-        cls_only_last_block=performance.cls_only_last_block,
-        channels_last=performance.channels_last,
-    )
+def meta_network(
+    source: FrozenSource,
+    performance: PerformanceOptions,
+    outputs: Sequence[str],
+    queries: Mapping[str, Query] = MappingProxyType({}),
+) -> Network:
+    """The network of `source` on the meta device; outputs that `queries` name are its heads', the others features."""
+    options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))
+    asked = {name: query for name, query in queries.items() if name in outputs}
+    with torch.device("meta"):
+        backbone = build_backbone(source.spec, source.image_size, options)
+        names = dict.fromkeys(query.head for query in asked.values())
+        heads = {name: build_head(source.spec.width, source.head(name)) for name in names}
+    return Network(backbone, heads, asked, [name for name in outputs if name not in asked])
 
 
 def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:

@@ -41,9 +41,13 @@ def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> 
 class GramTerm(Term):
     """`gram_loss` of the patches of each image, or with `whole_batch` of all patches of a micro-batch, in tiles. FP32.
 
-    The student's patches are those of its global crops, hidden ones too. teacher: whose patches; seen: the group of its
-    crops, which are the same in this size or another. drop_negative: as of `gram_loss`.
-    Where the schedule's weight is 0 nothing is computed, and the loss is 0.
+    The student's patches are those of its global crops, hidden ones too. Where the schedule's weight is 0 nothing is
+    computed, and the loss is 0.
+
+    Args:
+        teacher: name of the teacher that gives the patches to compare with.
+        seen: group of the teacher's crops, the same image regions in this size or another.
+        drop_negative: see `gram_loss`.
     """
 
     def __init__(self, teacher: str, seen: str, whole_batch: bool = False, drop_negative: bool = False) -> None:

@@ -17,13 +17,12 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
-from dino_ds.method.frozen import FixedTeacher, options_of, place_frozen
+from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
 from dino_ds.method.networks import build_meta
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.gram import GRAM, SNAPSHOT, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
-from dino_ds.models.build import build_backbone
 from dino_ds.models.network import Network
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
@@ -100,10 +99,7 @@ def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, Froze
     """The backbone of its file, on the meta device, once it is known to fit the recipe."""
     with distributed.raise_on_all_ranks():
         source = find_frozen(spec.source, "gram.teacher")
-        with torch.device("meta"):
-            options = options_of(source, parts.config.performance)
-            outputs = parts.objective.teacher_features(spec.name)
-            network = Network(build_backbone(source.spec, source.image_size, options), {}, {}, outputs)
+        network = meta_network(source, parts.config.performance, parts.objective.teacher_features(spec.name))
         _check_fits(spec, parts.recipe, network, source)
     return network, source
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,22 +39,9 @@ def build_meta(
             "number of crops and would be compiled anew; take model.drop_path_growth uniform, or remove one of the two"
         )
     sizes = heads_of(recipe)
-    options = BackboneOptions(
-        model.drop_path,
-        model.drop_path_growth,
-        model.stochastic_depth,
-        model.pos_embed_interpolation,
-        performance.attention,
-        performance.attention_backend,
-        performance.packed,
-        performance.cls_only_last_block,
-        mask_token=recipe.hides_patches,
-        sync_batch_norm=model.sync_batch_norm,
-        rope_shift=model.rope_shift,
-        rope_jitter=model.rope_jitter,
-        rope_rescale=model.rope_rescale,
-        channels_last=performance.channels_last,
-    )
+    known = {field.name for field in fields(BackboneOptions)}
+    of_model = {name: value for name, value in model if name in known}
+    options = BackboneOptions(mask_token=recipe.hides_patches, **of_model, **speed_options(performance))
     with torch.device("meta"):
         backbone = build_backbone(model.spec(), recipe.crops.global_size, options)
         keep_trained(backbone, model.trained)
@@ -70,6 +59,12 @@ def build_meta(
     return network
 
 
+def speed_options(performance: PerformanceOptions) -> dict[str, Any]:
+    """The options of a backbone that change its speed alone, by name, as a ds config has them."""
+    known = {field.name for field in fields(BackboneOptions)}
+    return {name: value for name, value in vars(performance).items() if name in known}
+
+
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
     """A recipe's head for features of `width`."""
     built = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
@@ -79,14 +74,6 @@ def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> D
 
 def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
     """The options that a recipe's section `optimizer` gives the engine; the others come with the schedules."""
-    return OptimizerOptions(
-        section.layer_decay,
-        section.patch_embed_lr,
-        section.clip_by,
-        section.kind,
-        (section.beta1, section.beta2),
-        section.eps,
-        section.momentum,
-        section.trust,
-        section.scale,
-    )
+    known = {field.name for field in fields(OptimizerOptions)}
+    same = {name: value for name, value in section if name in known}
+    return OptimizerOptions(betas=(section.beta1, section.beta2), **same)

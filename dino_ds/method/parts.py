@@ -31,8 +31,8 @@ class TermParts:
 
 @dataclass(frozen=True)
 class TeacherParts:
-    """Inputs of a teacher: the student's engine, the objective, which says what is read of it, and the EMA teacher's
-    network, None while that is built."""
+    """Inputs of a teacher: the student's engine, the objective, whose terms read the teacher's outputs, and the EMA
+    teacher's network (None while that teacher is built)."""
 
     recipe: Recipe
     config: DsConfig

@@ -19,13 +19,11 @@ from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
-from dino_ds.method.frozen import FixedTeacher, options_of, place_frozen
+from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
 from dino_ds.method.objective import Measured, Needs, Outputs, StudentOutputs, Term
 from dino_ds.method.parts import TeacherParts, TermParts
 from dino_ds.method.specs.preserve import PRESERVE, START, PreserveSpec, StartSpec
 from dino_ds.models.base import cls_of, patches_of
-from dino_ds.models.build import build_backbone
-from dino_ds.models.network import Network
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
@@ -77,8 +75,6 @@ def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
         else:
             source = find_frozen(weights, "objective.preserve_weight, model.init_from")
             source.check_channels(recipe.model.in_chans)
-        with torch.device("meta"):
-            backbone = build_backbone(source.spec, source.image_size, options_of(source, config.performance))
-        network = Network(backbone, {}, {}, parts.objective.teacher_features(spec.name))
+        network = meta_network(source, config.performance, parts.objective.teacher_features(spec.name))
     about = {"source": weights, "digest": place_frozen(network, source, config)}
     return StartTeacher(network, DTYPES[config.precision], about, source.normalization, ours)

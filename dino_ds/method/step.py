@@ -32,7 +32,7 @@ FLAGS = ("stop", "saved", "save_failed")
 
 @dataclass(frozen=True)
 class MicroStep:
-    """The outcome of one micro-batch on this rank: loss and scalars (on the device), and what the step did."""
+    """The outcome of one micro-batch on this rank: loss and scalars (on the device), and the effect of the step."""
 
     loss: Tensor
     scalars: dict[str, Tensor]
@@ -51,8 +51,12 @@ class Inputs(NamedTuple):
 class TrainingStep:
     """Student, teachers, objective and schedules moving together; `applied_steps` is the clock of the run.
 
-    `groups` are those of the crops of a micro-batch; `seed`: of what a whole step draws; `flags` (FLAGS) travel with
-    the all-reduce of the objective's running statistics.
+    Args:
+        groups: the crop groups of a micro-batch.
+        seed: seeds the draws that all images of a step share.
+
+    Attributes:
+        flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
     """
 
     def __init__(
@@ -90,9 +94,9 @@ class TrainingStep:
             self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
 
     def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:
-        """One micro-batch, which was among those last prepared; without targets it is prepared now.
+        """Run one micro-batch; its targets are made first, unless `prepare` has made them.
 
-        after_backward: what the host does while the device works, before the optimizer's results are read.
+        after_backward: called while the device works, before the optimizer's results are read.
         """
         schedule, (crops, drop_keys, masks) = self.schedule, inputs
         if not self._targets:
@@ -165,7 +169,7 @@ class TrainingStep:
     def restore(self, state: Mapping[str, Tensor], applied_steps: int) -> None:
         """Put back what `state` gave after `applied_steps` steps, once the engine's shards are loaded.
 
-        Raises KeyError for what is not there.
+        Raises KeyError for a tensor that `state` lacks.
         """
         self.teachers.load_state(state)
         self.objective.load_state(state)

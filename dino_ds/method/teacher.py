@@ -61,8 +61,8 @@ class Teacher:
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """The moving buffers, FP32, that each rank has of its own batch: with every applied step they become their
-        mean."""
+        """Moving buffers, FP32, that differ between ranks within a step; each applied step replaces them by their mean
+        over ranks."""
         return self._unsynced
 
     @property

@@ -89,7 +89,7 @@ class Backbone(nn.Module, ABC):
 
     def drawn(self) -> Backbone | None:
         """A copy on the CPU with the initial weights that its class draws, or None if they are drawn module by module,
-        as `dino_ds.models.weights` does."""
+        as `dino_ds.models.build` does."""
         return None
 
     def check_trainable(self) -> None:

@@ -1,7 +1,15 @@
-"""Builds a backbone's module from its spec, and the form of it that exporters take."""
+"""Builds a backbone from its spec, draws its initial weights, and makes the form of it that exporters take.
+
+Weights are drawn module by module, so that a network need not be whole anywhere to get them. A network built on a real
+device has them from its constructors. One built on the meta device gets the same ones, bit for bit, from
+`init_weights_in_pieces`: random numbers are used up in the order in which the constructors use them.
+Source: facebookresearch/dino; what it leaves to torch's defaults is left to them here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +18,9 @@ from torch import Tensor, nn
 
 from dino_ds.models.base import Backbone
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
+
+Placer = Callable[[nn.Module], None]
+"""Takes the parameters and buffers that a module owns itself once they have their values, and may move them."""
 
 
 def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:
@@ -47,3 +58,53 @@ def plain_form(backbone: Backbone) -> nn.Module:
 def _class(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
+
+
+def init_weights(part: nn.Module) -> None:
+    """Draw the weights of a backbone or head over torch's defaults, at the end of its constructor."""
+    for module in part.modules():
+        _init_module(module)
+
+
+def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
+    """Give `part`, which is on the meta device, the weights of `drawn`, made alike on the CPU."""
+    for module, other in zip(part.modules(), drawn.modules(), strict=True):
+        for name, parameter in other.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(parameter.detach()))
+        for name, buffer in other.named_buffers(recurse=False):
+            setattr(module, name, buffer)
+        placer(module)
+
+
+def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
+    """Draw weights on the CPU for `part` (backbone or head), on the meta device; at most one module's at a time."""
+    for module in part.modules():
+        if isinstance(module, nn.Linear):
+            nn.Linear(
+                module.in_features, module.out_features, module.bias is not None
+            )  # for its random numbers: its weights are drawn below
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            _fill(module, reset, placer)
+    for module in part.modules():
+        if isinstance(module, nn.Linear) or hasattr(module, "init_tokens"):
+            _fill(module, partial(_init_module, module), placer)
+    left = [name for name, tensor in (*part.named_parameters(), *part.named_buffers()) if tensor.is_meta]
+    assert not left, f"no reset_parameters() of its module gives a value to {left[0]}"
+
+
+def _fill(module: nn.Module, draw_own: Callable[[], None], placer: Placer) -> None:
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        setattr(module, name, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    draw_own()
+    placer(module)
+
+
+def _init_module(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif callable(init_tokens := getattr(module, "init_tokens", None)):
+        init_tokens()

@@ -33,8 +33,11 @@ _uncompiled: list[None] = []
 
 
 class Fused:
-    """A function as at most so many `kernels` of a GPU. passes: how often these read or write each argument, or scratch
-    or results of its size, at most; 1 if not stated. Rehearsals count by them; a test compares Inductor's code."""
+    """A function that takes a GPU at most `kernels` kernels.
+
+    passes: how often these read or write each argument, or scratch or results of its size, at most; 1 if not stated.
+    Rehearsals count by these numbers; a test compares them with Inductor's code.
+    """
 
     def __init__(self, function: Callable[..., Any], kernels: int, passes: dict[str, float]) -> None:
         functools.update_wrapper(self, function)
@@ -162,8 +165,8 @@ def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
 
 @contextmanager
 def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
-    """Enter `listener(kernels, bytes)` around operators that a GPU would compute as so many kernels, moving so many
-    bytes."""
+    """Enter `listener(kernels, bytes)` around each fused function: the kernels that a GPU would launch for it, and the
+    bytes that these would move."""
     _listeners.append(listener)
     try:
         yield
@@ -173,7 +176,7 @@ def listen_to_kernels(listener: KernelListener) -> Iterator[None]:
 
 @contextmanager
 def _kernels_of_gpu(kernels: int, moved: float) -> Iterator[None]:
-    """Operators inside would be so many kernels on a GPU."""
+    """A context whose operators would be `kernels` kernels on a GPU, which move `moved` bytes."""
     with ExitStack() as stack:
         for listener in _listeners:
             stack.enter_context(listener(kernels, moved))

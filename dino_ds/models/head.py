@@ -11,14 +11,14 @@ import itertools
 from torch import Tensor, nn
 
 from dino_ds.models.batch_norm import use_own_batch_norm
+from dino_ds.models.build import init_weights
 from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.models.weights import init_weights
 
 
 class DinoHead(nn.Module):
-    """Features (n, width) -> factored logits over the prototypes, before any temperature; or what comes of comparing
-    these with a teacher's.
+    """Features (n, width) -> factored logits over the prototypes, before any temperature, or their loss against a
+    teacher's.
 
     learned_lengths: the prototypes' lengths are trained (facebookresearch/dinov2), not 1.
     """

@@ -1,4 +1,4 @@
-"""Backbone and heads as one module: what the DeepSpeed engine trains and what a teacher is a copy of."""
+"""Backbone and heads as one module, which the DeepSpeed engine trains and teachers copy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Output = Tensor | Logits | Compared
 
 
 class Query(NamedTuple):
-    """An output of a network: what `head` gives for a feature. width: the outputs of a head that is one linear layer,
-    or 0 for a projection head."""
+    """An output of a network: that of `head` for `feature`. width: outputs of a head that is one linear layer, or 0 for
+    a projection head."""
 
     head: str
     feature: str
@@ -29,11 +29,18 @@ class Query(NamedTuple):
 class Network(nn.Module):
     """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward pass.
 
-    heads: by the name that their parameters have. queries: by the name of an output the head and its input.
-    features: the features that are given as they are. A feature is one of the backbone's, such as "cls" or
-    "patches/global"; of "cls" the rows of one group, "cls/global"; or of patches those hidden, "masked/global".
-    `freezes_backbone`: it will be frozen for a while, and needs parameter groups of its own; `started_from` describes
-    the weights that it was given, and `began_with` holds those, FP32, until an engine has taken them.
+    A feature is one of the backbone's, such as "cls" or "patches/global"; the rows of one group among "cls",
+    "cls/global"; or the hidden ones among patches, "masked/global".
+
+    Args:
+        heads: by name, which their parameters' names begin with.
+        queries: head and input of each output, by the output's name.
+        features: features that are outputs as they are.
+        freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
+
+    Attributes:
+        started_from: description of the weights that the network was given.
+        began_with: those weights, FP32, until an engine has taken them.
     """
 
     def __init__(

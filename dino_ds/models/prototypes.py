@@ -47,7 +47,7 @@ class Prototypes(nn.Module):
             nn.init.ones_(self.lengths)
 
     def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
-        """z (n, bottleneck) of any length -> logits, or what comes of the comparison."""
+        """z (n, bottleneck) of any length -> logits, or the loss of the comparison."""
         low = self.weight.dtype != torch.float32 or torch.is_autocast_enabled(z.device.type)
         with torch.autocast(z.device.type, enabled=False):
             rows = F.normalize(z.float(), dim=-1)
@@ -129,7 +129,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Tile:
-    """A few images: their loss, the entropy of their targets, and what they add to the gradients.
+    """A few images: their loss, the entropy of their targets, and their part of the gradients.
 
     Scratch for logits is one (rows, k) of the teacher's and one of the student's, where the gradient takes their place;
     the rest is done for a few images at a time, on a CPU in its caches.
@@ -276,8 +276,8 @@ def _softmax(seen: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor
 def _compare(
     logits: Tensor, target: Tensor, scale: Tensor, grad_scale: Tensor, weights: Tensor | None, pairs: int
 ) -> Tensor:
-    """Products (v, n, k), which become their gradient -> the weighted sum of cross-entropies with (n, k) or (v, n, k),
-    the sums of so many targets each."""
+    """In place: `logits` (v, n, k) is overwritten by its gradient. Returns the weighted sum of the cross-entropies;
+    `target` (n, k) or (v, n, k) sums `pairs` targets."""
     x = logits * scale
     lse = log_sum_exp(x)
     loss = pairs * lse.squeeze(-1) - (target * x).sum(dim=-1)

@@ -141,7 +141,7 @@ class _Rotate(torch.autograd.Function):
 def _patches(
     x: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Views of what is rotated, by size (sequences, patches, rotated parts, heads, 2, c / 2), and their tables."""
+    """Views of the rotated rows, by size (sequences, patches, rotated parts, heads, 2, c / 2), and their tables."""
     views = []
     cut = x.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):

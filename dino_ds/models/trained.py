@@ -22,9 +22,9 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.attention import QueryKeyValue
 from dino_ds.models.base import Backbone
 from dino_ds.models.blocks import ActivatedLinear
+from dino_ds.models.build import Placer
 from dino_ds.models.foreign import ForeignBackbone
 from dino_ds.models.specs.trained import ALL, LORA, NORMS, TrainedPart
-from dino_ds.models.weights import Placer
 
 _T = TypeVar("_T")
 A, B = "lora_a", "lora_b"
@@ -75,7 +75,7 @@ _ADAPTED: dict[type, type] = {
 
 
 def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
-    """Give `backbone` its adapters if `part` has some, and freeze what is not a part of it.
+    """Give `backbone` its adapters if `part` has some, and freeze all weights outside `part`.
 
     Raises ConfigError where the backbone has no such part.
     """
@@ -96,7 +96,7 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
         leaf = key.rpartition(".")[2]
         if part.blocks:
             trained = layers[key] > depth - part.blocks
-        else:  # what is of no use for features can't be any released network's
+        else:  # weights that features do not need are in no released network
             trained = leaf in (A, B) if part.kind == LORA else parameter.ndim == 1
             trained = trained or key in backbone.training_only
         parameter.requires_grad_(trained)

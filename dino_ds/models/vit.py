@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dino_ds.models.base import CLS, Backbone, Crops, patches_of
 from dino_ds.models.blocks import Block, PatchEmbed, norm_layer
+from dino_ds.models.build import init_weights
 from dino_ds.models.drop_path import Kept, drop_path_draws, drop_path_scales, kept_sequences
 from dino_ds.models.packing import MadeOnce, Packing, Selection
 from dino_ds.models.positions import bicubic_matrix, resized
@@ -25,7 +26,6 @@ from dino_ds.models.rope import RopeTables
 from dino_ds.models.rotary import RotaryBlock
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
-from dino_ds.models.weights import init_weights
 
 LOCAL = "local"
 """The crop group whose CLS tokens `local_cls_norm` is for."""
@@ -79,7 +79,7 @@ class VisionTransformer(Backbone):
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
         """See `Backbone.forward`. The crops of groups of one size, if adjacent, are one batch of the attention."""
-        runs = _adjacent_sizes(crops)
+        runs = [list(names) for _, names in itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])]
         batches = [self._batch(crops, names, patches, masks) for names in runs]
         if self.rope is not None:
             grids = [self._grid(batch.images) for batch in batches]
@@ -260,16 +260,10 @@ class _Batch:
     tables: Sequence[Tensor] = ()
 
 
-def _adjacent_sizes(crops: Crops) -> list[list[str]]:
-    """The names of groups whose crops have one size and lie side by side."""
-    sizes = itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])
-    return [list(names) for _, names in sizes]
-
-
 def _packings(
     groups: tuple[tuple[int, int], ...], kept: tuple[int, ...], device: torch.device
 ) -> tuple[Packing, Selection | None]:
-    """The packing of sequences, and of each what is `kept`, None where that is all."""
+    """The packing of sequences, and the selection of `kept` tokens of each, None where all are kept."""
     packing = Packing.of(groups, device)
     return packing, None if kept == tuple(tokens for _, tokens in groups) else packing.first_and_last(kept)
 

@@ -46,14 +46,22 @@ def model_card(model: Backbone, folder: str) -> str:
     """
     spec, about, side = model.network.spec, model.about, model.image_size
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    name, sizes = model.title, f"{model.title}, width {spec.width}, stride {spec.stride}"
+    if model.is_vit:
+        arch, stated = model.vit.arch, about.get("timm_name")
+        is_known = stated is not None and BACKBONES.get(stated) == arch  # else the name stands for other sizes
+        name = str(stated) if is_known else f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
+        sizes = spec.sizes.capitalize()
+    images = f" of {about['data']}" if "data" in about else ""
+    hides_patches = model.mask_token is not None or "ibot_head" in model.heads
     has_positions = model.is_vit and model.vit.arch.rope is None
     return _CARD.format(
         tags=["dino", "self-supervised", *(["vision-transformer"] if model.is_vit else []), "image-feature-extraction"],
-        name=_name(model),
-        objective=_objective(model),
-        sizes=spec.sizes.capitalize() if model.is_vit else f"{model.title}, width {spec.width}, stride {spec.stride}",
+        name=name,
+        objective="DINO and iBOT" if hides_patches else "DINO",
+        sizes=sizes,
         side=side,
-        training=_training(about),
+        training=f"\nTrained for {about['step']} steps = {about['images']} images{images}." if "step" in about else "",
         folder=folder,
         width=spec.width,
         enlarged=int(side * 256 / 224),
@@ -65,27 +73,8 @@ def model_card(model: Backbone, folder: str) -> str:
     )
 
 
-def _training(about: dict[str, Any]) -> str:
-    """Text on the training: how long, and on which images."""
-    images = f" of {about['data']}" if "data" in about else ""
-    return f"\nTrained for {about['step']} steps = {about['images']} images{images}." if "step" in about else ""
-
-
-def _name(model: Backbone) -> str:
-    """timm's name, where the model has the sizes that it stands for."""
-    if not model.is_vit:
-        return model.title
-    arch, name = model.vit.arch, model.about.get("timm_name")
-    is_known = name is not None and BACKBONES.get(name) == arch
-    return str(name) if is_known else f"ViT/{arch.patch_size} {arch.width} x {arch.depth}"
-
-
-def _objective(model: Backbone) -> str:
-    """Losses of the training; only a run with iBOT hides patches."""
-    return "DINO" if model.mask_token is None and "ibot_head" not in model.heads else "DINO and iBOT"
-
-
 def _value_range(model: Backbone) -> str:
+    """The range of values of training images deeper than 8 bits, as a paragraph."""
     if model.value_range is None:
         return ""
     text = range_text(model.value_range).replace(",", " is black and ")

@@ -94,10 +94,11 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
     shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
     problem = ""
     for shape in [*shapes, {0: batch}]:
+        sides = _example_sides(model) if 2 in shape else (model.image_size, model.image_size)
         try:
             program = torch.onnx.export(
                 plain_form(model.network),
-                (_example(model, 2 in shape),),
+                (next(model.network.parameters()).new_zeros(2, model.network.spec.in_chans, *sides),),
                 dynamo=True,
                 dynamic_shapes=(shape,),
                 input_names=["images"],
@@ -205,12 +206,6 @@ def _example_sides(model: Backbone) -> tuple[int, int]:
     """Sides of example images: unequal, neither of them the native one, so that nothing seems constant."""
     size, grid = model.stride, model.image_size // model.stride
     return (grid + 1) * size, (grid + 2) * size
-
-
-def _example(model: Backbone, any_size: bool) -> Tensor:
-    """Two images for an exporter's trace."""
-    sides = _example_sides(model) if any_size else (model.image_size, model.image_size)
-    return torch.zeros(2, model.network.spec.in_chans, *sides, device=next(model.network.parameters()).device)
 
 
 def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,9 +24,6 @@ from dino_ds.weights.normalization import timm_statistics
 from dino_ds.weights.read import network_weights, read_weights
 from dino_ds.weights.sidecar import about_checkpoint, read_facts, recipe_of
 from dino_ds.weights.tensors import Weights, checked, has_rope
-
-_SECONDS = 5.0
-"""Time that the hub has to answer."""
 
 
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
@@ -103,7 +97,7 @@ def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
         facts = about_checkpoint(saved.manifest)
     trusted = _backbone_of(folder.parent.parent / "config.yaml")
     weights = replace(network_weights(folder, backbone, facts, asked, trusted), heads=parts)
-    weights.check_beside(folder)
+    weights.check_numbers(folder)
     return weights
 
 
@@ -132,11 +126,12 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
             alone = f"the backbone alone, without heads, is {run / 'teacher.safetensors'}"
             raise CheckpointError(f"{error}; {alone}") from None
         return _without_heads(weights, error)  # removed by a run that goes on, or of an older format
+    whole = replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
     try:
-        saved.check_beside(folder)
+        whole.check_numbers(folder)
     except CheckpointError as error:
         return _without_heads(weights, error)
-    return replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
+    return whole
 
 
 def _without_heads(weights: Weights, error: CheckpointError) -> Weights:
@@ -200,18 +195,18 @@ def _from_timm(name: str) -> Weights:
     import timm
 
     base, _, tag = name.partition(".")
-    tags = [one.partition(".")[2] for one in timm.list_pretrained(f"{base}.*")]  # a list of its own, not the hub's
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]  # a list of its own, not the hub's
     if tag and tags and tag not in tags:
-        near = suggestion([f"{base}.{one}" for one in nearest(tag, tags)]) or f" Of {base} it has .{', .'.join(tags)}"
+        near = (
+            suggestion([f"{base}.{close}" for close in nearest(tag, tags)]) or f" Of {base} it has .{', .'.join(tags)}"
+        )
         raise CheckpointError(f"{name} is neither a file nor weights that timm has.{near}")
-    with hub_or_cache() as why:
-        try:
-            model = timm.create_model(name, pretrained=True, num_classes=0)
-        except Exception as error:  # whatever timm and the hub's client raise
-            reason = why or one_line(error)
-            raise CheckpointError(
-                f"the weights of {name} are not in the cache and not available ({reason}); give a file of weights"
-            ) from None
+    try:
+        model = timm.create_model(name, pretrained=True, num_classes=0)
+    except Exception as error:  # whatever timm and the hub's client raise
+        raise CheckpointError(
+            f"the weights of {name} are not in the cache and not available ({one_line(error)}); give a file of weights"
+        ) from None
     tensors = dict(model.state_dict())
     stated: Any = model.default_cfg
     config = {key: list(stated[key]) for key in ("mean", "std", "input_size")}
@@ -228,37 +223,3 @@ def _from_timm(name: str) -> Weights:
     heads, eps = model.get_submodule("blocks.0.attn").num_heads, model.get_submodule("norm").eps
     about |= {"num_attention_heads": heads, "layer_norm_eps": eps, "image_size": config["input_size"][-1]}
     return Weights("timm", backbone, about=about, notes=network.notes)
-
-
-@contextmanager
-def hub_or_cache() -> Iterator[str]:
-    """Uses only the cache where the Hugging Face hub does not answer, and yields a message that says so, else "".
-
-    Its client would try for most of a minute to download a file that is not in the cache.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
-        yield ""
-        return
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield f"{constants.ENDPOINT} does not answer"
-    finally:
-        constants.HF_HUB_OFFLINE = False
-
-
-def _answers(address: str) -> bool:
-    """Asks with the hub's client, which knows of proxies; in a thread, because resolving a name has no timeout."""
-    answers: list[object] = []
-
-    def ask() -> None:
-        from huggingface_hub.utils import get_session
-
-        with suppress(Exception):  # of its own, of httpx or of requests
-            answers.append(get_session().head(address, timeout=_SECONDS))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_SECONDS)
-    return bool(answers)

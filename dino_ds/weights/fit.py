@@ -62,7 +62,7 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
 
 
 def _depth(backbone: dict[str, Tensor]) -> int:
-    """The number of blocks, each of which must have tensors: a name alone must not make us build networks without end.
+    """The number of blocks. Each must have tensors: one name alone must not make us build a huge network.
 
     Raises ValueError where there is none, CheckpointError for numbers beyond that of the blocks.
     """
@@ -203,7 +203,8 @@ def _described_by_us(weights: Weights) -> Description:
     about = weights.about
     try:
         arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # which no file of ours has
-        size, resizing = _our_size(about), about["pos_embed_interpolation"]
+        stated = about["timm_arguments"]["img_size"] if "timm_arguments" in about else about["image_size"]
+        size, resizing = int(stated), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)
         agree = _visible(arch) == _visible(seen) and resizing in RESIZINGS
         agree = agree and (size == seen_size if arch.rope is None else arch.patch_size <= size <= MOST_SIZE)
@@ -217,11 +218,6 @@ def _described_by_us(weights: Weights) -> Description:
     return Description(arch, size, resizing)
 
 
-def _our_size(about: dict[str, Any]) -> int:
-    """The native side that our JSON states. Raises KeyError, TypeError or ValueError."""
-    return int(about["timm_arguments"]["img_size"] if "timm_arguments" in about else about["image_size"])
-
-
 def _is_rope(arch: ViTSpec) -> bool:
     """Whether a network can have these rotary positions. Raises TypeError."""
     low, high = arch.rope_min_period, arch.rope_max_period
@@ -231,12 +227,7 @@ def _is_rope(arch: ViTSpec) -> bool:
 
 
 def _visible(arch: ViTSpec) -> tuple[object, ...]:
-    """The part of an architecture that the shapes of its tensors show."""
-    return (arch.patch_size, arch.width, arch.depth, arch.in_chans, *kind_of(arch))
-
-
-def kind_of(arch: ViTSpec) -> tuple[object, ...]:
-    """The kind of its blocks and tokens: LayerScale, registers, SwiGLU, biases and norms of a rotary one; last the
-    outputs of the first MLP layer."""
+    """The part of an architecture that the names and shapes of its tensors show."""
     rope = (arch.qkv_bias, arch.rms_norm, arch.cls_norm) if arch.rope is not None else ()
-    return arch.layer_scale is not None, arch.registers, arch.swiglu, rope, arch.mlp_widths[0]
+    sizes = (arch.patch_size, arch.width, arch.depth, arch.in_chans, arch.registers, arch.mlp_widths[0])
+    return *sizes, arch.layer_scale is not None, arch.swiglu, rope

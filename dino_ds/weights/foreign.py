@@ -203,7 +203,7 @@ def _named_by_timm(spec: ForeignSpec, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def _with_stored_channels(asked: ForeignSpec, tensors: Mapping[str, Tensor]) -> ForeignSpec:
-    """`asked` for images of as many channels as the first convolution of theirs has among `tensors`."""
+    """`asked`, with the number of image channels that the first convolution among `tensors` has."""
     for name, shape in shapes_of(asked)[0].items():
         stored = tuple(tensors[name].shape) if name in tensors else ()
         if len(shape) == len(stored) == 4 and shape[1] == asked.in_chans and 1 <= stored[1] <= _MOST_CHANNELS:

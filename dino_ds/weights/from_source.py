@@ -14,15 +14,9 @@ from dino_ds.errors import CheckpointError, ConfigError, naming
 from dino_ds.models.specs.backbones import FROM_SOURCE, VITS, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.weights.find import find_weights
-from dino_ds.weights.fit import describe, kind_of
+from dino_ds.weights.fit import describe
 
-_NUMBERS = {
-    "patch_size": "patches of {} pixels",
-    "width": "width {}",
-    "depth": "{} blocks",
-    "heads": "{} attention heads",
-}
-FLAGS = (*_NUMBERS, "in_chans", "registers")
+FLAGS = ("patch_size", "width", "depth", "heads", "in_chans", "registers")
 
 
 def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = None) -> Recipe:
@@ -123,47 +117,28 @@ def flags_for(arch: ViTSpec, model: ModelSection) -> dict[str, str] | None:
         if arch.layer_scale is None and known.layer_scale is None and scale is not None:
             wanted["model.layer_scale"], scale = "none", None
         like = replace(known, layer_scale=scale, **{key: getattr(arch, key) for key in FLAGS})
-        if (kind_of(like), _positions(like)) == (kind_of(arch), _positions(arch)):
+        if _traits(like) == _traits(arch):
             candidates.append(wanted)
     return min(candidates, key=len, default=None)
 
 
 def differences(source: ViTSpec, ours: ViTSpec) -> list[str]:
-    """The differences of their network from ours, such as "4 blocks, not 2"."""
-    texts = [
-        f"{text.format(getattr(source, key))}, not {getattr(ours, key)}"
-        for key, text in _NUMBERS.items()
-        if getattr(source, key) != getattr(ours, key)
-    ]
-    kinds = [_parts(arch) for arch in (source, ours)]
-    if kinds[0] != kinds[1]:
-        texts.append(f"{kinds[0]}, not {kinds[1]}")
-    elif source.width == ours.width and kind_of(source) != kind_of(ours):
-        texts.append(f"{kind_of(source)[-1]} outputs of the MLP's first layer, not {kind_of(ours)[-1]}")
-    places = [_positions(arch) for arch in (source, ours)]
-    if places[0] != places[1] and None not in (source.rope, ours.rope):
-        texts.append("rotary positions {}, not {}".format(*(", ".join(map(str, place)) for place in places)))
-    return texts
+    """The differences of the weights' network from ours, such as "depth 4, not 2"."""
+    stated, wanted = _traits(source), _traits(ours)
+    differ = [name for name in stated if name in wanted and stated[name] != wanted[name]]
+    if len(differ) > 1 and "MLP outputs" in differ:  # which follow from the others
+        differ.remove("MLP outputs")
+    return [f"{name} {stated[name]}, not {wanted[name]}" for name in differ]
 
 
-def _positions(arch: ViTSpec) -> tuple[object, ...]:
-    """Numbers of rotary positions that no tensor shows."""
-    periods = arch.rope_min_period, arch.rope_max_period
-    return (arch.rope, arch.rope_base, *periods) if arch.rope is not None else ()
-
-
-def _parts(arch: ViTSpec) -> str:
-    parts = ["rotary positions"] if arch.rope is not None else []
-    if arch.rope is not None:
-        parts += ["no biases of queries and values"] * (not arch.qkv_bias) + ["RMSNorm"] * arch.rms_norm
-        parts += ["a norm of its own for CLS"] * arch.cls_norm
-    parts += ["LayerScale"] if arch.layer_scale is not None else []
-    parts += [f"{arch.registers} registers"] if arch.registers else []
-    return " and ".join(parts + (["SwiGLU"] if arch.swiglu else [])) or "blocks of a plain ViT"
+def _traits(arch: ViTSpec) -> dict[str, object]:
+    """The numbers and parts in which architectures differ, by name, the channels excepted."""
+    rotary = ("rope_base", "rope_min_period", "rope_max_period", "qkv_bias", "rms_norm", "cls_norm")
+    names = ("patch_size", "width", "depth", "heads", "registers", "swiglu", "rope", *(rotary if arch.rope else ()))
+    traits = {name: getattr(arch, name) for name in names}
+    return traits | {"layer scale": arch.layer_scale is not None, "MLP outputs": arch.mlp_widths[0]}
 
 
 def not_built(arch: ViTSpec) -> str:
-    return (
-        f"dino_ds builds no network with {_parts(arch)} whose MLP has {kind_of(arch)[-1]} outputs in its first layer "
-        f"for a width of {arch.width}"
-    )
+    """A line for an architecture that no recipe describes."""
+    return f"dino_ds builds no network with {', '.join(f'{name} {value}' for name, value in _traits(arch).items())}"

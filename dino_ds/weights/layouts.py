@@ -1,7 +1,8 @@
 """Names of facebookresearch's dino, dinov2 and dinov3 and of Hugging Face's ViTs, read under ours, which are timm's.
 
 Sources for dinov3: the names in timm's own converter (timm/models/eva.py), and facts of the released files: biases of
-keys lie in them, masked to zero, and the periods of the rotation are rounded to bfloat16.
+keys lie in them, masked to zero, and the periods of the rotation are rounded to bfloat16. timm's `checkpoint_filter_fn`
+does not serve here: it asks for a model of the right sizes first, drops heads and mask tokens, and checks neither.
 """
 
 from __future__ import annotations

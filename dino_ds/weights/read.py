@@ -30,7 +30,7 @@ from dino_ds.weights.layouts import (
 )
 from dino_ds.weights.normalization import PROCESSOR, processor_statistics, timm_side, timm_statistics
 from dino_ds.weights.sidecar import read_json, read_sidecar
-from dino_ds.weights.tensors import Weights, check_numbers, checked, few, has_rope
+from dino_ds.weights.tensors import Weights, checked, few, has_rope
 
 _STARTS = (b"PK\x03\x04", b"\x80")
 """A zip archive, or a bare pickle as torch wrote them before 1.6."""
@@ -58,7 +58,8 @@ def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | No
         weights = from_huggingface(tensors)
         backbone = checked(weights.backbone)
         weights = replace(weights, backbone=backbone, about=about | stated, notes=[*weights.notes, *said])
-    return _with_numbers(path, weights)
+    weights.check_numbers(path)
+    return weights
 
 
 def network_weights(
@@ -68,18 +69,13 @@ def network_weights(
     asked: ForeignSpec | None,
     trusted: str | None,
 ) -> Weights:
-    """One network among `tensors`, which were read at `path`, described by `about`; the others as of `read_weights`.
-    Raises CheckpointError."""
+    """The network among the `tensors` of `path`, which `about` describes. For the other arguments see `read_weights`.
+
+    Raises CheckpointError.
+    """
     with naming(path):
         weights = _of_network(tensors, about, asked, (trusted, asked.name if asked else None))
-    return _with_numbers(path, weights)
-
-
-def _with_numbers(path: Path, weights: Weights) -> Weights:
-    """These weights, if all of them are numbers. Raises CheckpointError."""
-    is_vit = weights.spec is None
-    check_numbers(path, {name: t for name, t in weights.backbone.items() if is_vit or t.is_floating_point()})
-    weights.check_beside(path)
+    weights.check_numbers(path)
     return weights
 
 

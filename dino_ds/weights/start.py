@@ -13,13 +13,12 @@ from dino_ds.config.model import ModelSection
 from dino_ds.data.images import ValueRange
 from dino_ds.data.normalization import Normalization
 from dino_ds.errors import CheckpointError, ConfigError, naming
-from dino_ds.models.build import tensor_shapes
+from dino_ds.models.build import Placer, tensor_shapes
 from dino_ds.models.network import Network
 from dino_ds.models.specs.backbones import FROM_SOURCE, ViTSpec
 from dino_ds.models.specs.base import BackboneSpec
 from dino_ds.models.specs.foreign_backbones import ForeignSpec
 from dino_ds.models.trained import adapters_in
-from dino_ds.models.weights import Placer
 from dino_ds.weights.find import find_weights
 from dino_ds.weights.fit import describe, fit_tensors
 from dino_ds.weights.from_source import differences, flags_for, not_built
@@ -189,7 +188,7 @@ class InitialWeights:
         return fitting
 
     def _fit_local_norm(self, local_norm: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Their norm of local crops' CLS tokens if ours has one; what it is not there for is taken out of `shapes`."""
+        """The norm of local crops' CLS tokens, if both networks have one; names that no file fills leave `shapes`."""
         wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
         if wanted and local_norm:
             return {f"backbone.{name}": tensor for name, tensor in local_norm.items()}
@@ -211,7 +210,7 @@ class InitialWeights:
         self._place(module)
 
     def __str__(self) -> str:
-        """A line that says what was taken and what not."""
+        """A line on the tensors that were taken and those that were not."""
         summary = f"{self._source} ({self._kind}): {len(self._backbone)} tensors of the backbone"
         return "; ".join([summary, *self._said, *self._notes])
 
@@ -238,10 +237,10 @@ def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
     }
     backbone = weights.backbone | {name: adapt_convolution(tensor, channels) for name, tensor in convolutions.items()}
     adapted = replace(weights, backbone=backbone, spec=None if spec is None else _with_channels(spec, channels))
-    return adapted, _said(names, before, channels, spec is None)
+    return adapted, _adaptation_note(names, before, channels, spec is None)
 
 
-def _said(names: list[str], before: int, channels: int, is_vit: bool) -> str:
+def _adaptation_note(names: list[str], before: int, channels: int, is_vit: bool) -> str:
     how = f"they repeat the {before} in order, each divided by the number of its copies"
     if channels < before:
         how = f"each is the sum of the {before}, divided by {channels}" if channels > 1 else f"the sum of the {before}"

@@ -1,4 +1,4 @@
-"""Weights that were read from files, under our names, and what is checked of them."""
+"""Weights that were read from files, under our names, and the checks that they pass."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Weights:
     spec: BackboneSpec | None = None
     image_size: int = 0
 
-    def check_beside(self, path: Path) -> None:
-        """`check_numbers` for heads, mask token and local norm."""
+    def check_numbers(self, path: Path) -> None:
+        """`check_numbers` for all tensors; integers may be buffers of a network that is not a ViT of ours."""
+        backbone = {name: t for name, t in self.backbone.items() if self.spec is None or t.is_floating_point()}
         mask = {} if self.mask_token is None else {"mask_token": self.mask_token}
-        check_numbers(path, *self.heads.values(), self.local_norm, mask)
+        check_numbers(path, backbone, *self.heads.values(), self.local_norm, mask)
 
 
 def has_rope(backbone: Mapping[str, Tensor]) -> bool:

@@ -20,41 +20,14 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 OF_EVERY_RUN = frozenset(
-    [
-        "bad_images",
-        "checkpoint_gib",
-        "collapsed",
-        "constant_images",
-        "data_wait_fraction",
-        "epoch",
-        "gpu_celsius",
-        "gpu_joules_per_1000_images",
-        "gpu_memory_gib",
-        "gpu_utilization",
-        "gpu_watts",
-        "grad_norm",
-        "host_free_gib",
-        "host_memory_gib",
-        "images",
-        "images_per_second",
-        "kl",
-        "loss",
-        "loss_scale",
-        "lr",
-        "memory_gib",
-        "memory_predicted_gib",
-        "rolling_data_wait_fraction",
-        "rolling_images_per_second",
-        "save_seconds",
-        "save_stall_seconds",
-        "skipped_steps",
-        "step",
-        "teacher_momentum",
-        "teacher_temp",
-        "throughput_of_best",
-        "time",
-        "weight_decay",
-    ]
+    (
+        *("bad_images", "checkpoint_gib", "collapsed", "constant_images", "data_wait_fraction", "epoch"),
+        *("gpu_celsius", "gpu_joules_per_1000_images", "gpu_memory_gib", "gpu_utilization", "gpu_watts"),
+        *("grad_norm", "host_free_gib", "host_memory_gib", "images", "images_per_second", "kl", "loss"),
+        *("loss_scale", "lr", "memory_gib", "memory_predicted_gib", "rolling_data_wait_fraction"),
+        *("rolling_images_per_second", "save_seconds", "save_stall_seconds", "skipped_steps", "step"),
+        *("teacher_momentum", "teacher_temp", "throughput_of_best", "time", "weight_decay"),
+    )
 )
 """Keys of metrics.jsonl in every run: no scalar of a term may have their names."""
 
@@ -90,6 +63,8 @@ class TermSpec:
 
     builder: ClassVar[str] = ""
     """The "module:function" that `build` calls, so that a spec imports no torch."""
+    label: ClassVar[str] = ""
+    """The loss in a few words, as a plot names it."""
     reads_patches: ClassVar[bool] = False
     """Whether it needs a backbone that gives features of patches."""
 
@@ -110,8 +85,8 @@ class TermSpec:
 
     @property
     def title(self) -> str:
-        """The loss in a few words, as a plot names it."""
-        return f"Loss term {self.name}"
+        """`label`, or the name of a term without one."""
+        return self.label or f"Loss term {self.name}"
 
     @property
     def start(self) -> Length:
@@ -162,6 +137,10 @@ class TeacherSpec:
 
     builder: ClassVar[str] = ""
     """The "module:function" that `build_teacher` calls, so that a spec imports no torch."""
+    label: ClassVar[str] = ""
+    """The teacher in a few words, as predictions name it."""
+    follows: ClassVar[bool] = False
+    """Whether it is an average of the student's weights."""
 
     @staticmethod
     def problems(recipe: Recipe) -> list[str]:
@@ -170,8 +149,8 @@ class TeacherSpec:
 
     @property
     def title(self) -> str:
-        """The teacher in a few words, as predictions name it."""
-        return f"{self.name} teacher"
+        """`label`, or the name of a teacher without one."""
+        return self.label or f"{self.name} teacher"
 
     @property
     def of_file(self) -> bool:
@@ -182,13 +161,8 @@ class TeacherSpec:
         """Lines of the log, where it is not the EMA teacher of each run."""
         return []
 
-    @property
-    def follows(self) -> bool:
-        """Whether it is an average of the student's weights."""
-        return False
-
     def without_file(self, recipe: Recipe) -> dict[str, Any]:
-        """Sections of a recipe, changed so that it begins as the student does, and no file is read."""
+        """Recipe sections, changed for a rehearsal that reads no weights: the teacher begins as the student does."""
         return {}
 
     def momentum_at(self, step: int, steps: int) -> float:
@@ -200,7 +174,7 @@ class TeacherSpec:
         return None
 
     def replaced_after(self, recipe: Recipe, epoch_steps: int) -> Replacements | None:
-        """When the EMA teacher's weights take the place of its own, or None for never."""
+        """When the EMA teacher's weights replace this teacher's, or None for never."""
         return None
 
     def notes(self, recipe: Recipe) -> list[str]:

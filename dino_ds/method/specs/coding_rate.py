@@ -21,10 +21,7 @@ class CodingRateSpec(TermSpec):
     teacher: str
 
     builder: ClassVar[str] = "dino_ds.method.coding_rate:build_coding_rate"
-
-    @property
-    def title(self) -> str:
-        return "Coding rate (SimDINO)"
+    label: ClassVar[str] = "Coding rate (SimDINO)"
 
     def needs_images_together(self, step: StepImages) -> int:
         return step.together

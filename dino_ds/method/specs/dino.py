@@ -68,10 +68,7 @@ class DinoSpec(PrototypeSpec):
     local_weight: Ramp = ONE
 
     builder: ClassVar[str] = "dino_ds.method.dino:build_dino"
-
-    @property
-    def title(self) -> str:
-        return "Loss of DINO"
+    label: ClassVar[str] = "Loss of DINO"
 
     @property
     def weighs_local(self) -> bool:
@@ -96,10 +93,7 @@ class IbotSpec(PrototypeSpec):
     """The iBOT loss: for each hidden patch the student predicts what the teacher sees there."""
 
     builder: ClassVar[str] = "dino_ds.method.ibot:build_ibot"
-
-    @property
-    def title(self) -> str:
-        return "Masked patches (iBOT)"
+    label: ClassVar[str] = "Masked patches (iBOT)"
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:

@@ -54,9 +54,10 @@ class EmaSpec(TeacherSpec):
     momentum_end: float = 1.0
 
     builder: ClassVar[str] = "dino_ds.method.ema:build_teacher"
+    follows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError for momenta with which the average would leave what it averages."""
+        """Raises ValueError for momenta outside [0, 1], with which the result is no average."""
         for name in ("momentum", "momentum_end"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} {value:g} is not between 0 and 1")
@@ -64,10 +65,6 @@ class EmaSpec(TeacherSpec):
     @property
     def title(self) -> str:
         return "EMA teacher" if self.name == EMA else super().title
-
-    @property
-    def follows(self) -> bool:
-        return True
 
     def momentum_at(self, step: int, steps: int) -> float:
         return cosine_schedule(step, self.momentum, self.momentum_end, steps)

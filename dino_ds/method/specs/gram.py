@@ -1,4 +1,4 @@
-"""Descriptions of Gram anchoring: its term, its teacher, its crops, and what a recipe can't ask of them.
+"""Descriptions of Gram anchoring: its term, teacher and crops, and the recipes that they refuse.
 
 Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
 """
@@ -76,11 +76,8 @@ class GramSpec(TermSpec):
     begin: Length
 
     builder: ClassVar[str] = "dino_ds.method.gram:build_gram"
+    label: ClassVar[str] = "Gram anchoring"
     reads_patches: ClassVar[bool] = True
-
-    @property
-    def title(self) -> str:
-        return "Gram anchoring"
 
     @property
     def start(self) -> Length:
@@ -120,17 +117,16 @@ class GramSpec(TermSpec):
 
 @dataclass(frozen=True)
 class GramTeacherSpec(TeacherSpec):
-    """The teacher of its own that Gram anchoring has, unless that is the EMA teacher as it is. source: "snapshot", or
-    the file of its weights; refreshed: the EMA teacher replaces it now and then."""
+    """Gram anchoring's teacher, where it is not the EMA teacher itself.
+
+    source: "snapshot", or the file of its weights; refreshed: the EMA teacher replaces it now and then.
+    """
 
     source: str = SNAPSHOT
     refreshed: bool = False
 
     builder: ClassVar[str] = "dino_ds.method.gram_teacher:build_teacher"
-
-    @property
-    def title(self) -> str:
-        return "Gram teacher"
+    label: ClassVar[str] = "Gram teacher"
 
     @property
     def of_file(self) -> bool:
@@ -191,7 +187,7 @@ def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list
 
 
 def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
-    """Problems of the crops of its own; sides of the student's are multiples of `patch`."""
+    """Problems of the Gram teacher's crops; sides of the student's crops are multiples of `patch`."""
     size, side = gram.crop_size, crops.global_size
     if size is None:
         return []

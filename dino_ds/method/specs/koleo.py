@@ -15,10 +15,7 @@ class KoLeoSpec(TermSpec):
     ranks: Literal["own", "all"] = "own"
 
     builder: ClassVar[str] = "dino_ds.method.koleo:build_koleo"
-
-    @property
-    def title(self) -> str:
-        return "KoLeo, sum over the global crops"
+    label: ClassVar[str] = "KoLeo, sum over the global crops"
 
     def needs_images_together(self, step: StepImages) -> int:
         return step.together if self.ranks == "all" else step.micro_batch

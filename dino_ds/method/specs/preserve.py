@@ -19,10 +19,7 @@ class PreserveSpec(TermSpec):
     """1 - cosine between features of the student's global crops and those of the weights that it started from."""
 
     builder: ClassVar[str] = "dino_ds.method.preserve:build_preserve"
-
-    @property
-    def title(self) -> str:
-        return "Distance from the start's features"
+    label: ClassVar[str] = "Distance from the start's features"
 
     def problems(self, recipe: Recipe) -> list[str]:
         """Without weights to start from it has nothing to keep."""
@@ -36,10 +33,7 @@ class StartSpec(TeacherSpec):
     """The teacher with the weights of model.init_from, which never move."""
 
     builder: ClassVar[str] = "dino_ds.method.preserve:build_teacher"
-
-    @property
-    def title(self) -> str:
-        return "frozen start"
+    label: ClassVar[str] = "frozen start"
 
     @property
     def of_file(self) -> bool:

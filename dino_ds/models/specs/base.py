@@ -45,7 +45,7 @@ class BackboneSpec:
 
     @property
     def title(self) -> str:
-        """Name of the network in messages: the one that a recipe gives, where there is one."""
+        """Name of the network in messages: the recipe's name for it, if it has one."""
         return type(self).__name__
 
     @property

@@ -20,7 +20,7 @@ from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.engine.device import device
 from dino_ds.engine.products import on_amd, products_of_torch
-from dino_ds.method.backbone_checks import fitting_levers
+from dino_ds.method.checks import fitting_levers
 from dino_ds.method.dino import dino_loss
 from dino_ds.method.ibot import ibot_loss
 from dino_ds.models.logits import Compared, Comparison, Logits

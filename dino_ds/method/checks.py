@@ -1,14 +1,16 @@
-"""Options of a recipe and of a ds config that the backbone has no use for are refused: they would do nothing."""
+"""Refuses options that do nothing for the backbone, and loss terms whose names clash or whose inputs nothing gives."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 
-from dino_ds.config.crops import crop_sizes
+from dino_ds.config.crops import CropGroup, crop_sizes
 from dino_ds.config.ds_values import PerformanceOptions
 from dino_ds.config.recipe import Recipe
 from dino_ds.errors import ConfigError
-from dino_ds.method.specs.base import TermSpec
+from dino_ds.method.objective import Needs, Objective, Term
+from dino_ds.method.specs.base import OF_EVERY_RUN, TermSpec
 from dino_ds.method.specs.of_recipe import teachers_of, terms_of
 from dino_ds.models.batch_norm import batch_norms
 from dino_ds.models.network import Network
@@ -102,3 +104,55 @@ def _check_batch_norm(recipe: Recipe, network: Network) -> None:
             raise ConfigError(f"teacher.batch_norm {teacher}: {model.backbone} has no BatchNorm; leave it out")
         if not model.sync_batch_norm:
             raise ConfigError(f"model.sync_batch_norm false: {model.backbone} has no BatchNorm; leave it out")
+
+
+def check_names(terms: Mapping[str, Term]) -> None:
+    """Raises ConfigError without a term, and where a term's scalar or statistic has the name of another one."""
+    if not terms:
+        raise ConfigError("objective: all weights are 0, those of objective.terms too: give one above 0")
+    owners = dict.fromkeys(OF_EVERY_RUN, "every run's metrics") | {f"{name}_loss": f"term {name}'s" for name in terms}
+    statistics: dict[str, str] = {}
+    for name, term in terms.items():
+        if not isinstance(term, Term) or not isinstance(getattr(term, "needs", None), Needs):
+            raise ConfigError(f"loss term {name}: build() gave a {type(term).__name__}: return a Term that has `needs`")
+        for kind, names, taken in (("scalar", term.scalars, owners), ("statistic", term.statistics, statistics)):
+            for key in names:
+                if key in taken:
+                    raise ConfigError(
+                        f"loss term {name}: its {kind} {key} is {taken[key]} too, and one would be lost: give it "
+                        f"another name, such as {name}_{key}, which may be made of its spec's name"
+                    )
+                taken[key] = f"term {name}'s"
+
+
+def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Iterable[str]) -> None:
+    """Raises ConfigError where a term reads a teacher that the run lacks, or a feature that neither the student nor a
+    teacher gives with these crops."""
+    groups, teachers = list(groups), list(teachers)
+    for name, term in objective.terms.items():
+        if unknown := sorted(term.needs.teachers.keys() - set(teachers)):
+            raise ConfigError(
+                f"loss term {name} reads teacher {unknown[0]}: teachers here are {', '.join(teachers)}; teacher.others "
+                "adds EMA teachers"
+            )
+        readers = {"the student": term.needs.student} | {f"teacher {t}": n for t, n in term.needs.teachers.items()}
+        for reader, outputs in readers.items():
+            seen = [g for g in groups if (g.student if reader == "the student" else reader[8:] in g.teachers)]
+            for output in outputs:
+                feature = objective.queries[output].feature if output in objective.queries else output
+                _check_feature(f"loss term {name} reads {output} of {reader}", feature, seen)
+
+
+def _check_feature(reads: str, feature: str, seen: list[CropGroup]) -> None:
+    kind, _, group = feature.partition("/")
+    names = [crops.name for crops in seen]
+    if feature != "cls" and (kind not in ("cls", "patches", "masked") or not group):
+        raise ConfigError(
+            f"{reads}: a feature is cls, cls/GROUP, patches/GROUP or masked/GROUP, or a query of the term"
+        )
+    if group and group not in names:
+        raise ConfigError(f"{reads}, which sees {', '.join(names) or 'no'} crops and none of {group}")
+    if not names:
+        raise ConfigError(f"{reads}, which sees no crops: teachers of teacher.others see those of `sees`")
+    if kind == "masked" and not next(crops for crops in seen if crops.name == group).masked:
+        raise ConfigError(f"{reads}, and no patches of {group} crops are hidden: set crops.mask")
