@@ -1,5 +1,6 @@
 """DINO self-supervised pre-training of Vision Transformers on DeepSpeed."""
 
+import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,10 @@ def __getattr__(name: str) -> Any:
         from dino_ds.weights.load import load
 
         return load
-    if name in __all__:
-        from dino_ds import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("_") or name == "api":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    api = importlib.import_module("dino_ds.api")
+    return getattr(api, name) if name in __all__ else api.__getattr__(name)
 
 
 class _Package(ModuleType):

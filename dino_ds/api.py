@@ -1,19 +1,20 @@
-"""The commands as Python functions: `dino_ds.train`, `embed`, `find`, `curate`, `evaluate`, `report`, `plan`.
+"""The commands as Python functions: `dino_ds.train`, `embed`, `evaluate` and one for every other command.
 
-Keywords are a command's options and the recipe's keys. They become the words of a command line, are read and checked as
-those are, and go to the same function: nothing is decided here. What ends a command with a message and an exit code is
-an exception of dino_ds.errors.
+Keywords are a command's options and the recipe's keys. They are read and checked as a command line is, and go to the
+same function: nothing is decided here. What ends a command with a message and an exit code is an exception of
+dino_ds.errors.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from dino_ds.basics.names import did_you_mean
 from dino_ds.basics.text_file import read_lines
 from dino_ds.cli.as_it_was import as_it_was, torch_as_it_was
-from dino_ds.cli.main import check_software, prepare
+from dino_ds.cli.main import call, check_software, prepare
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.errors import ConfigError, Stopped, one_line
-from dino_ds.options.commands import COMMANDS
-from dino_ds.options.reading import words_of
+from dino_ds.options.commands import COMMANDS, TRAIN
+from dino_ds.options.flags import flags_of_call
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,12 +49,12 @@ class Run:
     path: Path
 
     def __init__(self, path: Place) -> None:
-        place = Path(os.path.expanduser(path))
-        if not place.is_dir():
-            beside = [one.name for one in place.parent.iterdir() if one.is_dir()] if place.parent.is_dir() else []
-            near = did_you_mean(place.name, beside)
-            raise ConfigError(f"{place} is not a folder: give that of a run, which train has written.{near}")
-        object.__setattr__(self, "path", place)
+        folder = Path(os.path.expanduser(path))
+        if not folder.is_dir():
+            beside = [child.name for child in folder.parent.glob("*") if child.is_dir()]
+            near = did_you_mean(folder.name, beside)
+            raise ConfigError(f"{folder} is not a folder: give that of a run, which train has written.{near}")
+        object.__setattr__(self, "path", folder)
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -108,11 +109,10 @@ def train(
     Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
     second Ctrl-C is a KeyboardInterrupt, and saves nothing.
     """
-    own = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps}
-    own["resume"] = None if resume is False else resume
+    named = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps, "resume": resume}
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise ConfigError("callbacks: give a list of functions of a step and its metrics, such as [print]")
-    return Run(_train_here(words_of(COMMANDS["train"], own, options), callbacks))
+    return Run(_train_here({**named, **options}, callbacks))
 
 
 def embed(
@@ -121,38 +121,29 @@ def embed(
     """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
     returned then. root: images as data.root, or a list of image files, one row for each in its order. Raises UserError;
     warns of images that can't be read: their rows are NaN."""
-    from dino_ds.commands.embed import write
-
-    with torch_as_it_was(), tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "embeddings.pt" if out is None else out
+    with tempfile.TemporaryDirectory() as folder:
         images = _listed(root, Path(folder)) if isinstance(root, list | tuple) else root
-        facts = write(_prepare("embed", {"model": model, "root": images, "out": place}, options)[0])
-        for note in facts["notes"]:
-            warnings.warn(note, stacklevel=2)
+        file = Path(folder) / "embeddings.pt" if out is None else out
+        facts = _run("embed", options, model=model, root=images, out=file)
         if out is not None:
             return Path(facts["out"])
         import torch
 
-        found = torch.load(place, weights_only=True)
-        return Embeddings(found["features"].numpy(), found["names"], found["labels"].numpy(), found["classes"])
+        content = torch.load(file, weights_only=True)
+        return Embeddings(content["features"].numpy(), content["names"], content["labels"].numpy(), content["classes"])
 
 
 def find(features: Place, images: Sequence[Place], top: int = 20, **options: Any) -> list[Found]:
     """`dino-ds find`: the nearest images of each of `images`, files or rows of `features`. Raises UserError."""
-    from dino_ds.commands.find import find as search
-
-    own = {"features": features, "images": [str(image) for image in images], "top": top}
-    with torch_as_it_was():
-        return search(_prepare("find", own, options)[0])[0]
+    neighbors: list[Found] = _run("find", options, features=features, images=[*map(str, images)], top=top)
+    return neighbors
 
 
 def curate(features: Place, *, out: Place | None = None, **options: Any) -> Curated:
     """`dino-ds curate`: near-duplicates (`duplicates=0.95`), clusters (`clusters=[1000, 100]`) and lists (`draw=50000`)
     of the images of `features`, in memory and in the folder `out`. Raises UserError."""
-    from dino_ds.commands.curate import curate as divide
-
-    with torch_as_it_was():
-        return divide(_prepare("curate", {"features": features, "out": out}, options)[0])
+    curated: Curated = _run("curate", options, features=features, out=out)
+    return curated
 
 
 def evaluate(
@@ -164,22 +155,14 @@ def evaluate(
 ) -> dict[str, Any]:
     """`dino-ds eval`: what it prints with --json. Its "metrics" are the numbers by name; "results" has those of each
     evaluation, with what they were made of. Raises UserError."""
-    from dino_ds.commands.evaluate import Evaluated, run_evals
-
-    own = {"model": model, "evals": evals, "root": root, "test_root": test_root}
-    done: list[Evaluated] = []
-    with torch_as_it_was():
-        run_evals(_prepare("eval", own, options)[0], done.append)
-    for note in done[0].context.notes:
-        warnings.warn(note, stacklevel=2)
-    return done[0].to_json()
+    results: dict[str, Any] = _run("eval", options, model=model, evals=evals, root=root, test_root=test_root)
+    return results
 
 
 def report(run: Place, *, out: Place | None = None) -> Path:
     """`dino-ds report`: write the HTML page of a run, and return its path. Raises ConfigError."""
-    from dino_ds.report.command import write_page
-
-    return write_page(_prepare("report", {"run": run, "out": out}, {})[0])[0]
+    page: Path = _run("report", {}, run=run, out=out)
+    return page
 
 
 def plan(
@@ -192,24 +175,52 @@ def plan(
     **options: Any,
 ) -> dict[str, Any]:
     """`dino-ds plan`: what it prints with --json. Raises ConfigError."""
-    from dino_ds.planning.command import plan as find
-
-    own = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
-    chosen, files = _prepare("plan", own, options)
-    return find(chosen, **files)
+    named = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
+    facts: dict[str, Any] = _run("plan", options, **named)
+    return facts
 
 
-def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
+def __getattr__(name: str) -> Callable[..., Any]:
+    """The function of any other command, such as `look_data` and `bench_step`: its options are keywords, its bare words
+    come first, and it returns what the command prints with --json."""
+    command = next((c for c in COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name and not c.takes_train), None)
+    if command is None:
+        raise AttributeError(f"module 'dino_ds' has no attribute {name!r}")
+
+    def function(*words: Any, **options: Any) -> Any:
+        if len(words) > len(command.bare):
+            raise TypeError(f"{name} takes {len(command.bare)} arguments without a name, and {len(words)} are given")
+        return _run(command.name, options, **dict(zip(command.bare, words, strict=False)))
+
+    function.__name__, function.__doc__ = name, f"`dino-ds {command.name}`: {command.summary}"
+    return function
+
+
+def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
+    """The result of a command in this process; `named` are options that have the value None where they are not set."""
+    command = COMMANDS[name]
+    with torch_as_it_was() if command.loads_torch else nullcontext():
+        result = call(command, *prepare(command, flags_of_call(command, {**named, **options})))
+    if result is None:
+        return None
+    for note in result.notes:
+        warnings.warn(note, stacklevel=3)
+    if result.error is not None and not isinstance(result.error, SystemExit):
+        raise result.error
+    return result.data if result.value is None else result.value
+
+
+def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, dict[str, Any]], object]]) -> Path:
     with _one_at_a_time(), as_it_was():
-        command, chosen, files = prepare(["train", *words])
-        check_software(command, chosen)
+        options, files = prepare(TRAIN, flags_of_call(TRAIN, keywords))
+        check_software(TRAIN, options)
         from dino_ds.run.caller import Caller
         from dino_ds.train import train_for
 
         caller, stopped = Caller(callbacks), ""
         with torch_as_it_was():
             try:
-                train_for(caller, chosen, files)
+                train_for(caller, options, files)
             except SystemExit as stop:
                 stopped = str(stop.__cause__)
             caller.let_go()
@@ -217,27 +228,20 @@ def _train_here(words: list[str], callbacks: Sequence[Callable[[int, dict[str, A
             raise caller.error
         if stopped:
             raise Stopped(f"{stopped}; the same with resume=True continues it")
-        return Path(os.path.abspath(chosen.run_dir))  # the program may change its working folder later
+        return Path(os.path.abspath(options.run_dir))  # the program may change its working folder later
 
 
 def _listed(files: Sequence[Place], folder: Path) -> Path:
     """A text file in `folder` of the paths, as data.root takes it. Raises ConfigError."""
-    odd = next((one for one in files if not isinstance(one, str | os.PathLike)), None)
-    paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(one)) for one in files]
+    odd = next((file for file in files if not isinstance(file, str | os.PathLike)), None)
+    paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(file)) for file in files]
     if not paths:
-        what = "an empty list" if odd is None else f"a list with a {type(odd).__name__}"
-        raise ConfigError(f"root is {what}: give paths of image files, or {IMAGE_FORMS}")
+        content = "an empty list" if odd is None else f"a list with a {type(odd).__name__}"
+        raise ConfigError(f"root is {content}: give paths of image files, or {IMAGE_FORMS}")
     if (bad := next((path for path in paths if {"\n", "\r", "\t"} & set(path)), None)) is not None:
         raise ConfigError(f"root names {bad!r}: a path with a line break or a tab can't be listed; give its folder")
-    (place := folder / "files.txt").write_text("\n".join(paths) + "\n", encoding="utf-8", errors="surrogateescape")
-    return place
-
-
-def _prepare(name: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A command's options and files."""
-    command, chosen, files = prepare([*name.split(), *words_of(COMMANDS[name], own, options)])
-    check_software(command, chosen)
-    return chosen, files
+    (file_list := folder / "files.txt").write_text("\n".join(paths) + "\n", "utf-8", "surrogateescape")
+    return file_list
 
 
 @contextmanager

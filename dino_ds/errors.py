@@ -78,9 +78,9 @@ class StorageError(UserError):
     exit_code = 5
 
 
-def unwritable(what: object, error: OSError, option: str = "run_dir") -> StorageError:
-    """The StorageError for `what`, of --`option`, that could not be written."""
-    return StorageError(f"{what} can't be written: {error.strerror or error}: make room, or give another --{option}")
+def unwritable(target: object, error: OSError, option: str = "run_dir") -> StorageError:
+    """The StorageError for the file `target`, of --`option`, that could not be written."""
+    return StorageError(f"{target} can't be written: {error.strerror or error}: make room, or give another --{option}")
 
 
 class PeerError(UserError):
@@ -102,12 +102,12 @@ class Stopped(UserError):
 
 
 @contextmanager
-def naming(what: object) -> Iterator[None]:
-    """Put what a CheckpointError is about before its message."""
+def naming(subject: object) -> Iterator[None]:
+    """Put `subject`, a file or folder, before the message of a CheckpointError."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{what}: {error}") from None
+        raise CheckpointError(f"{subject}: {error}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -64,7 +64,7 @@ class _Request(NamedTuple):
     options: TrainOptions
     ds: Mapping[str, Any]
     ds_path: str
-    ds_overrides: Mapping[str, str] | None
+    ds_overrides: Mapping[str, Any] | None
     given: Given | None = None
     caller: Caller | None = None
 
@@ -79,7 +79,7 @@ def train(
     recipe: Recipe,
     ds: Mapping[str, Any],
     ds_path: str,
-    ds_overrides: Mapping[str, str] | None = None,
+    ds_overrides: Mapping[str, Any] | None = None,
     given: Given | None = None,
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
@@ -137,15 +137,15 @@ def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Reque
     """
     data, config, said = recipe.data, chosen.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
-        cache_gib, found = fitting_cache(data.cache_gib, source)
-        recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if found else recipe
+        cache_gib, notes = fitting_cache(data.cache_gib, source)
+        recipe = change_recipe(recipe, {"data.cache_gib": str(cache_gib)}) if notes else recipe
         folder = RunFolder(request.path, recipe, config, request.options.resume, request.options.allow_change)
         if not request.options.allow_oversize:
             chosen.check_fits()
     folder.recipe, ranges = with_value_range(recipe, source, folder.earlier_value_range)
     folder.agree()
-    found = [*getattr(source, "notes", ()), *found, *unused_classes(recipe, source)]
-    return folder, [*dict.fromkeys(said), *config.notes, *found, *ranges]
+    notes = [*getattr(source, "notes", ()), *notes, *unused_classes(recipe, source)]
+    return folder, [*dict.fromkeys(said), *config.notes, *notes, *ranges]
 
 
 def _build(
@@ -186,9 +186,9 @@ def _build(
     files = TeacherFiles(folder.path, recipe, teacher)
     saver = Saver(checkpoints, step, state, evaluations, description, files, recipe.save_in_background)
     if begin.resumed is not None:
-        own = begin.resumed.manifest
-        check_same_teacher(own, teacher)
-        notes += [*notes_on_changes(own, recipe, config, folder.began_in), *other_images.notes(own)]
+        manifest = begin.resumed.manifest
+        check_same_teacher(manifest, teacher)
+        notes += [*notes_on_changes(manifest, recipe, config, folder.began_in), *other_images.notes(manifest)]
     notes += begin.load(saver)
     distributed.set_timeouts(longest_wait(recipe.hang_seconds))
     log, tidied = _open_log(folder, saver, last_step, request)

@@ -16,8 +16,9 @@ from dino_ds.engine.device import device
 from dino_ds.models.attention import Attention, chosen_kernel
 from dino_ds.models.packing import Packing
 from dino_ds.models.specs.backbones import ViTSpec
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, heading
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import time_interleaved
 from dino_ds.planning.measure.trial import begin
 
@@ -61,7 +62,7 @@ def measure(recipe: Recipe, batch: int, steps: int, as_json: bool) -> None:
         rows.append(row)
     result = about(recipe, batch) | {"attention": rows, "dtype": str(dtype).removeprefix("torch.")}
     result["auto_is"] = _automatic(recipe, dtype)
-    print_result(_page(result, list(shapes)), result, as_json)
+    Result(result, _page(result, list(shapes))).show(as_json)
 
 
 def _shapes(recipe: Recipe, batch: int) -> dict[str, list[tuple[int, int]]]:

@@ -22,8 +22,9 @@ from dino_ds.evals.features import Reading, extract_features
 from dino_ds.evals.knn import knn_accuracies, knn_votes, nearest_by_product
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import VITS
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import Timing, time_interleaved
 
 _CLASSES = 1000
@@ -48,7 +49,7 @@ def main(
     result |= {"images": images, "patch_size": _PATCH, "pixels": _PIXELS, "threads": threads}
     wall, cpu = _features_seconds(images)
     result |= {"features_seconds": wall, "features_cpu_seconds": cpu, "host": describe_host()}
-    print_result(_page(result), result, as_json)
+    Result(result, _page(result)).show(as_json)
 
 
 def _faiss() -> Any:

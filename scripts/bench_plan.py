@@ -21,10 +21,11 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, estimate_memory
 from dino_ds.engine import distributed
 from dino_ds.engine.device import resident_mib
+from dino_ds.options.definition import Result
 from dino_ds.planning.bench.ladder import CLIPPING
 from dino_ds.planning.measure.host import describe_host, heading
 from dino_ds.planning.measure.memory import MIB, run_in_children
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.trial import MEMORY_STEPS, build_trial, join, resolve
 
 RECIPES = ("vitti16", "vits16", "vitb16")
@@ -76,7 +77,7 @@ def main(batch: int = 4, ranks: int = 2, precision: str = "fp32", as_json: bool 
         "host": describe_host(),
         "cells": rows,
     }
-    print_result(_page(result), result, as_json)
+    Result(result, _page(result)).show(as_json)
 
 
 def measure_cell(recipe: Recipe, ds: dict[str, Any], batch: int, ranks: int) -> dict[str, float]:

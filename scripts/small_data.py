@@ -37,8 +37,9 @@ from dino_ds.evals.suite import evaluate
 from dino_ds.method.build import build_network
 from dino_ds.method.checks import fitting_levers
 from dino_ds.models.specs.backbones import FROM_SOURCE
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.weights.from_source import as_source
 from dino_ds.weights.load import Backbone
 
@@ -109,7 +110,7 @@ def main(words: Sequence[str]) -> None:
         "runs": runs,
         "host": describe_host(),
     }
-    print_result(page(result), result, given.json)
+    Result(result, page(result)).show(given.json)
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

@@ -28,8 +28,7 @@ from dino_ds.cli import main as cli
 from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.options.commands import COMMANDS
-from dino_ds.options.flags import parse_flags
-from dino_ds.options.reading import words_of
+from dino_ds.options.flags import Flags, flags_of_call
 from dino_ds.run import guards
 from tests.run.harness import TINY, image_folder, read_metrics
 
@@ -241,22 +240,44 @@ def test_the_other_functions_give_what_their_commands_print(folder, run, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("given", "kind", "read"),
     [
-        ({"run_dir": "~/runs/a"}, f"run_dir={Path.home()}/runs/a"),
-        ({"max_steps": np.int64(4)}, "max_steps=4"),
-        ({"from_": "runs/x"}, "from=runs/x"),
-        ({"config": ["vits16", "own.yaml"]}, "config=vits16,own.yaml"),
-        ({"optimizer.lr": np.float32(0.5)}, "optimizer.lr=0.5"),
-        ({"model.init_from": None}, "model.init_from=none"),
-        ({"crops": {"global_scale": (0.4, 1)}}, "crops.global_scale=0.4,1"),
-        ({"ds.optimizer.params.betas": [0.9, 0.95]}, "ds.optimizer.params.betas=[0.9, 0.95]"),
-        ({"ds.gradient_clipping": None}, "ds.gradient_clipping=null"),
+        ({"run_dir": "~/runs/a"}, "fixed", {"run_dir": f"{Path.home()}/runs/a"}),
+        ({"max_steps": np.int64(4)}, "fixed", {"max_steps": 4}),
+        ({"from_": "runs/x"}, "fixed", {"from": "runs/x"}),
+        ({"config": ["vits16", Path("own.yaml")]}, "fixed", {"config": "vits16,own.yaml"}),
+        ({"optimizer.lr": np.float32(0.5)}, "recipe", {"optimizer.lr": 0.5}),
+        ({"model.init_from": None}, "recipe", {"model.init_from": None}),
+        ({"crops": {"global_scale": (0.4, 1)}}, "recipe", {"crops.global_scale": (0.4, 1)}),
+        ({"model": {"arguments": {"layers": [1, 1]}}}, "recipe", {"model.arguments": {"layers": (1, 1)}}),
+        ({"ds": {"wandb": {"enabled": True}}}, "ds", {"wandb.enabled": True}),
+        ({"ds.gradient_clipping": None}, "ds", {"gradient_clipping": None}),
     ],
     ids=str,
 )
-def test_values_of_python_becomewords_of(given, text):
-    assert words_of(COMMANDS["train"], {"max_steps": None}, given) == [f"--{text}"]
+def test_values_of_python_stay_what_they_are(given, kind, read):
+    assert flags_of_call(COMMANDS["train"], {"max_steps": None, **given}) == Flags(**{kind: read})
+
+
+def test_a_recipe_of_python_values_is_that_of_their_text():
+    values = {
+        "optimizer.lr": 1e-3,
+        "length": 40,
+        "crops.jitter": [0.4, 0.4, 0.2, 0.1],
+        "data.mixture": {"a": 0.5, "b": 0.5},
+        "model.backbone": "resnet50",
+        "model.arguments": {"layers": [1, 1, 1, 1]},
+        "eval.evals": ["knn", "ridge"],
+        "data.download": False,
+    }
+    texts = {
+        **{name: str(value).lower() for name, value in values.items()},
+        "crops.jitter": "0.4,0.4,0.2,0.1",
+        "data.mixture": "a=0.5,b=0.5",
+        "model.arguments": '{"layers": [1, 1, 1, 1]}',
+        "eval.evals": "knn,ridge",
+    }
+    assert load_recipe(None, flags_of_call(COMMANDS["train"], values).recipe) == load_recipe(None, texts)
 
 
 def test_a_run_is_not_a_recipe(tmp_path):
@@ -335,7 +356,7 @@ def test_documented_calls_are_accepted(page, function, given):
     command = COMMANDS[{"evaluate": "eval"}.get(function.__name__, function.__name__)]
     inspect.signature(function).bind(**given)
     given.pop("callbacks", None)
-    flags = parse_flags(command, words_of(command, {}, given))
+    flags = flags_of_call(command, given)
     load_recipe(flags.fixed.get("config", command.recipe), flags.recipe)
 
 

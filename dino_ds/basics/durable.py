@@ -85,8 +85,8 @@ def is_gone(path: Path) -> bool:
 
 def why_not_writable(path: Path) -> str:
     """Why a new file or folder can't be made at `path`; "" if it can."""
-    there = next(place for place in path.absolute().parents if os.path.exists(place))
-    return "" if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else f"{there} is not a writable folder"
+    folder = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    return "" if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not a writable folder"
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
@@ -113,5 +113,5 @@ def cache_folder() -> Path:
         return Path(cache) / "dino_ds"
     with contextlib.suppress(RuntimeError):
         return Path.home() / ".cache/dino_ds"
-    place = Path(tempfile.gettempdir(), f"dino_ds-{os.getuid()}")
-    return place if not place.exists() or place.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())
+    folder = Path(tempfile.gettempdir(), f"dino_ds-{os.getuid()}")
+    return folder if not folder.exists() or folder.lstat().st_uid == os.getuid() else Path(tempfile.mkdtemp())

@@ -38,13 +38,13 @@ def resident_gib() -> float:
 
     Pages of files and shared memory count once, as this process has them: code, batches, cached images.
     """
-    own, *others = own_processes()
-    found = own.memory_info().rss
-    for process in others:
+    process, *children = own_processes()
+    resident = process.memory_info().rss
+    for process in children:
         with suppress(psutil.Error):  # it has ended meanwhile
             memory = process.memory_info()
-            found += memory.rss - getattr(memory, "shared", 0)
-    return found / 2**30
+            resident += memory.rss - getattr(memory, "shared", 0)
+    return resident / 2**30
 
 
 def own_processes() -> list[psutil.Process]:
@@ -53,12 +53,12 @@ def own_processes() -> list[psutil.Process]:
     The kernel's own lists of children are read where it has them: psutil looks at every process of the machine, of
     which a node with many cores has thousands.
     """
-    found, pids = list[psutil.Process](), [os.getpid()]
+    processes, pids = list[psutil.Process](), [os.getpid()]
     if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
         return [psutil.Process(), *psutil.Process().children(recursive=True)]
     for pid in pids:  # which grows meanwhile
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
-            found.append(psutil.Process(pid))
+            processes.append(psutil.Process(pid))
             for thread in os.listdir(f"/proc/{pid}/task"):
                 pids += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return found
+    return processes

@@ -23,14 +23,14 @@ def weights_elsewhere(text: str) -> str | None:
     """Say how to get weights by another hub's name; None if `text` is no such name, or a path that exists."""
     if os.path.lexists(os.path.expanduser(text)):
         return None
-    found = hub_id(text)
-    known = _timm_name(found or text)
-    if found is None:
+    repository = hub_id(text)
+    known = _timm_name(repository or text)
+    if repository is None:
         return f"that is torch.hub's name: timm has these weights as {known}" if known else None
-    fetch = f"hf download {found} --local-dir DIR, then give DIR"
+    fetch = f"hf download {repository} --local-dir DIR, then give DIR"
     if known:
         return f"that is a name of the Hugging Face Hub: timm has these weights as {known}; or {fetch}"
-    return f"if {found} is on the Hugging Face Hub: {fetch}"
+    return f"if {repository} is on the Hugging Face Hub: {fetch}"
 
 
 def _timm_name(name: str) -> str | None:

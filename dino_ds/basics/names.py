@@ -67,6 +67,8 @@ def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6
     Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; a beginning of three
     letters is near, so that `run` finds `run_dir`.
     """
+    if len(name) > _MOST_QUOTED:
+        return []  # a word of thousands of letters is no slip, and takes seconds to compare
     scores = {other: _likeness(name, other) for other in known}
     best = max(scores.values(), default=0.0)
     ranked = sorted(scores, key=lambda other: -scores[other])

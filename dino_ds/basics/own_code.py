@@ -41,16 +41,16 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
         raise ConfigError(f"{key} {path}: importing {module_name} fails: {reason}") from error
     if changed := put_back(before):
         raise ConfigError(f"{key} {path}: importing {module_name} {changed}")
-    found = getattr(module, name, None)
-    if not is_kind(found):
+    member = getattr(module, name, None)
+    if not is_kind(member):
         known = [other for other, value in vars(module).items() if is_kind(value)]
         raise ConfigError(f"{key} {path}: {module_name} has no {kind} {name}.{did_you_mean(name, known)}")
-    return found
+    return member
 
 
-def by_name(place: str) -> Any:
+def by_name(path: str) -> Any:
     """The object MODULE:NAME of dino_ds itself, whose module is imported now: one that not every run needs."""
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"dino_ds.{module}"), name)
 
 

@@ -40,8 +40,8 @@ from dino_ds.errors import (
 )
 from dino_ds.models.specs.backbones import FROM_SOURCE
 from dino_ds.options.commands import COMMANDS, TRAIN, find_command
-from dino_ds.options.definition import Command
-from dino_ds.options.flags import drop_local_rank, parse_flags
+from dino_ds.options.definition import Command, Result
+from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif words in (["--version"], ["version"]):
             print(f"dino_ds {__version__}")
         else:
-            command, options, files = prepare(words)
+            command, flags = parse(words)
+            options, files = prepare(command, flags)
             if command is TRAIN and options.print is not None:
                 _print_recipe(options.print, files["given"])
             else:
@@ -94,12 +95,12 @@ def _say(error: BaseException, run_dir: Path | None, debug: bool) -> int:
         _say_error(_memory_text(error), said_by_me=True)
         return OutOfMemory.exit_code
     if isinstance(error, PermissionError) and error.filename:
-        place = os.fsdecode(error.filename)
-        _say_error(f"{place}: permission denied; name another place, or have it opened to you", True, debug=debug)
+        path = os.fsdecode(error.filename)
+        _say_error(f"{path}: permission denied; name another place, or have it opened to you", True, debug=debug)
         return ConfigError.exit_code
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename:
-        place = one_line(os.fsdecode(error.filename), 60)
-        _say_error(f"{place} is too long for a name of a file: name a place that there is", debug=debug)
+        path = one_line(os.fsdecode(error.filename), 60)
+        _say_error(f"{path} is too long for a name of a file: name a place that there is", debug=debug)
         return ConfigError.exit_code
     _say_bug(error, run_dir, debug)
     return 1
@@ -120,38 +121,32 @@ def _nobody_reads() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
-    import fire
-
-    def call() -> None:  # fire would go on with what a command returns
-        _call(command, options, files)
-
-    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
-    fire.Fire({command.name: call}, command=[command.name], name="dino-ds")
-
-
-def prepare(words: list[str]) -> tuple[Command, Any, dict[str, Any]]:
-    """A command, its options and its function's other arguments; raises UserError for what can be known at once."""
-    found = find_command(words)
-    if found is None:
+def parse(words: list[str]) -> tuple[Command, Flags]:
+    """The command that `words` begin with, and its flags. Raises ConfigError."""
+    named = find_command(words)
+    if named is None:
         raise ConfigError(_no_command(words))
-    command, rest = found
+    command, rest = named
+    return command, parse_flags(command, rest)
+
+
+def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
+    """A command's options and its function's other arguments. Raises UserError for what can be known at once."""
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
         check_hostfile()
-    flags = parse_flags(command, rest)
     options, files = read(command, flags)
-    if isinstance(place := getattr(options, "model", None), str):
-        check_model_path(place)
+    if isinstance(model := getattr(options, "model", None), str):
+        check_model_path(model)
     if "recipe" in files:
         notes = files["given"].notes if command is TRAIN else files.pop("notes")
-        files["recipe"] = _with_what_is_named(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
+        files["recipe"] = _resolve_from_sources(files["recipe"], flags.recipe, getattr(options, "run_dir", None), notes)
         if command is not TRAIN:
             _say_notes(notes)
     if command is TRAIN and options.print is None:
         check_start(files["recipe"], options.run_dir, files)
-    return command, options, files
+    return options, files
 
 
 def _print_recipe(path: str, given: Given) -> None:
@@ -159,8 +154,8 @@ def _print_recipe(path: str, given: Given) -> None:
     print(f"{path} has the recipe: edit it, then dino-ds train --config {shlex.quote(path)}")
 
 
-def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
-    """`recipe` with the network of the weights and the form of the images that it names. Raises UserError."""
+def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: str | None, notes: list[str]) -> Recipe:
+    """`recipe` with backbone and image settings read from the weights and images that it names. Raises UserError."""
     if recipe.model.backbone == FROM_SOURCE:
         from dino_ds.weights.from_source import as_source
 
@@ -169,7 +164,7 @@ def _with_what_is_named(recipe: Recipe, given: Collection[str], run_dir: str | N
         return recipe
     from dino_ds.data.own_images import with_own_images
 
-    return with_own_images(recipe, given, notes)
+    return with_own_images(recipe, set_keys, notes)
 
 
 def _say_notes(notes: list[str]) -> None:
@@ -184,26 +179,39 @@ def _no_command(words: list[str]) -> str:
         return "no command is given: dino-ds train, for example; dino-ds --help lists all"
     answers, group = words_elsewhere("commands"), [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
     if group:
-        given = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
-        near = f"there is {', '.join(group)}.{did_you_mean(given, group)}"
-        return f"{given!r} is not a command: {answers.get(given, near)}"
+        typed = f"{words[0]} {words[1]}" if len(words) > 1 and not words[1].startswith("-") else words[0]
+        near = f"there is {', '.join(group)}.{did_you_mean(typed, group)}"
+        return f"{typed!r} is not a command: {answers.get(typed, near)}"
     near = f"dino-ds --help lists them.{did_you_mean(words[0], COMMANDS)}"
     return f"{words[0]!r} is not a command: {answers.get(words[0]) or near}"
 
 
 def check_software(command: Command, options: Any) -> None:
-    """Raises UserError for what a command needs of its options and of torch."""
+    """Raises UserError where torch does not load, or options are wrong that a command checks before it loads torch."""
     # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.check is not None:
-        _function(command.check)(options)
+        _import(command.check)(options)
     if command.loads_torch:
         check_torchvision()
 
 
-def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
+def call(command: Command, options: Any, files: dict[str, Any]) -> Result | None:
+    """Run a command; its result, if it has one. Raises UserError."""
     check_software(command, options)
-    _function(command.runs)(options, **files)
+    result: Result | None = _import(command.runs)(options, **files)
+    return result
+
+
+def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
+    import fire
+
+    def show() -> None:  # fire would go on with what a command returns
+        if (result := call(command, options, files)) is not None:
+            result.show(getattr(options, "json", False))
+
+    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
+    fire.Fire({command.name: show}, command=[command.name], name="dino-ds")
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
 
@@ -212,10 +220,11 @@ def _call(command: Command, options: Any, files: dict[str, Any]) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _function(place: str) -> Callable[..., None]:
-    module, _, name = place.partition(":")
-    found: Callable[..., None] = getattr(importlib.import_module(module), name)
-    return found
+def _import(path: str) -> Callable[..., Any]:
+    """The function that "module:function" names."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
 
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:

@@ -52,9 +52,9 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
                 "export MASTER_ADDR, the first machine's name, and MASTER_PORT to them, as in launch/"
             )
         environment.setdefault("MASTER_PORT", "29500")
-        for ours, theirs in zip(_OURS, names, strict=True):
-            if theirs in environment:
-                environment[ours] = environment[theirs].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
+        for ours, launchers in zip(_OURS, names, strict=True):
+            if launchers in environment:
+                environment[ours] = environment[launchers].partition("(")[0].partition(",")[0]  # srun's "8(x2),4"
         return
 
 
@@ -110,10 +110,10 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
     data, root = recipe.data, recipe.data.root
     if data.source != "folder":
         return
-    for place in [place_of(part, root) for part in data.parts] or [root or ""]:
-        check_root(place)
+    for root_or_part in [place_of(part, root) for part in data.parts] or [root or ""]:
+        check_root(root_or_part)
         if not holds_run(run_dir):  # it goes on with the images it began with
-            check_split(place)
+            check_split(root_or_part)
     for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
         if other is not None and recipe.eval.every.value:
             check_root(other, key)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dino_ds.basics.durable import replacing_folder, why_not_writable
 from dino_ds.errors import ConfigError, unwritable
+from dino_ds.options.definition import Result
 from dino_ds.options.model import CurateOptions
 
 if TYPE_CHECKING:
@@ -54,13 +55,8 @@ def _folder(options: CurateOptions) -> Path:
     return Path(os.path.expanduser(options.out)) if options.out else features.with_name(f"{features.stem}-{what}")
 
 
-def run(options: CurateOptions) -> None:
-    """Write the folder and print what is in it."""
-    print("\n".join(curate(options).notes))
-
-
-def curate(options: CurateOptions) -> Curated:
-    """Write the folder, all of it or nothing. Raises UserError."""
+def run(options: CurateOptions) -> Result:
+    """Write the folder, all of it or nothing; what is in it. Raises UserError."""
     import numpy as np
 
     from dino_ds.commands.embedded import open_embedded
@@ -85,7 +81,8 @@ def curate(options: CurateOptions) -> Curated:
                 found.notes.append(f"{note}{folder / f'images{ending}'}")
     except OSError as error:
         raise unwritable(folder, error, "out") from None
-    return found
+    facts = {"out": str(folder), "images": total, "listed": int(found.listed.sum()), "notes": found.notes}
+    return Result(facts, "\n".join(found.notes), value=found)
 
 
 def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path) -> None:

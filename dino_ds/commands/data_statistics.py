@@ -59,14 +59,14 @@ def look_at(
     `worker_options`, `channels` as for `open_image`."""
     count = min(count or len(source), len(source))
     chosen = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False)).tolist()
-    facts, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
-    loader: DataLoader[ImageFacts] = DataLoader(facts, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
-    found: list[ImageFacts] = []
+    dataset, options = _FactsOf(source, max_pixels, channels), worker_options(workers)
+    loader: DataLoader[ImageFacts] = DataLoader(dataset, batch_size=_BATCH, sampler=chosen, collate_fn=list, **options)
+    facts: list[ImageFacts] = []
     with started(loader, source) as batches, tqdm(total=count, unit="image", desc="looking", disable=None) as bar:
         for batch in batches:
-            found += batch
+            facts += batch
             bar.update(len(batch))
-    return found
+    return facts
 
 
 class _FactsOf(Dataset[ImageFacts]):
@@ -80,13 +80,13 @@ class _FactsOf(Dataset[ImageFacts]):
     def __getitem__(self, index: int) -> ImageFacts:
         try:
             image = open_image(self._source, index, self._max_pixels, channels=self._channels)
-            found = _facts_of_values(image.values())
+            facts = _facts_of_values(image.values())
         except UnreadableImage as error:
             return ImageFacts(index, problem=error.reason)
         mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
         mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
-        own = range_at(self._source, index, None)
-        return ImageFacts(index, image.width, image.height, mode, form, own_range=own, **found)
+        source_range = range_at(self._source, index, None)
+        return ImageFacts(index, image.width, image.height, mode, form, own_range=source_range, **facts)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -130,8 +130,9 @@ def advise_normalization(measured: Normalization, used: Normalization, is_given:
     """
     if len(measured.mean) != 3 and not is_given:
         return f"give these: the default is the average of ImageNet's, {used.mean[0]:.3g} and {used.std[0]:.3g}"
-    (mean, std), (own_mean, own_std) = ((np.array(one.mean), np.array(one.std)) for one in (used, measured))
-    far = (np.abs(own_mean - mean) / std).max() > _FAR or np.abs(np.log(own_std / std)).max() > math.log(1 + _FAR)
+    mean, std = np.array(used.mean), np.array(used.std)
+    far_mean = (np.abs(np.array(measured.mean) - mean) / std).max() > _FAR
+    far = far_mean or np.abs(np.log(np.array(measured.std) / std)).max() > math.log(1 + _FAR)
     which = "those of the recipe" if is_given else "the default"
     return f"give these: they are far from {which} ({used})" if far else f"near {which}, which will do"
 
@@ -161,11 +162,11 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
 
 def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
     """Numbers of images by type of the stored values, and the extremes of types deeper than uint8."""
-    found: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
-    for name in found.keys() - {"uint8"}:
+    by_type: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
+    for name in by_type.keys() - {"uint8"}:
         some = [fact for fact in good if fact.type == name]
-        found[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
-    return found
+        by_type[name] |= {"min": min(fact.low for fact in some), "max": max(fact.high for fact in some)}
+    return by_type
 
 
 def _classes(source: Source) -> dict[str, Any] | None:
@@ -194,9 +195,9 @@ def _counts(values: Iterator[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
 
 
-def report(found: dict[str, Any]) -> str:
+def report(statistics: dict[str, Any]) -> str:
     """Text for a terminal: what `summarize` found, with source, root, value_range, misfits, sheet."""
-    return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(found))
+    return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(statistics))
 
 
 def _channel_flags(channels: dict[str, Any]) -> str:
@@ -204,23 +205,23 @@ def _channel_flags(channels: dict[str, Any]) -> str:
     return " ".join(f"--data.{name} {','.join(f'{value:g}' for value in channels[name])}" for name in ("mean", "std"))
 
 
-def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Lines of the text, each with its heading, or ""."""
-    yield "images", f"{found['images']:,} in {found['root'] or found['source']}"
-    if found["looked_at"] < found["images"]:
-        yield "looked at", f"{found['looked_at']:,} of them, drawn at random (--sample 0: all)"
-    yield from _class_lines(found["classes"])
-    yield from _unreadable_lines(found)
-    yield "size", ", ".join(f"{side} {_range_text(found[side])}" for side in ("width", "height")) + " px"
-    yield "formats", _shares(found["formats"])
-    yield "modes", _shares(found["modes"])
-    yield from _value_lines(found)
-    if found["channels"]:
-        yield "channels", _channel_flags(found["channels"])
-        yield "", found["channels"]["advice"]
-    yield "sheet", found["sheet"]
-    if found["shown"]:
-        yield "", f"shown: {found['shown']}"
+    yield "images", f"{statistics['images']:,} in {statistics['root'] or statistics['source']}"
+    if statistics["looked_at"] < statistics["images"]:
+        yield "looked at", f"{statistics['looked_at']:,} of them, drawn at random (--sample 0: all)"
+    yield from _class_lines(statistics["classes"])
+    yield from _unreadable_lines(statistics)
+    yield "size", ", ".join(f"{side} {_range_text(statistics[side])}" for side in ("width", "height")) + " px"
+    yield "formats", _shares(statistics["formats"])
+    yield "modes", _shares(statistics["modes"])
+    yield from _value_lines(statistics)
+    if statistics["channels"]:
+        yield "channels", _channel_flags(statistics["channels"])
+        yield "", statistics["channels"]["advice"]
+    yield "sheet", statistics["sheet"]
+    if statistics["shown"]:
+        yield "", f"shown: {statistics['shown']}"
 
 
 def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
@@ -239,21 +240,21 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield "", "smallest " + ", ".join(f"{name} {count:,}" for name, count in counts[-5:])
 
 
-def _value_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _value_lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Lines on values of images, if some are deeper than 8 bits."""
-    deep = {name: each for name, each in found["values"].items() if "min" in each}
+    deep = {name: each for name, each in statistics["values"].items() if "min" in each}
     for number, (name, each) in enumerate(deep.items()):
         span = f"{each['min']:.10g} to {each['max']:.10g}"
         yield "" if number else "values", f"{name} in {each['images']:,}: {span}"
     if deep:
-        yield "", found["value_range"]
-    for number, words in enumerate(found["misfits"]):
+        yield "", statistics["value_range"]
+    for number, words in enumerate(statistics["misfits"]):
         yield "" if deep or number else "values", words
 
 
-def _unreadable_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    bad = found["unreadable"]
-    share = f" ({bad['count'] / found['looked_at']:.2%})" if bad["count"] else ""
+def _unreadable_lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    bad = statistics["unreadable"]
+    share = f" ({bad['count'] / statistics['looked_at']:.2%})" if bad["count"] else ""
     yield "unreadable", f"{bad['count']:,}{share}"
     for file in bad["files"][:_NAMED]:
         yield "", f"{file['name']} ({file['reason']})"

@@ -6,10 +6,8 @@ with the images, and what was done before an interruption is not done again.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from dino_ds.basics.durable import why_not_writable
 from dino_ds.basics.text_file import is_url
 from dino_ds.errors import ConfigError, DataError
+from dino_ds.options.definition import Result
 from dino_ds.options.model import EmbedOptions
 
 if TYPE_CHECKING:
@@ -31,49 +30,34 @@ _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
 
 def check(options: EmbedOptions) -> None:
     """Refuse options that are wrong without a look at images or weights. Raises ConfigError."""
-    place = Path(os.path.expanduser(options.out))
-    if place.suffix not in _ENDINGS:
-        raise ConfigError(f"--out {place} must end in {', '.join(_ENDINGS)}: the ending says what is written")
-    if options.what == "patches" and place.suffix == ".csv":
+    path = Path(os.path.expanduser(options.out))
+    if path.suffix not in _ENDINGS:
+        raise ConfigError(f"--out {path} must end in {', '.join(_ENDINGS)}: the ending says what is written")
+    if options.what == "patches" and path.suffix == ".csv":
         raise ConfigError("--what patches gives a map an image, which no .csv holds: write .npy, .pt or .parquet")
-    for file in _files_of(place):
-        if file.exists() and not _parts_of(place).is_dir():
+    for file in _files_of(path):
+        if file.exists() and not _parts_of(path).is_dir():
             raise ConfigError(f"{file} is there already: remove it, or name another file with --out")
-    if reason := why_not_writable(place):
-        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
-    if place.suffix == ".parquet":
+    if reason := why_not_writable(path):
+        raise ConfigError(f"{path} can't be written: {reason}; fix --out")
+    if path.suffix == ".parquet":
         from dino_ds.data.parquet import import_parquet
 
         import_parquet()
 
 
-def _files_of(place: Path) -> tuple[Path, ...]:
+def _files_of(path: Path) -> tuple[Path, ...]:
     """All files of an embedding: beside it what it was made of, and the names of an array's rows."""
-    return (*[place.with_suffix(".csv")] * (place.suffix == ".npy"), place.with_name(f"{place.name}.json"), place)
+    return (*[path.with_suffix(".csv")] * (path.suffix == ".npy"), path.with_name(f"{path.name}.json"), path)
 
 
-def _parts_of(place: Path) -> Path:
+def _parts_of(path: Path) -> Path:
     """The folder that is there until an embedding is whole: the same command goes on with its parts."""
-    return place.with_name(f"{place.name}.parts")
+    return path.with_name(f"{path.name}.parts")
 
 
-def run(options: EmbedOptions) -> None:
-    """Write the file and print what it is; every rank calls it."""
-    from dino_ds.engine import distributed
-
-    facts = write(options)
-    if distributed.rank():
-        return
-    if options.json:
-        print(json.dumps(facts))
-        return
-    for note in facts["notes"]:
-        print(note, file=sys.stderr)
-    print(f"{facts['out']}: {' x '.join(map(str, facts['shape']))} {facts['dtype']}; rows as {facts['first']}, ...")
-
-
-def write(options: EmbedOptions) -> dict[str, Any]:
-    """Write the file, and return its description; every rank calls it. Raises UserError.
+def run(options: EmbedOptions) -> Result:
+    """Write the file; its description. Every rank calls it. Raises UserError.
 
     Rows are in the order of the source's images, a folder's by their sorted paths; an image that can't be read has a
     row of NaN and is named.
@@ -97,8 +81,8 @@ def write(options: EmbedOptions) -> dict[str, Any]:
         source = find_images(options.model, options.source, options.root)
         shape = _shape(model, options.what, size)
     value_range, notes = range_for(model, [source])
-    place = Path(os.path.expanduser(options.out))
-    parts = Parts(_parts_of(place), len(source), shape, "float16" if options.half else "float32")
+    path = Path(os.path.expanduser(options.out))
+    parts = Parts(_parts_of(path), len(source), shape, "float16" if options.half else "float32")
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             facts = facts_of_network(model, options.what, size, value_range)
@@ -108,32 +92,29 @@ def write(options: EmbedOptions) -> dict[str, Any]:
     reading = Reading(crop, options.workers, value_range, options.batch, progress="embed", channels=crop.channels)
     with distributed.raise_on_all_ranks():
         mine = parts.write(describing(model, options.what), source, reading)
-    found = distributed.gather_objects(mine)
-    bad, damaged = ([text for texts in each for text in texts] for each in zip(*found, strict=True))
+    gathered = distributed.gather_objects(mine)
+    bad, damaged = ([text for texts in each for text in texts] for each in zip(*gathered, strict=True))
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             if len(bad) == len(source):
                 shutil.rmtree(parts.folder, ignore_errors=True)
                 raise DataError(f"none of {len(source)} images can be read, such as {bad[0]}")
-            put_together(place, _files_of(place), parts, source, _origin(options))
+            put_together(path, _files_of(path), parts, source, _origin(options))
     more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
     unread = f"{len(bad)} images can't be read, their rows are NaN: {', '.join(bad[:5])}{more}" if bad else ""
-    return {
-        "out": str(place),
-        "shape": [parts.images, *parts.shape],
-        "dtype": parts.dtype,
-        "first": source.name(0),
-        "notes": [note for note in (*getattr(source, "notes", ()), *notes, *damaged, unread) if note],
-    }
+    notes = [note for note in (*getattr(source, "notes", ()), *notes, *damaged, unread) if note]
+    facts = {"out": str(path), "shape": [parts.images, *parts.shape], "dtype": parts.dtype, "first": source.name(0)}
+    page = f"{path}: {' x '.join(map(str, facts['shape']))} {parts.dtype}; rows as {facts['first']}, ..."
+    return Result({**facts, "notes": notes}, page, notes)
 
 
-def facts_of_network(model: Backbone, what: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
+def facts_of_network(model: Backbone, kind: str, size: int, value_range: ValueRange | None) -> dict[str, Any]:
     """The settings that an embedding depends on, as JSON: the network and how its input is made, without the images."""
     from dino_ds.weights.frozen import digest
 
     network = model.network
     return {
-        "what": what,
+        "what": kind,
         "size": size,
         "weights": digest(network.state_dict()),
         "network": {**vars(network.spec), **vars(getattr(network, "options", SimpleNamespace()))},
@@ -156,24 +137,24 @@ def _origin(options: EmbedOptions) -> dict[str, str | None]:
     }
 
 
-def _shape(model: Backbone, what: str, size: int) -> tuple[int, ...]:
+def _shape(model: Backbone, kind: str, size: int) -> tuple[int, ...]:
     """The shape of one row. Raises ConfigError for patches of a network that gives none."""
-    if what == "cls":
+    if kind == "cls":
         return (model.width,)
     if not model.has_patches:
-        raise ConfigError(f"--what {what}: {model.source} gives no features of patches; take --what cls")
+        raise ConfigError(f"--what {kind}: {model.source} gives no features of patches; take --what cls")
     import torch
 
     device = next(model.network.parameters()).device
     channels = model.network.spec.in_chans
     grid = tuple(model.patch_tokens(torch.zeros(1, channels, size, size, device=device)).shape[1:])
-    return grid if what == "patches" else grid[-1:]
+    return grid if kind == "patches" else grid[-1:]
 
 
-def describing(model: Backbone, what: str) -> Callable[[Tensor], Tensor]:
+def describing(model: Backbone, kind: str) -> Callable[[Tensor], Tensor]:
     """Images (b, c, h, w) -> (b, *shape)."""
-    if what == "cls":
+    if kind == "cls":
         return model.features
-    if what == "patches":
+    if kind == "patches":
         return model.patch_tokens
     return lambda images: model.patch_tokens(images).mean(dim=(1, 2))

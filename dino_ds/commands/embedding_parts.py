@@ -130,17 +130,19 @@ class Parts:
             left, seen = list(missing), 0
             rows, bad = self._empty(left), list[str]()
             for crops, places, unreadable in batches:
-                with torch.no_grad():
-                    found = describe(crops.to(device())).float().cpu().numpy().astype(self.dtype) if len(crops) else ()
-                read = dict(zip(places[:, 0].tolist(), found, strict=True))
+                features: Any = ()
+                if len(crops):
+                    with torch.no_grad():
+                        features = describe(crops.to(device())).float().cpu().numpy().astype(self.dtype)
+                read = dict(zip(places[:, 0].tolist(), features, strict=True))
                 names = iter(unreadable)
-                for place in range(seen, min(seen + reading.batch, len(indices))):
+                for position in range(seen, min(seen + reading.batch, len(indices))):
                     part = left[0]
-                    if place in read:
-                        rows[indices[place] - self._rows(part).start] = read[place]
+                    if position in read:
+                        rows[indices[position] - self._rows(part).start] = read[position]
                     else:
                         bad.append(next(names))
-                    if indices[place] == self._rows(part).stop - 1:
+                    if indices[position] == self._rows(part).stop - 1:
                         yield left.pop(0), rows, bad
                         rows, bad = self._empty(left), []
                 seen += reading.batch
@@ -170,29 +172,29 @@ class Parts:
 
 
 def put_together(
-    place: Path, files: Sequence[Path], parts: Parts, source: Source, origin: dict[str, str | None]
+    path: Path, files: Sequence[Path], parts: Parts, source: Source, origin: dict[str, str | None]
 ) -> None:
-    """Write `files`, `place` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
+    """Write `files`, `path` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
 
     The .json among them has all that the rows depend on, the `origin` of it, and checksums of the others.
 
     They are made in the folder of the parts: whenever the command was killed, the same one makes them again.
     """
-    write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[place.suffix]
+    write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[path.suffix]
     made = {parts.folder / f"written{file.suffix}": file for file in files}
     try:
-        write(parts.folder / f"written{place.suffix}", parts, source)
+        write(parts.folder / f"written{path.suffix}", parts, source)
         sums = {file.suffix: vars(checksum(made_as)) for made_as, file in made.items() if file.suffix != ".json"}
         about = {**read_object(parts.about), "origin": origin, "files": sums}
         (parts.folder / "written.json").write_text(json.dumps(about, indent=1))
         for file, final in made.items():
             sync(file)
             put_in_place(file, final)
-        discarded = place.with_name(f".{parts.folder.name}"[:255])
+        discarded = path.with_name(f".{parts.folder.name}"[:255])
         shutil.rmtree(discarded, ignore_errors=True)
         os.replace(parts.folder, discarded)  # at once: half a folder would be taken for one to go on with
     except OSError as error:
-        raise unwritable(place, error, "out") from None
+        raise unwritable(path, error, "out") from None
     shutil.rmtree(discarded, ignore_errors=True)
 
 
@@ -202,23 +204,23 @@ def _label_of(source: Source, index: int) -> tuple[int, str]:
     return label, source.classes[label] if source.classes and label >= 0 else ""
 
 
-def _write_npy(place: Path, parts: Parts, source: Source) -> None:
+def _write_npy(path: Path, parts: Parts, source: Source) -> None:
     """Write the array, and next to it a .csv with name, label and class of every row."""
-    with place.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(("name", "label", "class"))
         lines.writerows((source.name(i), *_label_of(source, i)) for i in range(parts.images))
-    _fill(place, parts)
+    _fill(path, parts)
 
 
 def _fill(path: Path, parts: Parts) -> None:
     whole = np.lib.format.open_memmap(path, "w+", parts.dtype, (parts.images, *parts.shape))
-    for rows, found in parts:
-        whole[rows.start : rows.stop] = found
+    for rows, features in parts:
+        whole[rows.start : rows.stop] = features
     whole.flush()
 
 
-def _write_pt(place: Path, parts: Parts, source: Source) -> None:
+def _write_pt(path: Path, parts: Parts, source: Source) -> None:
     """torch.load gives {"features": (n, ...), "names", "labels", "classes"}."""
     about = {
         "names": [source.name(i) for i in range(parts.images)],
@@ -227,19 +229,19 @@ def _write_pt(place: Path, parts: Parts, source: Source) -> None:
     }
     array = parts.folder / "whole.npy"
     _fill(array, parts)
-    torch.save({"features": torch.from_numpy(np.load(array, mmap_mode="r+")), **about}, place)
+    torch.save({"features": torch.from_numpy(np.load(array, mmap_mode="r+")), **about}, path)
 
 
-def _write_csv(place: Path, parts: Parts, source: Source) -> None:
-    with place.open("w", newline="", encoding="utf-8") as file:
+def _write_csv(path: Path, parts: Parts, source: Source) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(("name", "label", "class", *(f"f{i}" for i in range(parts.shape[0]))))
-        for rows, found in parts:
-            for index, row in zip(rows, found, strict=True):
+        for rows, features in parts:
+            for index, row in zip(rows, features, strict=True):
                 lines.writerow((source.name(index), *_label_of(source, index), *row.tolist()))
 
 
-def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
+def _write_parquet(path: Path, parts: Parts, source: Source) -> None:
     """Write columns name, label, class and features, a row group for each part.
 
     Maps are flat, and the metadata of the file has their shape.
@@ -250,9 +252,9 @@ def _write_parquet(place: Path, parts: Parts, source: Source) -> None:
     kind = pyarrow.list_(pyarrow.from_numpy_dtype(np.dtype(parts.dtype)), math.prod(parts.shape))
     fields = [("name", pyarrow.string()), ("label", pyarrow.int64()), ("class", pyarrow.string()), ("features", kind)]
     schema = pyarrow.schema(fields, metadata={"shape": json.dumps(list(parts.shape))})
-    with parquet.ParquetWriter(place, schema) as writer:
-        for rows, found in parts:
+    with parquet.ParquetWriter(path, schema) as writer:
+        for rows, vectors in parts:
             labels = [_label_of(source, i) for i in rows]
-            features = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(found.reshape(-1)), type=kind)
-            columns = [[source.name(i) for i in rows], [one for one, _ in labels], [name for _, name in labels]]
+            features = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), type=kind)
+            columns = [[source.name(i) for i in rows], [label for label, _ in labels], [name for _, name in labels]]
             writer.write_table(pyarrow.table([*columns, features], schema=schema))

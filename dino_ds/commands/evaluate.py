@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -30,9 +27,10 @@ from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.model_images import range_for, recipe_of
 from dino_ds.evals.results import RESULTS, as_json, name_images, write_results
 from dino_ds.evals.suite import describe_result, evaluate, preflight_eval
+from dino_ds.options.definition import Result
 from dino_ds.options.model import EvalOptions
 from dino_ds.planning.measure.host import describe_host, host_line
-from dino_ds.weights.load import Backbone, load
+from dino_ds.weights.load import load
 
 _OF_IMAGES = tuple(name for name in EVALUATIONS if name not in BENCHMARKS)
 _CONCERNS = {
@@ -44,30 +42,10 @@ _CONCERNS = {
 """Option -> the evaluations that it changes something of; others are of all."""
 
 
-class Evaluated(NamedTuple):
-    """Results and notes on rank 0, at the end or where an evaluation has failed."""
-
-    results: dict[str, Any]
-    context: EvalContext
-    backbone: Backbone
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        about = {"model": self.backbone.source, "seconds": round(self.seconds, 1), "host": describe_host()}
-        results = as_json(self.results)
-        metrics = {metric: value for result in results.values() for metric, value in result["results"].items()}
-        return {**about, "metrics": metrics, "results": results}
-
-
-def run(options: EvalOptions) -> None:
-    """Evaluate, and print the results."""
-    run_evals(options, lambda found: print(json.dumps(found.to_json())) if options.json else _show(found))
-
-
-def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None:
+def run(options: EvalOptions) -> Result:
     """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is there.
 
-    On rank 0 `show` gets the results, also those before one that fails. Raises ConfigError, DataError, CheckpointError.
+    The result has those before an evaluation that fails, and its error. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
     init_distributed()
@@ -88,18 +66,22 @@ def run_evals(options: EvalOptions, show: Callable[[Evaluated], object]) -> None
         value_range, notes = range_for(backbone, sources)
         context.note([*notes, *note_on_shared(of_images, *context.sources, "--test_root")])
         context.settings = replace(settings, value_range=value_range)
-    results: dict[str, Any] = {}
+    results, failure = dict[str, Any](), None
     try:
         for name in tqdm(options.evals, "evaluations", leave=False, disable=distributed.hidden_bar()):
             results[name] = _timed(name, context, backbone.about, options)
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, options.model, options.out)
-    finally:  # an evaluation that fails takes nothing from those before it
-        if distributed.rank() == 0 and results:
-            for note in context.notes:
-                print(note, file=sys.stderr)
-            show(Evaluated(results, context, backbone, time.monotonic() - began))
+    except BaseException as error:  # an evaluation that fails takes nothing from those before it
+        if not results:
+            raise
+        failure = error
+    seconds, values = time.monotonic() - began, as_json(results)
+    metrics = {metric: value for result in values.values() for metric, value in result["results"].items()}
+    about = {"model": backbone.source, "seconds": round(seconds, 1), "host": describe_host()}
+    page = _page(results, context, backbone.source, seconds)
+    return Result({**about, "metrics": metrics, "results": values}, page, context.notes, error=failure)
 
 
 def _check_unused(options: EvalOptions) -> None:
@@ -115,9 +97,9 @@ def _check_unused(options: EvalOptions) -> None:
 def _settings(options: EvalOptions) -> Settings:
     """The settings that are given; others have the defaults of Settings."""
     names = ("size", "temperature", "images", "workers")
-    given = {"ks": options.k, **{name: getattr(options, name) for name in names}}
-    given["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+    values = {"ks": options.k, **{name: getattr(options, name) for name in names}}
+    values["benchmark_root"] = Path(os.path.expanduser(options.benchmark_root)) if options.benchmark_root else None
+    return Settings(**{name: value for name, value in values.items() if value is not None})
 
 
 def _timed(name: str, context: EvalContext, about: dict[str, Any], options: EvalOptions) -> dict[str, Any]:
@@ -148,27 +130,25 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
 
 
 def _write(results: dict[str, Any], model: str, out: str | None) -> None:
-    for place in _places(model, out):
+    for path in _places(model, out):
         try:
-            write_results(place, results)
+            write_results(path, results)
         except (OSError, ValueError) as error:
-            raise _not_written(place, error) from None
+            raise _not_written(path, error) from None
 
 
 def _check_places(model: str, out: str | None) -> None:
     """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
-    places = _places(model, out)
-    for place in places:
+    paths = _places(model, out)
+    for path in paths:
         try:
-            found = read_object(place) if place.is_file() else {}
-            if out and place is places[0] and not found.keys() <= {*EVALUATIONS, *words_elsewhere("evaluations")}:
+            entries = read_object(path) if path.is_file() else {}
+            if out and path is paths[0] and not entries.keys() <= {*EVALUATIONS, *words_elsewhere("evaluations")}:
                 raise ValueError("it holds something else than results of dino-ds eval")
         except (OSError, ValueError) as error:
-            raise _not_written(place, error) from None
-        if place.is_dir() or not os.access(place.parent, os.W_OK | os.X_OK):
-            raise _not_written(
-                place, "it is a folder" if place.is_dir() else f"{place.parent} is not a writable folder"
-            )
+            raise _not_written(path, error) from None
+        if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise _not_written(path, "it is a folder" if path.is_dir() else f"{path.parent} is not a writable folder")
 
 
 def _places(model: str, out: str | None) -> list[Path]:
@@ -178,20 +158,18 @@ def _places(model: str, out: str | None) -> list[Path]:
     return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
 
 
-def _not_written(place: Path, reason: object) -> ConfigError:
-    or_else = "evaluate its teacher.safetensors, with --out" if place.name == RESULTS else "name another with --out"
-    return ConfigError(f"{place} can't be written: {reason}; fix it, or {or_else}")
+def _not_written(path: Path, reason: object) -> ConfigError:
+    or_else = "evaluate its teacher.safetensors, with --out" if path.name == RESULTS else "name another with --out"
+    return ConfigError(f"{path} can't be written: {reason}; fix it, or {or_else}")
 
 
-def _show(found: Evaluated) -> None:
-    results, context, backbone, seconds = found
+def _page(results: dict[str, Any], context: EvalContext, model: str, seconds: float) -> str:
     train, test = context.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
-    # Of the source, not of its features: rank 0 alone is here, and those may not have been wanted.
+    # Of the source, not of its features, which may not have been wanted.
     chance = [f"chance {100 / len(context.train_source.classes or ()):.1f} %"] if train else []
-    print(f"{backbone.source}: {', '.join(sets + chance) or 'images of a protocol'}")
+    lines = [f"{model}: {', '.join(sets + chance) or 'images of a protocol'}"]
     for name, result in results.items():
-        print(f"{name} ({result['seconds']:.1f} s)")
-        for key, value in result["results"].items():
-            print(f"  {key:<24}{short(value, 4):>10}")
-    print(f"{seconds:.1f} s; {host_line(describe_host())}")
+        lines.append(f"{name} ({result['seconds']:.1f} s)")
+        lines += [f"  {key:<24}{short(value, 4):>10}" for key, value in result["results"].items()]
+    return "\n".join([*lines, f"{seconds:.1f} s; {host_line(describe_host())}"])

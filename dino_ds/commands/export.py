@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.config.stages import Home, home_of
 from dino_ds.errors import ConfigError
 from dino_ds.evals.results import RESULTS, name_images, read_results
+from dino_ds.options.definition import Result
 from dino_ds.options.model import ExportOptions
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def check(options: ExportOptions) -> None:
         _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
 
 
-def run(options: ExportOptions) -> None:
+def run(options: ExportOptions) -> Result:
     """Write `model` as `format`, a key of FORMATS, to `out`.
 
     Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
@@ -40,45 +40,44 @@ def run(options: ExportOptions) -> None:
     source = Path(os.path.expanduser(options.model))
     home = home_of(options.model)
     default = home.place("teacher", ending) if source.is_dir() else source.with_name(source.stem + ending)
-    place = Path(os.path.expanduser(options.out)) if options.out else default
-    _check_place(source, options.format, place)
+    path = Path(os.path.expanduser(options.out)) if options.out else default
+    _check_place(source, options.format, path)
     backbone = load(options.model, heads=options.heads, backbone=options.backbone)
     if options.adapters is not None:
         backbone.add_adapters(options.adapters)
     backbone.about |= _results(home)
-    how, notes = write(backbone, place), [*backbone.notes]
+    how, notes = write(backbone, path), [*backbone.notes]
     eps = backbone.vit.arch.norm_eps if backbone.is_vit else 1e-6
     if eps != 1e-6 and options.format in ("safetensors", "timm"):
         notes.append(f"LayerNorm's epsilon is {eps:g} in these weights, and 1e-6 in timm's networks")
-    notes += _notes_on_images(backbone, options.format, place)
-    if options.json:
-        print(json.dumps({"format": options.format, "out": str(place), "load": how, "notes": notes}))
-    else:
-        print("\n".join([str(place), f"load it: {how}", *(f"note: {note}" for note in notes)]))
+    notes += _notes_on_images(backbone, options.format, path)
+    facts = {"format": options.format, "out": str(path), "load": how, "notes": notes}
+    return Result(facts, "\n".join([str(path), f"load it: {how}", *(f"note: {note}" for note in notes)]))
 
 
-def _notes_on_images(model: Backbone, format: str, place: Path) -> list[str]:
+def _notes_on_images(model: Backbone, format: str, path: Path) -> list[str]:
     """A note on preparing images if the program that loads the export does not, or does it in another way."""
     if format == "timm":
         return [
             f"timm and transformers enlarge and cut images whose shorter side is {model.image_size} pixels or less, "
             "which dino_ds leaves uncut: for such images set crop_pct to 1"
         ]
-    return [] if format in _OURS else [f"prepare images with {model.normalization}, as {sidecar_of(place)} says"]
+    return [] if format in _OURS else [f"prepare images with {model.normalization}, as {sidecar_of(path)} says"]
 
 
-def _check_place(source: Path, format: str, place: Path) -> None:
-    if any(own.exists() and place.exists() and place.samefile(own) for own in (source, source / "teacher.safetensors")):
-        raise ConfigError(f"{place} is what is to be exported: name another file with --out")
-    if format in _OURS and place.suffix != ".safetensors":
-        raise ConfigError(f"--out {place} does not end in .safetensors, by which such a file is known: name it so")
+def _check_place(source: Path, format: str, path: Path) -> None:
+    exported = [file for file in (source, source / "teacher.safetensors") if file.exists()]
+    if path.exists() and any(map(path.samefile, exported)):
+        raise ConfigError(f"{path} is what is to be exported: name another file with --out")
+    if format in _OURS and path.suffix != ".safetensors":
+        raise ConfigError(f"--out {path} does not end in .safetensors, by which such a file is known: name it so")
     # What an export that was killed leaves: a description, and weights that have not got their name.
-    is_left_over = not place.exists() and place.with_name(f"{place.name}.tmp").exists()
-    for made in (place,) if format == "timm" or is_left_over else (place, sidecar_of(place)):
+    is_left_over = not path.exists() and path.with_name(f"{path.name}.tmp").exists()
+    for made in (path,) if format == "timm" or is_left_over else (path, sidecar_of(path)):
         if made.exists():
             raise ConfigError(f"{made} is there already: remove it, or name another with --out")
-    if reason := why_not_writable(place):
-        raise ConfigError(f"{place} can't be written: {reason}; fix --out")
+    if reason := why_not_writable(path):
+        raise ConfigError(f"{path} can't be written: {reason}; fix --out")
 
 
 def _results(home: Home) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_ds.basics.durable import replace_file
 from dino_ds.errors import ConfigError, DataError, unwritable
+from dino_ds.options.definition import Result
 from dino_ds.options.model import FindOptions
 
 if TYPE_CHECKING:
@@ -27,15 +28,9 @@ class Found(NamedTuple):
     name: str
 
 
-def run(options: FindOptions) -> None:
-    """Write the list and the picture, and print the table."""
-    found, notes = find(options)
-    print("\n".join([*("\t".join((one.query, f"{one.cosine:.4f}", one.name)) for one in found), *notes]))
-
-
-def find(options: FindOptions) -> tuple[list[Found], list[str]]:
-    """The nearest images of each in `images`, nearest first, and notes; an image that is a row of features is not its
-    own neighbor. Raises UserError."""
+def run(options: FindOptions) -> Result:
+    """Write a list and a picture of the nearest images of each in `images`, nearest first; their table. An image that
+    is a row of features is not its own neighbor. Raises UserError."""
     import torch
 
     from dino_ds.commands.embedded import open_embedded
@@ -60,7 +55,10 @@ def find(options: FindOptions) -> tuple[list[Found], list[str]]:
         replace_file(Path(f"{stem}.png"), embedded.sheet(sheet))
     except OSError as error:
         raise unwritable(stem, error, "out") from None
-    return found, [*embedded.notes, f"{stem}{ending}, {stem}.png"]
+    files = [f"{stem}{ending}", f"{stem}.png"]
+    rows = ["\t".join((near.query, f"{near.cosine:.4f}", near.name)) for near in found]
+    facts = {"found": [near._asdict() for near in found], "files": files, "notes": embedded.notes}
+    return Result(facts, "\n".join([*rows, *embedded.notes, ", ".join(files)]), value=found)
 
 
 def _row_of(embedded: Embedded, image: str) -> int | str:

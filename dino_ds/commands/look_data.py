@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -43,6 +41,7 @@ from dino_ds.data.normalization import Normalization, how_visible, visible, with
 from dino_ds.data.sources import training_images
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import LookDataOptions
+from dino_ds.options.definition import Result
 
 GLOBAL_COLOR, LOCAL_COLOR = "#e8590c", "#1c7ed6"
 _LINE = 1.1
@@ -54,9 +53,9 @@ _ORIGINAL, _GLOBAL = 3, 2
 _NAME = 90
 
 
-def run(options: LookDataOptions, *, recipe: Recipe) -> None:
-    """Draw a sheet of `images` images with their crops in `out` (.png), and print statistics of `sample` images drawn
-    at random (0 = all).
+def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
+    """Draw a sheet of `images` images with their crops in `out` (.png); statistics of `sample` images drawn at random
+    (0 = all).
 
     The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
     Raises ConfigError for impossible arguments, DataError where there are no readable images.
@@ -71,18 +70,16 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> None:
         facts = [_unless_skipped(fact, channels) for fact in facts]
     facts, misfits = _unless_beyond(facts, source, recipe.data.known_range)
     about_values = {"value_range": words, "misfits": misfits}
-    found = _describe(facts, source, recipe) | about_values | {"shown": how_visible(channels)}
+    statistics = _describe(facts, source, recipe) | about_values | {"shown": how_visible(channels)}
     rows = list(islice(_seen(source, recipe), options.images))
     if not rows:
-        raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(found)}")
+        raise DataError(f"no image has model.in_chans {channels} channels; found are {_modes(statistics)}")
     few = [f"{len(rows)} images on the sheet, {options.images} were asked for"] if len(rows) < options.images else []
-    for note in (*getattr(source, "notes", ()), *few):
-        print(f"note: {note}", file=sys.stderr)
-    sheet = draw_sheet(rows, _title(recipe), found["shown"] and f"Shown: {found['shown']}")
+    sheet = draw_sheet(rows, _title(recipe), statistics["shown"] and f"Shown: {statistics['shown']}")
     with replacing(png) as path:
         sheet.savefig(path, format="png")
-    found["sheet"] = str(png)
-    print(json.dumps(found) if options.json else report(found))
+    statistics["sheet"] = str(png)
+    return Result(statistics, report(statistics), [f"note: {note}" for note in (*getattr(source, "notes", ()), *few)])
 
 
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
@@ -99,8 +96,8 @@ def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
         return recipe.model_copy(update={"data": data}), str(error)
 
 
-def _modes(found: dict[str, Any]) -> str:
-    return ", ".join(f"{images} of mode {mode}" for mode, images in found["modes"].items())
+def _modes(statistics: dict[str, Any]) -> str:
+    return ", ".join(f"{images} of mode {mode}" for mode, images in statistics["modes"].items())
 
 
 def _check(out: str) -> Path:
@@ -123,22 +120,22 @@ def _unless_beyond(
 ) -> tuple[list[ImageFacts], list[str]]:
     """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
     deep = {
-        place: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
-        for place, fact in enumerate(facts)
+        position: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
+        for position, fact in enumerate(facts)
         if fact.problem is None and fact.type != "uint8"
     }
     known = list(facts)
-    for place, image in deep.items():
+    for position, image in deep.items():
         if why := image.why_skipped(value_range):
-            known[place] = replace(facts[place], problem=why)
+            known[position] = replace(facts[position], problem=why)
     return known, find_misfits(list(deep.values()), value_range)
 
 
 def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[str, Any]:
     summary = summarize(facts, source)
     measured = measure_channels(facts, recipe.model.in_chans, recipe.data.known_range)
-    given = recipe.data.mean is not None
-    advice = advise_normalization(measured, Normalization.of(recipe), given) if measured else ""
+    is_given = recipe.data.mean is not None
+    advice = advise_normalization(measured, Normalization.of(recipe), is_given) if measured else ""
     return {
         "source": recipe.data.source,
         "root": recipe.data.place if recipe.data.mixture else recipe.data.root,
@@ -219,11 +216,11 @@ def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
         _draw_original(figure.add_subplot(grid[two_lines, :_ORIGINAL]), row)
         for crop, picture in enumerate(row.crops):
             left = _ORIGINAL + _GLOBAL * min(crop, large)
-            place = grid[two_lines, left : left + _GLOBAL]
+            cell = grid[two_lines, left : left + _GLOBAL]
             if crop >= large:
                 line, column = divmod(crop - large, small)
-                place = grid[2 * number + line, left + column]
-            axes = _show(figure.add_subplot(place), picture)
+                cell = grid[2 * number + line, left + column]
+            axes = _show(figure.add_subplot(cell), picture)
             _tag(axes, 0, 0, crop, row)
     _draw_title(figure, title, rows[0], height)
     figure.text(0.01, 0.15 / height, note, fontsize=9)

@@ -30,6 +30,7 @@ from dino_ds.data.workers import started, worker_options
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import ShardOptions
+from dino_ds.options.definition import Result
 
 _CHECKSUMS, _BAD, _PLAN = "checksums.sha256", "unreadable.txt", "shards.json"
 """Files beside the shards: a line for each finished shard, a line for each unreadable image, the images and options."""
@@ -44,7 +45,7 @@ _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
 
-def run(options: ShardOptions) -> None:
+def run(options: ShardOptions) -> Result:
     """Write the shards into `out`; the same command after an interruption continues where it stopped.
 
     Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
@@ -69,15 +70,15 @@ def run(options: ShardOptions) -> None:
     if len(bad) == len(images):
         raise DataError(f"none of {len(images)} images can be read, the first one {bad[0]}")
     count, seconds = len(images) - len(bad), time.monotonic() - begin
-    if options.json:
-        values = {"out": str(folder), "shards": len(shards.names), "images": count, "bytes": size}
-        print(json.dumps({**values, "unreadable": len(bad), "seconds": round(seconds, 3)}))
-        return
+    facts = {"out": str(folder), "shards": len(shards.names), "images": count, "bytes": size}
+    facts |= {"unreadable": len(bad), "seconds": round(seconds, 3)}
     number = "1 shard" if len(shards.names) == 1 else f"{len(shards.names)} shards"
-    print(f"{count} images in {number}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)")
+    lines = [f"{count} images in {number}, {size / 2**20:.1f} MiB, in {folder} ({seconds:.1f} s)"]
     if bad:
-        print(f"{len(bad)} images could not be read and are left out, such as {bad[0]}; all are in {folder / _BAD}")
-    print(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
+        left_out = f"{len(bad)} images could not be read and are left out, such as {bad[0]}"
+        lines.append(f"{left_out}; all are in {folder / _BAD}")
+    lines.append(f"to train on them: --data.root {folder}; to check them: cd {folder} && sha256sum -c {_CHECKSUMS}")
+    return Result(facts, "\n".join(lines))
 
 
 def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> None:
@@ -246,8 +247,8 @@ def _as_png(image: Image.Image | Any, name: str) -> bytes:
         image = pillow_values(image, 3, name)
     if isinstance(image, np.ndarray):
         if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-            what = f"{image.dtype} of shape {image.shape}"
-            raise DataError(f"{name} is an array of {what}; only RGB images of 8 bits can be put into shards")
+            array = f"{image.dtype} of shape {image.shape}"
+            raise DataError(f"{name} is an array of {array}; only RGB images of 8 bits can be put into shards")
         image = Image.fromarray(image)
     stream = io.BytesIO()
     image.save(stream, "PNG")

@@ -33,33 +33,33 @@ class Augmentation:
     vertical_flip: float = 0.0
     rotation: float = 0.0
 
-    def with_jitter(self, given: Sequence[float]) -> Augmentation:
+    def with_jitter(self, numbers: Sequence[float]) -> Augmentation:
         """This augmentation with one factor on its four strengths, or with four others. Raises ValueError."""
-        text = ",".join(f"{value:g}" for value in given)
-        if len(given) not in (1, len(JITTERED)):
+        text = ",".join(f"{value:g}" for value in numbers)
+        if len(numbers) not in (1, len(JITTERED)):
             raise ValueError(
-                f"jitter {text} has {len(given)} numbers: give one factor on the strengths of crops.augment (0 = none) "
-                f"or the strengths of {', '.join(JITTERED)}, such as 0.4,0.4,0.2,0.1"
+                f"jitter {text} has {len(numbers)} numbers: give one factor on the strengths of crops.augment (0 = "
+                f"none) or the strengths of {', '.join(JITTERED)}, such as 0.4,0.4,0.2,0.1"
             )
-        factors = [given[0] * getattr(self, name) for name in JITTERED]
-        strengths = dict(zip(JITTERED, factors if len(given) == 1 else given, strict=True))
+        factors = [numbers[0] * getattr(self, name) for name in JITTERED]
+        strengths = dict(zip(JITTERED, factors if len(numbers) == 1 else numbers, strict=True))
         for (name, strength), most in zip(strengths.items(), _MOST, strict=True):
             if not 0 <= strength <= most:
                 raise ValueError(f"jitter {text} makes the strength of {name} {strength:g}: it must be 0 to {most:g}")
         return replace(self, **strengths)
 
 
-def chances_by_kind(name: str, given: Sequence[float]) -> tuple[float, float, float]:
+def chances_by_kind(name: str, numbers: Sequence[float]) -> tuple[float, float, float]:
     """The three chances of an Augmentation, from one for every crop or from three. Raises ValueError."""
-    text = ",".join(f"{value:g}" for value in given)
-    if len(given) not in (1, 3):
+    text = ",".join(f"{value:g}" for value in numbers)
+    if len(numbers) not in (1, 3):
         raise ValueError(
-            f"{name} {text} has {len(given)} numbers: give one chance for every crop, or three, of the first global "
+            f"{name} {text} has {len(numbers)} numbers: give one chance for every crop, or three, of the first global "
             "crop, the second and the local ones"
         )
-    if not all(0 <= value <= 1 for value in given):
+    if not all(0 <= value <= 1 for value in numbers):
         raise ValueError(f"{name} {text} is not a chance: it must be 0 to 1")
-    first, second, local = given if len(given) == 3 else (*given, *given, *given)
+    first, second, local = numbers if len(numbers) == 3 else (*numbers, *numbers, *numbers)
     return first, second, local
 
 

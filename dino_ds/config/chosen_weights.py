@@ -35,11 +35,11 @@ WeightsName = Annotated[str, AfterValidator(_check_name)]
 def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
     """The path of the weights of a run that are meant: the run itself for its newest teacher, a checkpoint, or the file
     of the best teacher if no checkpoint of its step is there. Raises ConfigError, CheckpointError."""
-    place, home = os.fspath(model), home_of(os.fspath(model))
+    path, home = os.fspath(model), home_of(os.fspath(model))
     if _check_named(weights) == NEWEST:
-        return place
+        return path
     if not home.is_run or home.name:
-        raise ConfigError(f"--weights {weights} chooses among a run's teachers, and {place} is not a run folder")
+        raise ConfigError(f"--weights {weights} chooses among a run's teachers, and {path} is not a run folder")
     folder = _checkpoint(home.folder, step_of_weights(home.folder, weights))
     if folder.is_dir():
         return str(folder)
@@ -49,19 +49,19 @@ def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
     raise CheckpointError(f"{home.folder} has no checkpoint {folder.name}; found: {', '.join(there) or 'none'}")
 
 
-def missing_model(place: str) -> CheckpointError:
+def missing_model(model: str) -> CheckpointError:
     """The error of a model that is not there, with where it may be had or the nearest name."""
-    near = near_run(place) or f".{did_you_mean(place, BACKBONES)}"
+    near = near_run(model) or f".{did_you_mean(model, BACKBONES)}"
     return CheckpointError(
-        f"{one_line(place, 300)} does not exist; {weights_elsewhere(place) or f'give {MODEL_FORMS}{near}'}"
+        f"{one_line(model, 300)} does not exist; {weights_elsewhere(model) or f'give {MODEL_FORMS}{near}'}"
     )
 
 
-def check_model_path(place: str) -> None:
+def check_model_path(model: str) -> None:
     """Raises CheckpointError for a model that is not in the folder that it names, before torch is loaded."""
-    path = Path(os.path.expanduser(place))
-    if "/" in place and path.parent.is_dir() and not os.path.lexists(path):
-        raise missing_model(place)
+    path = Path(os.path.expanduser(model))
+    if "/" in model and path.parent.is_dir() and not os.path.lexists(path):
+        raise missing_model(model)
 
 
 def step_of_weights(run: Path, weights: str) -> int:
@@ -82,14 +82,14 @@ def step_of_weights(run: Path, weights: str) -> int:
         ) from None
 
 
-def step_to_begin_with(place: str, weights: str) -> int | None:
-    """The step of the checkpoint that a stage from `place` begins with, or None for the newest. Raises ConfigError,
+def step_to_begin_with(origin: str, weights: str) -> int | None:
+    """The step of the checkpoint that a stage from `origin` begins with, or None for the newest. Raises ConfigError,
     CheckpointError."""
-    run, step = split_origin(place)
+    run, step = split_origin(origin)
     if weights == NEWEST:
         return step
     if step is not None:
-        raise ConfigError(f"--from {place} and --weights {weights} both name a checkpoint: leave one out")
+        raise ConfigError(f"--from {origin} and --weights {weights} both name a checkpoint: leave one out")
     step = step_of_weights(run, weights)
     if weights == BEST and not _checkpoint(run, step).is_dir():
         raise CheckpointError(

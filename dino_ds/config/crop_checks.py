@@ -40,7 +40,7 @@ def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -
 
 def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: int) -> list[str]:
     """A problem where a masked crop would never hide a patch."""
-    size = min([one.global_size for one in several] or [crops.global_size])
+    size = min([resolution.global_size for resolution in several] or [crops.global_size])
     patches, (low, high) = (size // patch) ** 2, crops.mask_ratio
     if crops.mask == "none" or not patches or int(patches * high):
         return []

@@ -70,8 +70,9 @@ def wrong_key(section: str, key: str) -> str:
     return silent + (did_you_mean(name, beside) or did_you_mean(name, key_names()))
 
 
-def override(config: dict[str, Any], name: str, text: str) -> str | None:
-    """Write the key `name` of the command line into `config`; returns what is wrong with it, if anything."""
+def override(config: dict[str, Any], name: str, value: Any) -> str | None:
+    """Write `value`, text of a command line or a value of Python, under the dotted `name` into `config`; returns the
+    problem with it, if any."""
     *sections, leaf = name.split(".")
     prefix = ".".join(sections)
     if name not in key_names():
@@ -81,11 +82,11 @@ def override(config: dict[str, Any], name: str, text: str) -> str | None:
         target = target.setdefault(section, {})
         if not isinstance(target, dict):
             return f"{section} is not a section in the file"
-    words = {"true": True, "false": False}
     try:
-        target[leaf] = words[text.lower()] if text.lower() in words else json.loads(text)
+        is_word = isinstance(value, str) and value.lower() in ("true", "false")
+        target[leaf] = json.loads(value.lower() if is_word else value) if isinstance(value, str) else value
     except json.JSONDecodeError:
-        target[leaf] = text
+        target[leaf] = value
     return None
 
 

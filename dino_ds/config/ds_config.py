@@ -50,19 +50,19 @@ def find_ds_config(path: str) -> str:
     raise ConfigError(problem.replace(f"{_SHIPPED}/", ""))  # as it was typed: found from any folder
 
 
-def load_ds_config(path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON at `path` with `overrides` (dotted key without "ds." -> text), every key and type checked.
+def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON at `path` with `overrides` (dotted key without "ds." -> text or a value of Python), every key checked.
 
     Raises ConfigError with one line per problem.
     """
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
 
 
-def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
     config, problems = copy.deepcopy(config), list[str]()
-    for name, text in overrides.items():
-        if problem := override(config, name, text):
+    for name, value in overrides.items():
+        if problem := override(config, name, value):
             problems.append(f"--ds.{name}: {problem}")
     for name, problem in problems_of(config):
         where = f"--ds.{name}" if name in overrides else f"{path}: {name}" if name else path
@@ -154,9 +154,9 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     accumulation = config.get("gradient_accumulation_steps", "auto" if micro != "auto" else 1)
     if micro == "auto":
         accumulation = 1 if accumulation == "auto" else accumulation
-        known, what = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
+        known, product = world_size * accumulation, f"ranks {world_size} x accumulation {accumulation}"
     elif accumulation == "auto":
-        known, what = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
+        known, product = world_size * micro, f"ranks {world_size} x micro-batch {micro}"
     else:
         if micro * accumulation * world_size != global_batch:
             raise _disagreement(micro, accumulation, path, global_batch, world_size)
@@ -164,7 +164,7 @@ def _batches(config: dict[str, Any], path: str, global_batch: int, world_size: i
     if global_batch % known:
         below, above = global_batch // known * known, -(-global_batch // known) * known
         choices = " or ".join(f"--data.global_batch {size}" for size in (below, above) if size)
-        raise ConfigError(f"global batch {global_batch} is not a multiple of {what} = {known}; set {choices}")
+        raise ConfigError(f"global batch {global_batch} is not a multiple of {product} = {known}; set {choices}")
     quotient = global_batch // known
     return (quotient, accumulation) if micro == "auto" else (micro, quotient)
 

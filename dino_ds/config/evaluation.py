@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -22,7 +22,6 @@ from dino_ds.config.fields import (
 )
 from dino_ds.config.sections import DataSection
 
-KeepBest = Literal["auto", "none", "knn", "linear", "ridge", "retrieval_map", "rankme", "val_loss"]
 EVALUATION_OF: dict[str, str] = {
     "knn": "knn",
     "linear": "linear",
@@ -33,6 +32,11 @@ EVALUATION_OF: dict[str, str] = {
 """The evaluation that gives each metric by which teachers are compared; the held-out loss is none of them."""
 VAL_LOSS = "val_loss"
 """The metric of which less is better."""
+_KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
+if TYPE_CHECKING:
+    KeepBest = str
+else:
+    KeepBest = Literal[_KEEP_BEST]
 
 
 def _parse_evaluation_count(value: object) -> object:

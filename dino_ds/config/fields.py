@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
 from pydantic_core.core_schema import ValidationInfo
@@ -203,10 +203,25 @@ def _once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(parts))
 
 
-Benchmark = Literal["oxford", "paris", "davis"]
-Evaluation = Literal["knn", "linear", "ridge", "retrieval", "statistics", Benchmark]
-BENCHMARKS: tuple[str, ...] = get_args(Benchmark)
-EVALUATIONS: tuple[str, ...] = get_args(Evaluation)
+BENCHMARKS = {
+    "oxford": "evals.landmarks:oxford",
+    "paris": "evals.landmarks:paris",
+    "davis": "evals.davis:davis",
+}
+"""Evaluations on images of their own, as EVALUATIONS has them."""
+EVALUATIONS = {
+    "knn": "evals.suite:knn",
+    "linear": "evals.suite:linear",
+    "ridge": "evals.suite:ridge",
+    "retrieval": "evals.suite:retrieval",
+    "statistics": "evals.suite:statistics",
+    **BENCHMARKS,
+}
+"""Evaluations by name -> MODULE:FUNCTION of dino_ds, from an EvalContext to numbers; a new one is a line here."""
+if TYPE_CHECKING:
+    Evaluation = str
+else:
+    Evaluation = Literal[tuple(EVALUATIONS)]
 
 
 def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:

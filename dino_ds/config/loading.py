@@ -84,8 +84,8 @@ class _Settings:
             self.invalid.add(name.split(".")[0])
 
 
-def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[str] | None = None) -> Recipe:
-    """Load the recipe `config` with `overrides` (dotted key -> text).
+def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[str] | None = None) -> Recipe:
+    """Load the recipe `config` with `overrides` (dotted key -> text, or a value of Python).
 
     config: a shipped name, a YAML path, several of them with commas between, where each one's keys replace those of the
     ones before, or None for the defaults. `notes` gets a line for what a recipe sets and another backbone has no use
@@ -98,7 +98,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, str], notes: list[st
     return recipe
 
 
-def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | None = None) -> Recipe:
+def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
     """Change `recipe` by the keys of `config` and by `overrides`, both as `load_recipe` has them.
 
     Raises ConfigError with one line per problem.
@@ -108,7 +108,7 @@ def change_recipe(recipe: Recipe, overrides: Mapping[str, str], config: str | No
     return _validate(replace(changes, values=values | changes.values))
 
 
-def keys_set_by(config: str | None, overrides: Mapping[str, str]) -> frozenset[str]:
+def keys_set_by(config: str | None, overrides: Mapping[str, Any]) -> frozenset[str]:
     """The dotted names of the keys that a recipe and overrides set. Raises ConfigError as `load_recipe` does."""
     settings = _collect(config, overrides)
     if settings.problems:
@@ -121,7 +121,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.dump(recipe.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def write_recipe(path: str, config: str | None, overrides: Mapping[str, str]) -> None:
+def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
     """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning.
 
     Raises ConfigError, also for a file that is there.
@@ -149,7 +149,7 @@ def recipe_options() -> list[Option]:
     return [*options_of(Recipe).values()]
 
 
-def _collect(config: str | None, overrides: Mapping[str, str]) -> _Settings:
+def _collect(config: str | None, overrides: Mapping[str, Any]) -> _Settings:
     """Gather what the files of `config`, in their order, and then `overrides` set. Raises ConfigError for a file that
     can't be read."""
     settings = _Settings()
@@ -159,14 +159,15 @@ def _collect(config: str | None, overrides: Mapping[str, str]) -> _Settings:
     return settings
 
 
-def _read_overrides(overrides: Mapping[str, str], settings: _Settings) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, its text, or None for a word that unsets it) of known names; refuse the others."""
+def _read_overrides(overrides: Mapping[str, Any], settings: _Settings) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, its value, or None for a word that unsets it) of known names; refuse the others."""
     options = options_of(Recipe)
-    for name, text in overrides.items():
+    for name, value in overrides.items():
         if name not in options:
             settings.refuse(name, "--")
         else:
-            yield name, None if text.strip().lower() in NONE_WORDS and options[name].takes_none else text
+            is_none_word = isinstance(value, str) and value.strip().lower() in NONE_WORDS
+            yield name, None if is_none_word and options[name].takes_none else value
 
 
 def unknown_key(name: str) -> str:

@@ -74,15 +74,15 @@ def _split(value: object) -> object:
         return tuple(f"{place}={share}" for place, share in value.items())
     if not isinstance(value, str):
         return value
-    found, begin = [], 0
+    entries, begin = [], 0
     while begin < len(value):
         match = _ENTRY.match(value, begin)
         if match is None:
-            found.append(value[begin:])
+            entries.append(value[begin:])
             break
-        found.append(match[0].strip().removesuffix(","))
+        entries.append(match[0].strip().removesuffix(","))
         begin = match.end()
-    return tuple(found)
+    return tuple(entries)
 
 
 def _few(texts: tuple[str, ...]) -> tuple[str, ...]:

@@ -62,9 +62,9 @@ def _from_json(text: str) -> object:
     """Raises ValueError for a key that is given twice, and for NaN and infinities, which are not JSON."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        if len(found := dict(pairs)) < len(pairs):
+        if len(mapping := dict(pairs)) < len(pairs):
             raise ValueError
-        return found
+        return mapping
 
     def refuse(word: str) -> NoReturn:
         raise ValueError(word)
@@ -143,8 +143,8 @@ class ModelSection(Section):
             raise ValueError("model.arguments may not have drop_path_rate: it is model.drop_path")
         for key in keys_not_obeyed(spec):
             if (value := getattr(self, key)) != ModelSection.model_fields[key].default:
-                own = f"model.{key} {value} is for {_NOT_OF_ALL[key]}"
-                raise ValueError(f"{own}: {self.backbone} has no use for it; leave it out")
+                why = f"is for {_NOT_OF_ALL[key]}: {self.backbone} has no use for it"
+                raise ValueError(f"model.{key} {value} {why}; leave it out")
         if problem := self.spec().problem:
             raise ValueError(problem)
         return self

@@ -172,7 +172,7 @@ class Recipe(Section):
         """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""
         if self.teacher.distill is not None and self.teacher.taught_by == EMA:
             distill = f"teacher.distill {self.teacher.distill}"
-            raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.from RUN), or set it none")
+            raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.source RUN), or set it none")
 
     def _length_problems(self) -> list[str]:
         if self.stage_start == "continue" or self.length.begin:

@@ -230,9 +230,9 @@ def problem_lines(error: ValidationError, values: Mapping[str, tuple[Any, str]])
     return [line for problem in error.errors() for line in _lines(problem, values)]
 
 
-def _lines(problem: Any, given: Mapping[str, tuple[Any, str]]) -> list[str]:
+def _lines(problem: Any, values: Mapping[str, tuple[Any, str]]) -> list[str]:
     name = ".".join(part for part in problem["loc"] if isinstance(part, str))
-    origin = given[name][1] if name in given else None
+    origin = values[name][1] if name in values else None
     where = f"{origin}: {name}: " if origin else f"{name}: " if name else ""
     where = f"--{name}: " if origin == COMMAND_LINE else where
     return [where + line for line in _say(problem).splitlines()]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dino_ds.basics.names import BEST_TEACHER, nearest, suggestion
 from dino_ds.config.begun_with import Origin, own_recipe
@@ -32,15 +32,16 @@ class Given:
     understood otherwise than it is written."""
 
     config: str | None
-    overrides: Mapping[str, str]
+    overrides: Mapping[str, Any]
     notes: list[str] = field(default_factory=list, compare=False)
 
-    def of_start(self, run_dir: Path, place: str | None, resumes: bool, by_own: bool = False) -> Recipe:
+    def of_start(self, run_dir: Path, stage_from: str | None, resumes: bool, by_own: bool = False) -> Recipe:
         """The recipe of a start in `run_dir`: of a run that is there already by the file that it has written, if that
-        is a stage or `by_own`; else over that of the run at `place`, else by itself. Raises ConfigError, and
-        CheckpointError where a stage that is there began with another run than the one at `place`.
+        is a stage or `by_own`; else over that of the run `stage_from`, else by itself. Raises ConfigError, and
+        CheckpointError where a stage that is there began with another run.
         """
-        recorded, (origin, step) = run_dir / "config.yaml", split_origin(place) if place is not None else (None, None)
+        origin, step = (None, None) if stage_from is None else split_origin(stage_from)
+        recorded = run_dir / "config.yaml"
         if resumes and recorded.is_file() and (by_own or load_recipe(str(recorded), {}).stage_start is not None):
             recipe = self.over(own_recipe(run_dir, self.overrides, self.notes), forget=False)
             if recipe.stage_start is None:
@@ -90,9 +91,9 @@ class Given:
         return change_recipe(recipe, moved) if moved else recipe
 
 
-def split_origin(place: str) -> tuple[Path, int | None]:
+def split_origin(origin: str) -> tuple[Path, int | None]:
     """RUN or RUN/checkpoints/step_N -> the run folder, and the step if it is named."""
-    path = Path(place)
+    path = Path(origin)
     match = re.fullmatch(r"step_(\d{8,12})", path.name)
     if match and path.parent.name == "checkpoints":
         return path.parent.parent, int(match[1])
@@ -135,9 +136,9 @@ def holds_checkpoint(run_dir: Path) -> bool:
     return any(run_dir.glob("checkpoints/step_*"))
 
 
-def near_run(place: str | Path) -> str:
+def near_run(missing: str | Path) -> str:
     """The words ". Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
-    path = Path(os.path.expanduser(place))
+    path = Path(os.path.expanduser(missing))
     with contextlib.suppress(OSError):
         while not path.parent.is_dir() and path.parent != path:
             path = path.parent  # a checkpoint or a file in a run

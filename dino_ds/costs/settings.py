@@ -67,7 +67,7 @@ def not_counted(recipe: Recipe) -> list[str]:
     teacher = recipe.teacher
     if teacher.distill is not None and teacher.source is None:
         return [
-            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.from"
+            f"teacher.distill {teacher.distill} and no teacher.source: an EMA teacher is counted; add --teacher.source"
         ]
     if teacher.source is None or frozen_spec(recipe) is not None:
         return []

@@ -37,35 +37,35 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
 def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
     """A note where some of 64 test images have the same content as a training image of the same file name, and one of
     the evaluations needs both; every rank calls it, and gets what rank 0 finds. `option` names other test images."""
-    found: list[str] = []
+    notes: list[str] = []
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
         looked_at = evenly_spaced_indices(len(test), _LOOKED_AT)
         shared = _shared(train, test, looked_at)
         if shared:
-            found.append(
+            notes.append(
                 f"{len(shared)} of {len(looked_at)} test images looked at are training images too, such as "
                 f"{test.name(shared[0])}: a score on them says nothing about new images; name others with {option}"
             )
-    return distributed.gather_objects(found)[0]
+    return distributed.gather_objects(notes)[0]
 
 
 def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:
     """The test images, by index, whose content a training image of the same name has."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []
-    places = {index: _name(test, index) for index in looked_at}
-    wanted = {name for place in places.values() for name in (place, place[-1:])}
+    names = {index: _name(test, index) for index in looked_at}
+    wanted = {part for name in names.values() for part in (name, name[-1:])}
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for index in range(len(train)):
-        place = _name(train, index)
-        for name in (place, place[-1:]):
+        whole_name = _name(train, index)
+        for name in (whole_name, whole_name[-1:]):
             if name in wanted and len(alike[name]) < _OF_ONE_NAME:
                 alike[name].append(index)
     return [
         index
-        for index, place in places.items()
-        if any(_is_same(train, other, test, index) for other in {*alike[place], *alike[place[-1:]]})
+        for index, name in names.items()
+        if any(_is_same(train, other, test, index) for other in {*alike[name], *alike[name[-1:]]})
     ]
 
 
@@ -75,10 +75,10 @@ def _name(source: Source, index: int) -> tuple[str, ...]:
     return tuple(name.split("/")[-2:])
 
 
-def _is_same(train: Any, one: int, test: Any, other: int) -> bool:
+def _is_same(train: Any, train_index: int, test: Any, test_index: int) -> bool:
     """Whether two files have the same content; False where one can't be read: the evaluation says of which image."""
     with suppress(Exception):  # a source of the user's may raise anything
-        pair = ((train, one), (test, other))
+        pair = ((train, train_index), (test, test_index))
         sizes = {source.file_bytes(index) for source, index in pair if hasattr(source, "file_bytes")}
-        return len(sizes) < 2 and bool(train.read(one) == test.read(other))
+        return len(sizes) < 2 and bool(train.read(train_index) == test.read(test_index))
     return False

@@ -34,12 +34,12 @@ class Benchmark:
         """The folder that has all marks. Raises ConfigError without a root, DataError where there is none."""
         if root is None:
             raise ConfigError(f"{self.name} needs its images: --benchmark_root DIR, {self._wanted}")
-        places = root, root / self.folder
-        for place in places:
-            if all((place / mark).exists() for mark in self.marks):
-                return place
+        candidates = root, root / self.folder
+        for candidate in candidates:
+            if all((candidate / mark).exists() for mark in self.marks):
+                return candidate
         marks = " or ".join(self.marks)
-        raise DataError(f"no {self.name} in {places[0]} or {places[1]}: {marks} is not there; {self._wanted}")
+        raise DataError(f"no {self.name} in {candidates[0]} or {candidates[1]}: {marks} is not there; {self._wanted}")
 
     def check(self, paths: Iterable[Path]) -> None:
         """Raises DataError where one of these files is not there."""
@@ -61,19 +61,19 @@ def describe_files(
     transform: Callable[..., Tensor],
     describe: Callable[[Tensor], Tensor],
     batch: int,
-    what: str,
+    label: str,
 ) -> Tensor:
     """Features (n, d) of all files in their order, on all ranks; each rank describes its share.
 
     Args:
         transform: image -> (3, h, w), of one size unless `batch` is 1.
         describe: (b, 3, h, w) -> (b, d).
-        what: name of the progress bar.
+        label: name of the progress bar.
 
     Raises:
         DataError: an image can't be read; a benchmark without it is another one.
     """
-    features, _, unreadable = context.gather(describe, files, range(len(files)), transform, what, batch)
+    features, _, unreadable = context.gather(describe, files, range(len(files)), transform, label, batch)
     if unreadable:
         raise DataError(f"{len(unreadable)} images can't be read, such as {unreadable[0]}: download it again")
     return features

@@ -160,9 +160,9 @@ class EvalContext:
     def test(self) -> Labeled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
         _ = self.test_indices  # raises what is wrong with them
-        found, classes = self.any_images, self.train_source.classes or []
+        images, classes = self.any_images, self.train_source.classes or []
         numbers = [classes.index(name) for name in self.test_source.classes or []]
-        return Labeled(found.features, torch.tensor(numbers, device=self.device)[found.labels], len(classes))
+        return Labeled(images.features, torch.tensor(numbers, device=self.device)[images.labels], len(classes))
 
     @cached_property
     def any_images(self) -> Labeled:
@@ -201,7 +201,7 @@ class EvalContext:
         source: Source,
         indices: Sequence[int],
         transform: Callable[[Image.Image], Tensor],
-        what: str = "images",
+        label: str = "images",
         batch: int = BATCH,
     ) -> tuple[Tensor, Tensor, list[str]]:
         """Describe transformed images (b, ...): results in FP32, in the order of `indices`, with their labels.
@@ -215,7 +215,7 @@ class EvalContext:
             self.settings.workers,
             self.settings.value_range,
             batch,
-            what if self.progress else None,
+            label if self.progress else None,
             self.give_up,
             self.crop.channels,
             self.memory,

@@ -61,10 +61,11 @@ def davis(context: EvalContext) -> dict[str, float]:
             judged += _judge(context, clip)
             if gave_up := context.give_up():
                 break
-    found = distributed.gather_objects((judged, gave_up))
-    if any(gave_up for _, gave_up in found):
+    answers = distributed.gather_objects((judged, gave_up))
+    if any(gave_up for _, gave_up in answers):
         raise GaveUp
-    means = 100 * np.array(sorted(row for rows, _ in found for row in rows)).mean(axis=0)  # sorted: on any ranks alike
+    rows = sorted(row for judgments, _ in answers for row in judgments)  # sorted: on any number of ranks alike
+    means = 100 * np.array(rows).mean(axis=0)
     return {"davis_jf_mean": float(means.mean()), "davis_j_mean": float(means[0]), "davis_f_mean": float(means[1])}
 
 
@@ -83,8 +84,8 @@ class LabelPropagation:
         """The next frame's patches -> its labels (classes, rows, columns)."""
         targets = F.normalize(patches, dim=-1)
         features, labels = (torch.stack(kind) for kind in zip(self._first, *self._last, strict=True))
-        found = torch.empty_like(labels[0])
-        column = torch.arange(found.shape[1], device=found.device)
+        carried = torch.empty_like(labels[0])
+        column = torch.arange(carried.shape[1], device=carried.device)
         near_column = (column[:, None] - column).abs() <= _NEIGHBORHOOD
         for top, rows in enumerate(targets):  # a row at a time sees the rows around it: little memory
             seen = slice(max(0, top - _NEIGHBORHOOD), top + _NEIGHBORHOOD + 1)
@@ -92,9 +93,9 @@ class LabelPropagation:
             likeness = likeness.masked_fill_(~near_column[:, None, None], -torch.inf).flatten(1)
             value, index = likeness.topk(min(_NEAREST, likeness.shape[1]), dim=1)
             weights = (value / _TEMPERATURE).softmax(dim=1)
-            found[top] = (weights[..., None] * labels[:, seen].flatten(0, 2)[index]).sum(dim=1)
-        self._last.append((targets, found))
-        return found.movedim(-1, 0)
+            carried[top] = (weights[..., None] * labels[:, seen].flatten(0, 2)[index]).sum(dim=1)
+        self._last.append((targets, carried))
+        return carried.movedim(-1, 0)
 
 
 def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:
@@ -119,24 +120,25 @@ def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray
     return np.array(Image.fromarray(winner).resize((width, height), Image.Resampling.NEAREST))
 
 
-def judge_masks(found: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
+def judge_masks(predicted: Tensor, wanted: Tensor, objects: int) -> list[list[float]]:
     """Labels uint8 (frames, h, w), 0 is background -> J and F of each object, means over frames."""
-    pairs = [(found == number, wanted == number) for number in range(1, objects + 1)]
+    pairs = [(predicted == number, wanted == number) for number in range(1, objects + 1)]
     return [[float(judge(*pair).mean()) for judge in (region_similarity, boundary_similarity)] for pair in pairs]
 
 
-def region_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+def region_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
     """Intersection over union of boolean masks (n, h, w), FP64 (n,); 1 where both are empty."""
-    return _share((found & wanted), found | wanted)
+    return _share((predicted & wanted), predicted | wanted)
 
 
-def boundary_similarity(found: Tensor, wanted: Tensor) -> Tensor:
+def boundary_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
     """F-measure of precision and recall of the boundaries' pixels, FP64; a pixel matches within the tolerance."""
-    radius, values = math.ceil(_TOLERANCE * math.hypot(*found.shape[1:])), []
-    for masks in zip(found.split(_MASKS), wanted.split(_MASKS), strict=True):
-        ours, theirs = map(boundaries, masks)
-        # Nothing found is precise, nothing wanted is recalled.
-        precision, recall = (_share(a & dilate(b, radius), a) for a, b in ((ours, theirs), (theirs, ours)))
+    radius, values = math.ceil(_TOLERANCE * math.hypot(*predicted.shape[1:])), []
+    for masks in zip(predicted.split(_MASKS), wanted.split(_MASKS), strict=True):
+        edges, wanted_edges = map(boundaries, masks)
+        # An empty prediction is precise, an empty mask is recalled.
+        precision = _share(edges & dilate(wanted_edges, radius), edges)
+        recall = _share(wanted_edges & dilate(edges, radius), wanted_edges)
         values.append(2 * precision * recall / (precision + recall).clamp_min(1e-12))
     return torch.cat(values)
 
@@ -182,8 +184,8 @@ def _judge(context: EvalContext, clip: Clip) -> list[list[float]]:
     small = Image.fromarray(wanted[0]).resize((tokens.shape[1], tokens.shape[0]), Image.Resampling.NEAREST)
     labels = F.one_hot(torch.from_numpy(np.array(small)).long(), objects + 1).permute(2, 0, 1).float()
     carry = LabelPropagation(tokens, labels.to(context.device))
-    found = [hard_labels(carry(patches(i)), model.stride, height, width) for i in range(1, len(frames) - 1)]
-    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (found, wanted[1:-1])]
+    predicted = [hard_labels(carry(patches(i)), model.stride, height, width) for i in range(1, len(frames) - 1)]
+    pair = [torch.from_numpy(np.stack(masks)).to(context.device) for masks in (predicted, wanted[1:-1])]
     return judge_masks(pair[0], pair[1], objects)
 
 

@@ -111,10 +111,10 @@ def extract_features(
             if gave_up:
                 break
     # Agreed before the first collective of features: a rank that left would be waited for.
-    found = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
-    if any(gave_up for _, _, gave_up in found):
+    answers = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
+    if any(gave_up for _, _, gave_up in answers):
         raise GaveUp
-    rows, unreadable = [images for images, _, _ in found], [text for _, texts, _ in found for text in texts]
+    rows, unreadable = [images for images, _, _ in answers], [text for _, texts, _ in answers for text in texts]
     if not all(rows):
         first = f"; the first that can't be read is {unreadable[0]}" if unreadable else ""
         raise DataError(

@@ -58,12 +58,13 @@ class HeldOutLoss:
         Training's state and random numbers stay as they are. Raises DataError at the start of a run.
         """
         assert moment.training is not None
-        found, bad = dict[int, list[float]](), list[str]()
+        losses, bad = dict[int, list[float]](), list[str]()
         ranks, mine = distributed.world_size(), distributed.rank()
         rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
-        own = [parts[mine % len(parts)] for parts in rounds]  # one that another rank has: every rank joins each pass
-        with keep_generators(moment.device), closing(self._kept(own, moment)) as batches:
-            for number, (part, batch) in enumerate(zip(own, batches, strict=True)):
+        # In the last round a rank may repeat another's part: every rank joins each pass.
+        my_parts = [parts[mine % len(parts)] for parts in rounds]
+        with keep_generators(moment.device), closing(self._kept(my_parts, moment)) as batches:
+            for number, (part, batch) in enumerate(zip(my_parts, batches, strict=True)):
                 error = batch if isinstance(batch, DataError) else None
                 answers = distributed.gather_objects((moment.stop_requested(), error))
                 if any(stop for stop, _ in answers):
@@ -77,8 +78,8 @@ class HeldOutLoss:
                 bad += batch.bad
                 values = self._measure(batch, moment)
                 if mine < len(rounds[number]):
-                    found[number * ranks + mine] = [float(len(part)), *values]
-        return self._means(found, bad, moment)
+                    losses[number * ranks + mine] = [float(len(part)), *values]
+        return self._means(losses, bad, moment)
 
     def _measure(self, batch: LoaderBatch, moment: Moment) -> list[float]:
         """The loss and the scalars of the objective for one micro-batch."""
@@ -88,11 +89,11 @@ class HeldOutLoss:
             loss, scalars = moment.training.measure(Inputs(ready.crops, None, ready.masks))
         return [float(loss), *(float(scalars[name]) for name in moment.training.objective.scalars)]
 
-    def _means(self, found: dict[int, list[float]], bad: list[str], moment: Moment) -> dict[str, float]:
+    def _means(self, losses: dict[int, list[float]], bad: list[str], moment: Moment) -> dict[str, float]:
         """Means over all images, summed in the order of the micro-batches and not of the ranks."""
         assert moment.training is not None
-        answers, objective = distributed.gather_objects((found, bad)), moment.training.objective
-        rows = dict(sorted((number, row) for one, _ in answers for number, row in one.items())).values()
+        answers, objective = distributed.gather_objects((losses, bad)), moment.training.objective
+        rows = dict(sorted((number, row) for by_number, _ in answers for number, row in by_number.items())).values()
         unreadable = sorted({name for _, names in answers for name in names})
         if unreadable and not self._noted:
             such = ", ".join(unreadable[:_MOST_NAMES])
@@ -104,13 +105,13 @@ class HeldOutLoss:
         means |= {entropy.kl: means[entropy.loss] - means[entropy.scalar] for entropy in objective.entropies}
         return {f"val_{name}": value for name, value in means.items()}
 
-    def _kept(self, own: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
-        return self._memory.batches("held out", lambda: self._batches(own, moment), _copied)
+    def _kept(self, my_parts: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+        return self._memory.batches("held out", lambda: self._batches(my_parts, moment), _copied)
 
-    def _batches(self, own: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
+    def _batches(self, my_parts: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
         """A LoaderBatch for each list of images; or a DataError in its place."""
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
-        keys = [[(0, index) for index in part] for part in own]
+        keys = [[(0, index) for index in part] for part in my_parts]
         dataset = MultiCropDataset(self._source, MultiCrop.of(self._recipe), options)
         loader: Any = DataLoader(
             dataset, batch_sampler=keys, collate_fn=_as_it_is, **worker_options(self._recipe.data.workers)

@@ -35,8 +35,8 @@ def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def nearest_by_product(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k rows of bank (m, d) with the largest dot products with each of queries (q, d), FP32, as `nearest`."""
-    found = list(_search(queries, bank, k))
-    return torch.cat([value for value, _ in found]), torch.cat([index for _, index in found])
+    blocks = list(_search(queries, bank, k))
+    return torch.cat([value for value, _ in blocks]), torch.cat([index for _, index in blocks])
 
 
 @torch.no_grad()
@@ -48,11 +48,11 @@ def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Ten
         for start in range(0, len(bank), _BANK_ROWS):
             block = bank[start : start + _BANK_ROWS]
             products = torch.mm(rows, block.T, out=scratch[: len(rows) * len(block)].view(len(rows), len(block)))
-            largest, place = _largest(products, min(k, len(block)))
-            value, index = torch.cat((value, largest), dim=1), torch.cat((index, place + start), dim=1)
+            largest, column = _largest(products, min(k, len(block)))
+            value, index = torch.cat((value, largest), dim=1), torch.cat((index, column + start), dim=1)
             if start:
-                value, place = value.topk(min(k, value.shape[1]), dim=1)
-                index = index.gather(1, place)
+                value, column = value.topk(min(k, value.shape[1]), dim=1)
+                index = index.gather(1, column)
         yield value, index
 
 
@@ -67,8 +67,8 @@ def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     members = torch.arange(_GROUP, device=values.device)[None, :, None] * groups
     rest = torch.arange(groups * _GROUP, values.shape[1], device=values.device).expand(len(values), -1)
     candidates = torch.cat(((chosen[:, None] + members).flatten(1), rest), dim=1)
-    value, place = values.gather(1, candidates).topk(k, dim=1)
-    return value, candidates.gather(1, place)
+    value, column = values.gather(1, candidates).topk(k, dim=1)
+    return value, candidates.gather(1, column)
 
 
 @torch.no_grad()
@@ -120,15 +120,15 @@ def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Ite
     wanted, ignored = set(positive), set(junk)
     if not wanted:
         return float("nan")
-    found, seen, total = 0, 0, 0.0
+    hits, seen, total = 0, 0, 0.0
     for index in ranking:
         if index in ignored:
             continue
         if index in wanted:
-            before = found / seen if seen else 1.0
-            found += 1
-            total += (before + found / (seen + 1)) / 2
-            if found == len(wanted):
+            before = hits / seen if seen else 1.0
+            hits += 1
+            total += (before + hits / (seen + 1)) / 2
+            if hits == len(wanted):
                 break
         seen += 1
     return total / len(wanted)

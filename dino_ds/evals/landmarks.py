@@ -93,9 +93,9 @@ def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswer
     """
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
-        found, passed = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
-        if found:
-            precisions.append(average_precision(row, found, passed - found))
+        positive, positive_or_junk = ({i for kind in kinds for i in getattr(answer, kind)} for kinds in _SETUPS[setup])
+        if positive:
+            precisions.append(average_precision(row, positive, positive_or_junk - positive))
     return 100.0 * sum(precisions) / len(precisions) if precisions else float("nan")
 
 
@@ -130,14 +130,14 @@ def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: 
     with distributed.raise_on_all_ranks():
         folder = benchmark.find(context.settings.benchmark_root)
         truth = read_ground_truth(folder / file)
-        images, queries = ([folder / f"jpg/{one}.jpg" for one in some] for some in (truth.imlist, truth.qimlist))
+        images, queries = ([folder / f"jpg/{stem}.jpg" for stem in some] for some in (truth.imlist, truth.qimlist))
         benchmark.check([*images, *queries])
     context.begin()
     prepare = partial(_thumbnail, size=context.settings.size or size, normalization=context.backbone.normalization)
     describe = describe_at_scales(context, scales)
 
-    def features(files: Any, what: str) -> Tensor:
-        return describe_files(context, files, prepare, describe, 1, f"{name}: {what}")
+    def features(files: Any, label: str) -> Tensor:
+        return describe_files(context, files, prepare, describe, 1, f"{name}: {label}")
 
     database = features(NamedFiles(list(map(str, images))), "database")
     cut = _CutOut(NamedFiles(list(map(str, queries))), [answer.bbx for answer in truth.gnd])

@@ -64,14 +64,14 @@ def fit_linear(
         held = order[: max(1, int(_HELD_OUT * len(labels)))]
         rest = order[len(held) :]
         scores: dict[float, float] = {}
-        found: dict[float, Tensor] = {}
+        starts: dict[float, Tensor] = {}
         for strength in sorted(regularisations, reverse=True):  # each starts at the smoother one before it
             probe = _fit(features[rest], labels[rest], classes, strength, start, give_up)
-            start = found[strength] = torch.cat((probe.weight, probe.bias[:, None]), dim=1)
+            start = starts[strength] = torch.cat((probe.weight, probe.bias[:, None]), dim=1)
             # The loss: less noisy than the accuracy on few images.
             scores[strength] = float(F.cross_entropy(probe(features[held]), labels[held]))
         best = min(scores, key=lambda strength: (scores[strength], strength))
-        start = found[best]
+        start = starts[best]
     return _fit(features, labels, classes, best, start, give_up)
 
 
@@ -122,8 +122,8 @@ def _fit(
         return distributed.sum_across_ranks(sums) / len(labels)
 
     with torch.no_grad():
-        found = minimise(loss_and_gradient, parameters, strength, give_up)
-    return LinearProbe(mean, scale, found[:, :-1].contiguous(), found[:, -1].contiguous(), strength)
+        optimum = minimise(loss_and_gradient, parameters, strength, give_up)
+    return LinearProbe(mean, scale, optimum[:, :-1].contiguous(), optimum[:, -1].contiguous(), strength)
 
 
 def minimise(

@@ -46,7 +46,7 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
 def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
     """The model's range for images deeper than 8 bits, else one for these images, and what to say of it; every rank
     calls it. Raises ConfigError where it can't be known, or the images looked at have other channels than the model."""
-    found: tuple[ValueRange | None, list[str]] = (None, [])
+    range_and_notes: tuple[ValueRange | None, list[str]] = (None, [])
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
             wanted = len(backbone.normalization.mean)
@@ -62,5 +62,5 @@ def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange
                 chosen, words = sample.decide("the model has no range of its own, so make them images of 8 bits first")
                 remedy = "store all images alike"
             notes = [f"{words}: the model has no range of its own"] if words else []
-            found = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
-    return distributed.gather_objects(found)[0]
+            range_and_notes = chosen, notes + [f"WARNING: {text}" for text in find_misfits(sample.deep, chosen, remedy)]
+    return distributed.gather_objects(range_and_notes)[0]

@@ -23,16 +23,16 @@ def name_images(source: str, root: str | None) -> str:
     """The public name of images: without the folders above them."""
     if root is None or (source != "folder" and ":" not in source):
         return source
-    place = Path(os.path.abspath(root))
-    return f"{place.parent.name}/{place.name}" if place.name in ("train", "val", "test") else place.name
+    folder = Path(os.path.abspath(root))
+    return f"{folder.parent.name}/{folder.name}" if folder.name in ("train", "val", "test") else folder.name
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
-    found = read_object(path) if path.is_file() else {}
+    entries = read_object(path) if path.is_file() else {}
     # Runs made before results had their step: no step, no use.
     return {
-        name: kept for name, kept in found.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)
+        name: kept for name, kept in entries.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)
     }
 
 

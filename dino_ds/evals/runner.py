@@ -125,7 +125,7 @@ class EvalRunner(AtStep):
             self._counts = [*self._settings.ks, self._settings.temperature, *images]
 
     def _find_basis(self) -> str:
-        how, found = self._settings, ""
+        how, digest = self._settings, ""
         if distributed.rank() == 0:
             limits = how.images, how.test_images or how.images
             of_images = [
@@ -134,8 +134,8 @@ class EvalRunner(AtStep):
                 if source is not None
             ]
             of_all = [how.ks, how.temperature, how.value_range, self._size, self._normalization, *of_images]
-            found = hashlib.blake2b(repr(of_all).encode(), digest_size=16).hexdigest()
-        return distributed.gather_objects(found)[0]
+            digest = hashlib.blake2b(repr(of_all).encode(), digest_size=16).hexdigest()
+        return distributed.gather_objects(digest)[0]
 
     def due(self, step: int, last: bool) -> bool:
         return last or step % self._every == 0
@@ -145,8 +145,8 @@ class EvalRunner(AtStep):
         self._improved, losses = False, dict[str, float]()
         results = self.evaluate(moment)
         if results is not None and self.held_out is not None:
-            found = self.held_out.measure(moment)
-            results, losses = (None, losses) if found is None else (results, found)
+            measured = self.held_out.measure(moment)
+            results, losses = (None, losses) if measured is None else (results, measured)
         if results is None:
             return False
         stalled = self._track(moment, results, losses) | (
@@ -170,8 +170,8 @@ class EvalRunner(AtStep):
         if moment.at_start:
             self.best.begin()
         name = self.best.metric
-        found = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
-        value = self.knn.latest if name == "knn" and name in results else found.get(name)
+        values = results.get(EVALUATION_OF.get(name, ""), {}).get("results", losses)
+        value = self.knn.latest if name == "knn" and name in results else values.get(name)
         due = moment.at_start or moment.step % self._every == 0
         self._improved = self.best.see(moment.step, value, due, moment.at_start)
         return {} if self.best.patience is None else {"stalled_evaluations": self.best.stalled}
@@ -217,7 +217,7 @@ class EvalRunner(AtStep):
                 raise GaveUp
             began = time.monotonic()
             try:
-                found = evaluate(name, context)
+                values = evaluate(name, context)
                 if name == "knn" and raw is None:
                     (raw,) = evaluate(name, context_of(pixels)).values()
             except (ConfigError, DataError) as error:
@@ -226,7 +226,7 @@ class EvalRunner(AtStep):
                 context.notes.append(f"{name} can't be evaluated at step {moment.step}: {error}")
                 continue
             about = {"step": moment.step, "images": moment.images}
-            results[name] = describe_result(name, context, found, time.monotonic() - began, about)
+            results[name] = describe_result(name, context, values, time.monotonic() - began, about)
         self._notes += context.notes
         if "knn" in results:
             assert raw is not None
@@ -236,13 +236,13 @@ class EvalRunner(AtStep):
 
     def metrics(self, results: Results) -> dict[str, float]:
         """The metrics of metrics.jsonl and TensorBoard: k-NN with its baselines, the others as eval/METRIC."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, result in results.items():
             if name == "knn":
-                found |= self.knn.metrics()
+                values |= self.knn.metrics()
             else:
-                found |= {f"eval/{metric}": value for metric, value in result["results"].items()}
-        return found
+                values |= {f"eval/{metric}": value for metric, value in result["results"].items()}
+        return values
 
     def lines(self, results: Results) -> list[str]:
         """Lines for the log, each note once; the same on all ranks."""

@@ -1,7 +1,7 @@
-"""The evaluations by name: each is a function from an `EvalContext` to numbers.
+"""The evaluations: each is a function from an `EvalContext` to numbers, which all ranks call and get alike.
 
-All ranks call it and get the same. A new one is a function with this signature and a line in EVALUATIONS; its docstring
-goes into the table of docs/evaluations.md, what it returns is printed, written and reported.
+A new one is a function with this signature and a line in EVALUATIONS of `dino_ds.config.fields`; its docstring goes
+into the table of docs/evaluations.md, its numbers are printed, written and reported.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from dino_ds.config.fields import BENCHMARKS
+from dino_ds.basics.own_code import by_name
+from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError
 from dino_ds.evals.context import EvalContext, NamedSources, Settings
-from dino_ds.evals.davis import davis
 from dino_ds.evals.knn import class_retrieval, feature_statistics, knn_accuracies
-from dino_ds.evals.landmarks import oxford, paris
 from dino_ds.evals.linear import fit_linear, fit_ridge
 
 _RETRIEVAL_IMAGES = 5000
@@ -40,8 +39,8 @@ def knn(context: EvalContext) -> dict[str, float]:
     if len(ks) < len(settings.ks):
         left_out = ", ".join(str(k) for k in settings.ks if k > images)
         context.note([f"k = {left_out} left out: there are {images} training images"])
-    found = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
-    return {f"knn_{k}": accuracy for k, accuracy in found.items()}
+    accuracies = knn_accuracies(train.features, train.labels, test.features, test.labels, ks, settings.temperature)
+    return {f"knn_{k}": accuracy for k, accuracy in accuracies.items()}
 
 
 def _with_neighbors(ks: Sequence[int], images: int) -> list[int]:
@@ -84,21 +83,15 @@ def statistics(context: EvalContext) -> dict[str, float]:
     return feature_statistics(context.any_images.features, context.settings.seed)
 
 
-EVALUATIONS: dict[str, Evaluation] = {
-    "knn": knn,
-    "linear": linear,
-    "ridge": ridge,
-    "retrieval": retrieval,
-    "statistics": statistics,
-    "oxford": oxford,
-    "paris": paris,
-    "davis": davis,
-}
+def find_evaluation(name: str) -> Evaluation:
+    """The function of an evaluation."""
+    function: Evaluation = by_name(EVALUATIONS[name])
+    return function
 
 
 def evaluate(name: str, context: EvalContext) -> dict[str, float]:
     """Run one evaluation; all ranks must call it and get rank 0's results, to the last bit."""
-    return distributed.gather_objects(EVALUATIONS[name](context))[0]
+    return distributed.gather_objects(find_evaluation(name)(context))[0]
 
 
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
@@ -112,7 +105,7 @@ def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> Eval
     no_model: Any = SimpleNamespace(**methods, **sizes, is_vit=False, normalization=IMAGENET)
     context = _Preflight(no_model, settings, torch.device("cpu"), sources)
     with distributed.raise_on_all_ranks(), suppress(_Ready):
-        EVALUATIONS[name](context)
+        find_evaluation(name)(context)
     return context
 
 

@@ -98,26 +98,26 @@ class Best:
         """The reason to end the run, or "" to go on."""
         if self.patience is None or self.stalled < self.patience:
             return ""
-        what = f"{self.metric} {self._shown(self.reference)}"
-        return f"eval.stop_after: {self.stalled} evaluations have not bettered {what}"
+        best = f"{self.metric} {self._shown(self.reference)}"
+        return f"eval.stop_after: {self.stalled} evaluations have not bettered {best}"
 
     def lines(self, kept: int | None) -> list[str]:
         """Lines for the end of the run; `kept` is the step of the teacher that the folder has as the best, if any."""
         if self.value is None:
             return []
         values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{self._of_start()}"
-        found = [f"best     step {self.step}: {values} (--weights best)"]
+        lines = [f"best     step {self.step}: {values} (--weights best)"]
         if self.step != kept:
             there = "none" if kept is None else f"that of step {kept}"
-            found.append(f"warning  the best teacher could not be saved: best_teacher.safetensors is {there}")
+            lines.append(f"warning  the best teacher could not be saved: best_teacher.safetensors is {there}")
         began, now = self.start, self.newest
         if began is not None and now is not None and self.seen != self.start_step and self._gain(now, began) <= 0:
             best = "the start" if self.step == self.start_step else f"step {self.step}"
-            found.append(
+            lines.append(
                 f"warning  training has ended no better than the weights that it began with ({self.metric} "
                 f"{self._shown(began)}, now {self._shown(now)}): best is {best}"
             )
-        return found
+        return lines
 
     def _of_start(self) -> str:
         """Words for the value at the start, and by how much the best one is better."""

@@ -1,14 +1,17 @@
-"""Declares commands: each is a class whose typed fields are its options, and a line of facts.
+"""Declares commands: each is a class whose typed fields are its options, and a function that returns its result.
 
-The fields are read as those of a recipe are (`dino_ds.config.schema`): parsing, help, choices, defaults and
-the page of options all come from them.
+The fields are read as those of a recipe are (`dino_ds.config.schema`): parsing, help, choices, defaults and the page
+of options all come from them, and so does the function of the Python API.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import keyword
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -26,9 +29,37 @@ Options = TypeVar("Options")
 
 
 @dataclass(frozen=True)
+class Result:
+    """The result of a command, which the command line prints and the Python API returns.
+
+    Args:
+        data: the JSON object that --json prints; what Python gets, unless `value` is set.
+        page: text for a terminal.
+        notes: lines for standard error, which are warnings in Python.
+        value: what Python gets instead of `data`.
+        error: what ended the command early; raised after the results so far are shown.
+    """
+
+    data: Mapping[str, Any]
+    page: str
+    notes: Sequence[str] = ()
+    value: Any = None
+    error: BaseException | None = None
+
+    def show(self, as_json: bool) -> None:
+        """Print `data` as one JSON object, or `page`, on rank 0. Raises `error`."""
+        if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.engine.distributed: planning loads no torch
+            for note in self.notes:
+                print(note, file=sys.stderr)
+            print(json.dumps(self.data) if as_json else self.page, flush=True)
+        if self.error is not None:
+            raise self.error
+
+
+@dataclass(frozen=True)
 class Command:
     """A command. `runs` is "module:function"; it gets an instance of `options`, and `recipe`, `ds`, `ds_path` if it
-    takes them.
+    takes them; it returns a Result, or None where it goes on for long and says what it does meanwhile.
 
     group: the heading of help that it stands under. recipe, ds_config: defaults of --config (or None for the schema's)
     and --ds_config (or None where it may be left out; `ds` and `ds_path` are None then). needs_images: they must be

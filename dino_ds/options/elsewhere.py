@@ -25,13 +25,13 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
     leaf = word.rpartition(".")[-1]
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
         return f"write --{switch}=false"
-    own, names = {option.name: option for option in command.all_options}, command.known_options
+    own_options, names = {option.name: option for option in command.all_options}, command.known_options
     same, answers = words_elsewhere("same_option"), words_elsewhere("options")
     answer = answers.get(f"{command.name} {word}")
     if not answer and (
-        meant := next((one for one in (same.get(word) or same.get(leaf, "")).split() if one in names), None)
+        meant := next((name for name in (same.get(word) or same.get(leaf, "")).split() if name in names), None)
     ):
-        if meant in own and own[meant].fact("bare"):
+        if meant in own_options and own_options[meant].fact("bare"):
             return f"give it without a name: dino-ds {command.name} {value or meant.upper()}"
         return f"write --{meant}" if names[meant].type == "true or false" else f"write --{meant} {value or 'X'}"
     if answer is None and command.takes_recipe:
@@ -62,8 +62,8 @@ def stray_word(word: str, before: tuple[str, str] | None, command: Command, firs
     if value and (word.rstrip("s") in [unit[:-1] for unit in UNITS] or os.path.exists(f"{value} {word}")):
         return f'quote it: --{name} "{value} {word}"'
     if re.match(r"[A-Za-z_][\w.]*=", word) and not os.path.exists(word):
-        key, _, given = word.partition("=")
-        answer = None if key in known else option_elsewhere(key, given, command)
+        key, _, text = word.partition("=")
+        answer = None if key in known else option_elsewhere(key, text, command)
         return answer or f"options begin with two dashes: --{word}"
     if not command.takes_recipe:
         return _own_option(word, command, first)

@@ -1,4 +1,4 @@
-"""Reads a command line and refuses what it does not know, before anything starts.
+"""Reads a command line, or the keywords of a call in Python, and refuses what it does not know before anything starts.
 
 fire runs a command before it complains about a bad flag: a mistyped one would train for days with defaults.
 """
@@ -6,12 +6,13 @@ fire runs a command before it complains about a bad flag: a mistyped one would t
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dino_ds.basics.names import as_written, nearest, suggestion, words_elsewhere
+from dino_ds.basics.names import as_written, nearest, suggestion, unquoted, words_elsewhere
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import key_names
@@ -19,23 +20,23 @@ from dino_ds.config.loading import ds_home, nearest_knobs, recipe_options, unkno
 from dino_ds.config.schema import Option
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import TRAIN
-from dino_ds.options.definition import Command, meaning
+from dino_ds.options.definition import Command, field_of, meaning
 from dino_ds.options.elsewhere import option_elsewhere, stray_word
 
-ALIASES = {"deepspeed_config": "ds_config", "teacher.from": "teacher.source"}
+ALIASES = {"deepspeed_config": "ds_config"}
 
 
 @dataclass
 class Flags:
-    """The options of a command line: the command's own, converted, and overrides of the recipe and of the ds JSON as
-    text by dotted key.
+    """The options of a command: its own, converted, and overrides of the recipe and of the ds JSON by dotted key, as
+    text of a command line or values of Python.
 
     train_words, train: what follows "--" for a command that takes `train`'s options.
     """
 
     fixed: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, str] = field(default_factory=dict)
-    ds: dict[str, str] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
+    ds: dict[str, Any] = field(default_factory=dict)
     train_words: tuple[str, ...] = ()
     train: Flags | None = None
 
@@ -52,6 +53,64 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
     return flags
 
 
+def flags_of_call(command: Command, keywords: Mapping[str, Any]) -> Flags:
+    """Read the keywords of a call in Python: options without a value are None. Raises ConfigError with one line per
+    problem."""
+    by_name = {name: option for option in command.all_options for name in (field_of(option), option.name)}
+    flags, problems = Flags(), list[str]()
+    for name, value in _flat("", keywords, command):
+        option = by_name.get(name)
+        if name in ("json", "debug", "print"):
+            problems.append(f"{name}: not an option in Python")
+        elif option is None:
+            if name != "ds" or value is not None:
+                _store(command, flags, name, value, problems)
+        elif isinstance(value, dict):
+            problems.append(
+                f"{name}: a dict is not a value; name a file, and set keys beside it: "
+                'data={"root": X}, ds={"zero_optimization": {"stage": 1}}'
+            )
+        elif isinstance(value, tuple) and option.takes_words:
+            for part in value:
+                _store(command, flags, option.name, part, problems)
+        elif value is not None:
+            is_text = isinstance(value, tuple) and not option.takes_list
+            _store(command, flags, option.name, ",".join(map(unquoted, value)) if is_text else value, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return flags
+
+
+def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value): data={"root": X} is "data.root": X."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in command.known_options:
+            yield from _flat(f"{name}.", value, command)
+        else:
+            yield name, _plain(name, value)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value in the types that schemas read: a number for one of numpy's or torch's, text for a path, a tuple for a
+    list. Raises ConfigError for any other type."""
+    if getattr(value, "shape", None) == ():
+        value = value.item()
+    if isinstance(value, str | os.PathLike):
+        text = str(os.fspath(value))
+        return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does it
+    if isinstance(value, list | tuple):
+        return tuple(_plain(name, part) for part in value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(name, part) for key, part in value.items()}
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise ConfigError(
+        f"{name}: a {type(value).__name__} can't be given; a value is text, a number, True, False, None, a path, or a "
+        "list or dict of those"
+    )
+
+
 def check_required(command: Command, flags: Flags) -> None:
     """Raises ConfigError for what has no default and was not given."""
     for option in command.own_options:
@@ -66,9 +125,9 @@ def _parse_both(command: Command, words: list[str]) -> Flags:
     end = words.index("--") if "--" in words else len(words)
     parts: list[Flags] = []
     problems: list[str] = []
-    for part, own in ((dataclasses.replace(command, takes_train=False), words[:end]), (TRAIN, words[end + 1 :])):
+    for part, part_words in ((dataclasses.replace(command, takes_train=False), words[:end]), (TRAIN, words[end + 1 :])):
         try:
-            parts.append(parse_flags(part, own))
+            parts.append(parse_flags(part, part_words))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -150,7 +209,7 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and not re.fullmatch(r"-[0-9.].*|-", word)
 
 
-def _store(command: Command, flags: Flags, name: str, value: str, problems: list[str]) -> None:
+def _store(command: Command, flags: Flags, name: str, value: Any, problems: list[str]) -> None:
     name = ALIASES.get(name, name)
     fixed = next((option for option in command.all_options if option.name == name), None)
     target: dict[str, Any]
@@ -162,12 +221,12 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
         unknown = None if key in key_names() else wrong_key(section, leaf)
     else:
         target, key = flags.recipe, name
-        unknown = None if name in command.known_options else _unknown(command, name, value)
+        unknown = None if name in command.known_options else _unknown(command, name, unquoted(value))
     if unknown is not None:
         problems.append(f"--{name if len(name) < 100 else f'{name[:50]}...'}: {unknown}")
-    elif unusable := unusable_text(value):
+    elif isinstance(value, str) and (unusable := unusable_text(value)):
         problems.append(f"--{name}: {unusable}")
-    elif not value.strip():
+    elif isinstance(value, str) and not value.strip():
         problems.append(f"--{name} has no value: write --{name} VALUE")
     elif fixed is not None and fixed.takes_words:
         flags.fixed[key] = (*flags.fixed.get(key, ()), value)
@@ -180,7 +239,8 @@ def _store(command: Command, flags: Flags, name: str, value: str, problems: list
             target[key] = fixed.read(value)
         except ValueError as error:
             answers = words_elsewhere("choices") | words_elsewhere("evaluations") if fixed.choices else {}
-            hint = next((answers[word] for word in re.split(r"[,\s]+", value.lower()) if word in answers), None)
+            words = re.split(r"[][,\s]+", unquoted(value).lower())
+            hint = next((answers[word] for word in words if word in answers), None)
             said = f"{str(error).partition(' Did you mean')[0]} {hint}" if hint else str(error)
             problems.append(f"--{name}: {said}")
 
@@ -189,17 +249,17 @@ def _unknown(command: Command, name: str, value: str) -> str:
     """The sentence for a flag that nothing knows."""
     if answer := option_elsewhere(name, value, command):
         return f"unknown option: {answer}"
-    own = _names(command)
+    names = _names(command)
     if not command.takes_recipe:
-        there_are = f" There are {', '.join(f'--{name}' for name in own)}"
-        near = suggestion(nearest(name, [*own, "help"], cutoff=0.7))
+        there_are = f" There are {', '.join(f'--{name}' for name in names)}"
+        near = suggestion(nearest(name, [*names, "help"], cutoff=0.7))
         return f"unknown option.{_dashed(near) or there_are}"
     home = ds_home(name)
     if home and command.takes_ds:
         return f"unknown option: {home}"
     if name in words_elsewhere("fixed_keys") or any(key.name.startswith(f"{name}.") for key in recipe_options()):
         return unknown_key(name)
-    near = nearest_knobs(name, [*own, "help", *(ALIASES if command.takes_ds else ())])
+    near = nearest_knobs(name, [*names, "help", *(ALIASES if command.takes_ds else ())])
     return f"unknown option.{_dashed(near or (_nearest_ds_keys(name) if command.takes_ds else ''))}"
 
 

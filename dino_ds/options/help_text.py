@@ -48,10 +48,10 @@ rules
 
 def help_text(words: list[str]) -> str:
     """The page of `dino-ds [COMMAND] --help [all]`."""
-    found = find_command([word for word in words if not word.startswith("-")])
-    if found is None:
+    named = find_command([word for word in words if not word.startswith("-")])
+    if named is None:
         return _overview()
-    command, rest = found
+    command, rest = named
     return _short_page(command) if command.takes_recipe and "all" not in rest else _command_page(command)
 
 
@@ -60,7 +60,7 @@ def _overview() -> str:
     groups = [
         line
         for group in GROUPS
-        for line in (group, *_rows([(one.name, "", one.summary) for one in _commands_of(group)]), "")
+        for line in (group, *_rows([(command.name, "", command.summary) for command in _commands_of(group)]), "")
     ]
     codes = [(str(code), "", meaning) for code, meaning in EXIT_CODES.items()]
     usage = [
@@ -83,15 +83,15 @@ def _commands_of(group: str) -> list[Command]:
 
 def _short_page(command: Command) -> str:
     """The first screen of a command with hundreds of options."""
-    own = {option.name: option for option in command.all_options}
-    own = {name: own[name] for name in FIRST_OPTIONS} if command is TRAIN else own
+    options = {option.name: option for option in command.all_options}
+    options = {name: options[name] for name in FIRST_OPTIONS} if command is TRAIN else options
     keys = {key.name: key for key in recipe_options()}
     rows = [(f"--{name}", keys[name].default, keys[name].description) for name in FIRST_KEYS]
     count = len(command.all_options) + len(keys)
     parts = [
         *_head(command, "recipes"),
         "first options (default)",
-        *_rows([*map(_row, own.values()), *rows], 120),
+        *_rows([*map(_row, options.values()), *rows], 120),
         "",
     ]
     rest = "with the keys of the ds JSON" if command is TRAIN else "keys of the ds JSON: dino-ds train --help all"
@@ -145,8 +145,8 @@ def _stages(key: Option) -> str:
 
 
 def _row(option: Option) -> tuple[str, str, str]:
-    one = "N" if option.type.startswith(("integer", "number")) else "X"
-    several = f" {one},{one}" if option.takes_list else f" {one}"
+    letter = "N" if option.type.startswith(("integer", "number")) else "X"
+    several = f" {letter},{letter}" if option.takes_list else f" {letter}"
     return f"--{option.name}{'' if option.is_switch else several}", option.default, meaning(option)
 
 

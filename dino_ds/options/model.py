@@ -72,6 +72,7 @@ class FindOptions:
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
     out: str | None = option(None, "begin of the names of the list and the picture", shown="FEATURES-found")
     memory_gib: Positive = option(1.0, "memory for blocks of features")
+    json: Json = False
 
 
 @command("curate", "dino_ds.commands.curate:run", "evaluate", check="dino_ds.commands.curate:check")
@@ -88,6 +89,7 @@ class CurateOptions:
     root: str | None = option(None, "the images of features, where they have moved", shown="as embed was told")
     out: str | None = option(None, "new folder", shown="FEATURES-duplicates, -clusters or -drawn")
     memory_gib: Positive = option(1.0, "memory for blocks of features")
+    json: Json = False
 
 
 @command("pictures", "dino_ds.report.pictures:run", "look")

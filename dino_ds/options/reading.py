@@ -1,14 +1,10 @@
-"""Makes the arguments of a command's function from a checked command line: options, and the content of files.
-
-`words_of` makes that command line from a call in Python.
-"""
+"""Makes the arguments of a command's function from its flags: options, and the content of files."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +34,17 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     `notes` among them, human-readable lines, are not the function's; `train` has them in its `given`.
     """
     check_required(command, flags)
-    given = {**flags.fixed}
-    config, ds_config = given.pop("config", command.recipe), given.pop("ds_config", command.ds_config)
-    given.pop("debug", None)
+    values = {**flags.fixed}
+    config, ds_config = values.pop("config", command.recipe), values.pop("ds_config", command.ds_config)
+    values.pop("debug", None)
     fields = {option.name: field_of(option) for option in command.all_options}
-    options = command.options(**{fields[name]: value for name, value in given.items()})
+    options = command.options(**{fields[name]: value for name, value in values.items()})
     files: dict[str, Any] = {}
     problems: list[str] = []
     if command.takes_recipe:
         try:
-            backbone = flags.recipe.get("model.backbone", given.get("backbone"))
-            check_networks((config or "").split(","), backbone)
+            backbone = flags.recipe.get("model.backbone", values.get("backbone"))
+            check_networks((config or "").split(","), backbone and str(backbone))
             if command is TRAIN:
                 options, files = _read_train(options, config, flags.recipe)
             else:
@@ -57,12 +53,12 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
             data = files["recipe"].data
             if (
                 command.needs_images
-                and not given.get("print")
+                and not values.get("print")
                 and data.source == "folder"
                 and not data.root
                 and not data.mixture
             ):
-                problems.append(_no_images(bool(given.get("resume"))))
+                problems.append(_no_images(bool(values.get("resume"))))
         except ConfigError as error:
             problems.append(str(error))
     if command.takes_ds and ds_config is None:
@@ -93,7 +89,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
 
 
 def _read_train(
-    options: TrainOptions, config: str | None, overrides: Mapping[str, str]
+    options: TrainOptions, config: str | None, overrides: Mapping[str, Any]
 ) -> tuple[TrainOptions, dict[str, Any]]:
     """`train`'s options with a run folder, its recipe, and what is given of that.
 
@@ -108,80 +104,30 @@ def _read_train(
         raise ConfigError(f"--weights {options.weights} is of the run that a stage begins --from: name it")
     if not options.run_dir and config is None and options.from_ is not None:
         raise ConfigError("--from without --config: name the new run's folder with --run_dir")
-    place, note = options.run_dir, ""
+    folder, note = options.run_dir, ""
     if not options.run_dir:
-        place, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
-    if is_url(place):
-        raise ConfigError(f"--run_dir {place} is not a folder: keep a run on a disk, then copy its folder there")
-    options = dataclasses.replace(options, run_dir=os.path.expanduser(place))  # as a shell does it
-    given, run_dir = Given(config, overrides, [note] if note else []), Path(options.run_dir)
+        folder, note = default_folder(Path(config or "vits16").stem, options.resume is not False, os.environ)
+    if is_url(folder):
+        raise ConfigError(f"--run_dir {folder} is not a folder: keep a run on a disk, then copy its folder there")
+    options = dataclasses.replace(options, run_dir=os.path.expanduser(folder))  # as a shell does it
+    requested, run_dir = Given(config, overrides, [note] if note else []), Path(options.run_dir)
     alone, resumes = config is None and options.from_ is None, options.resume is not False
     if alone and resumes:
         _check_resumed(run_dir, overrides, may_start=options.resume == "auto")
-    return options, {"recipe": given.of_start(run_dir, options.from_, resumes, by_own=alone), "given": given}
+    return options, {"recipe": requested.of_start(run_dir, options.from_, resumes, by_own=alone), "given": requested}
 
 
-def _check_resumed(run_dir: Path, overrides: Mapping[str, str], may_start: bool) -> None:
+def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
     """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's, unless
     a run `may_start` there, or is that of a run whose recipe is lost."""
-    is_run, names_images, own = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
-    if is_run and not names_images and not own.is_file():
-        what = "is not a file" if os.path.lexists(own) else "is missing"
+    is_run, names_images, recorded = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
+    if is_run and not names_images and not recorded.is_file():
+        state = "is not a file" if os.path.lexists(recorded) else "is missing"
         raise CheckpointError(
-            f"{own} {what}, and it alone says what this run trains: bring it back, or give the run's settings again"
+            f"{recorded} {state}, and it alone says what this run trains: bring it back, or give the run's settings "
+            "again"
         )
     if is_run or may_start:
         return
     if not names_images:
         raise nothing_to_resume(run_dir)
-
-
-def words_of(command: Command, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """The command line that says the same. Raises ConfigError for a value that none can say."""
-    known = {name: option for option in command.all_options for name in (field_of(option), option.name)}
-    words: list[str] = []
-    for name, value in _flat("", {**own, **options}, known):
-        option = known.get(name)
-        if name in ("json", "debug", "print") or "=" in name:
-            raise ConfigError(f"{name}: not an option in Python")
-        if value is not None or (option is None and name != "ds"):
-            name = option.name if option else name
-            several = value if option and option.takes_words and isinstance(value, list | tuple) else [value]
-            words += [f"--{name}={_text(name, one)}" for one in several]
-    return words
-
-
-def _flat(prefix: str, values: Mapping[Any, Any], known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """data={"root": X} is "data.root": X."""
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if not isinstance(value, Mapping):
-            yield name, value
-        elif name in known:
-            raise ConfigError(
-                f"{name}: a dict is not a value; name a file, and set keys beside it: "
-                'data={"root": X}, ds={"zero_optimization": {"stage": 1}}'
-            )
-        else:
-            yield from _flat(f"{name}.", value, known)
-
-
-def _text(name: str, value: Any) -> str:
-    """A value as one writes it on the command line. Raises ConfigError for what can't be written there."""
-    if getattr(value, "shape", None) == ():
-        value = value.item()  # a number of numpy's or torch's
-    if name.startswith("ds.") and isinstance(value, list | tuple | None):
-        return json.dumps(value, default=str)
-    if value is None or isinstance(value, bool | int | float):
-        return repr(value).lower()
-    if isinstance(value, str | os.PathLike):
-        text = str(os.fspath(value))
-        return os.path.expanduser(text) if text.startswith("~/") else text  # as a shell does it
-    parts = [_text(name, one) for one in value] if isinstance(value, list | tuple) else [","]
-    if not any("," in part for part in parts):
-        return ",".join(parts)
-    given = f"{value!r:.80}" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-    raise ConfigError(
-        f"{name}: {given} can't be given; a value is text, a number, True, False, None, a path, or a list of those "
-        "without commas in them"
-    )

@@ -22,10 +22,10 @@ from dino_ds.data.root import check_split, test_folder
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import AdviseOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.advice import Row, advise, fewer_gpus
 from dino_ds.planning.gpus import named_gpu
 from dino_ds.planning.measure.machine import find_gpus
-from dino_ds.planning.measure.tables import print_result
 from dino_ds.planning.rules import (
     FROZEN,
     Data,
@@ -41,8 +41,8 @@ _SECONDS, _LEAST_SAMPLE = 3.0, 20
 _WIDTH = 120
 
 
-def run(options: AdviseOptions) -> None:
-    """Print the advice. Raises ConfigError where there are too few images, DataError where none can be read."""
+def run(options: AdviseOptions) -> Result:
+    """The advice. Raises ConfigError where there are too few images, DataError where none can be read."""
     name, offered = _offered_gpus(options)
     if options.source == "folder":
         if options.root is None:
@@ -77,7 +77,7 @@ def run(options: AdviseOptions) -> None:
         "command": _command(recipe, flags, nodes, count // nodes),
         "notes": [*_notes(data, gpus, options, has_tests), *_about_images(data, images, _images(options))],
     }
-    print_result(_page(result, options.root or options.source), result, options.json)
+    return Result(result, _page(result, options.root or options.source))
 
 
 def _offered_gpus(options: AdviseOptions) -> tuple[str | None, Gpus]:

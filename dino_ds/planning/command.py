@@ -19,10 +19,11 @@ from dino_ds.method.specs.of_recipe import accumulation_notes
 from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.trained import ALL
 from dino_ds.options.commands import PlanOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.fit import FRAGMENTATION, Fit, fit, largest_micro_batch, micro_batches, with_backbone
 from dino_ds.planning.gpus import REACHED, Cluster, describe_hours, hours, named_gpu
 from dino_ds.planning.host import checkpoint_bytes, host_bytes
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_ds
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
@@ -30,10 +31,10 @@ _IMAGES = 1_000_000
 """Images whose hours are given where the recipe counts in epochs: the planner sees no images."""
 
 
-def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> None:
-    """Print the plan."""
+def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> Result:
+    """The result of `plan`, and its page."""
     result = plan(options, recipe=recipe, ds=ds, ds_path=ds_path)
-    print_result(page(result), result, options.json)
+    return Result(result, page(result))
 
 
 def plan(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> dict[str, Any]:

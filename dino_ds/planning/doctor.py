@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from json import dumps
 from typing import Any
 
 from dino_ds.config.ds_config import resolve_ds_config
@@ -21,6 +20,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine.deepspeed_import import import_deepspeed
 from dino_ds.errors import one_line
 from dino_ds.options.commands import DoctorOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.tables import FAILURE, Finding, judge
 
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -34,8 +34,8 @@ _LOAD_CURES = {
 }
 
 
-def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
-    """Print each finding once it is known. Exits with code 2 where something stops training; warnings don't."""
+def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Result:
+    """Print each finding once it is known; the result exits with code 2 where something stops training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings = []
@@ -46,15 +46,11 @@ def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_pat
             if finding.remedy:
                 print(f"{'':<17}-> {finding.remedy}")
     failures = sum(finding.level == FAILURE for finding in findings)
-    if options.json:
-        about = {"host": platform.node(), "trains": not failures}
-        print(dumps({**about, "findings": [vars(finding) for finding in findings]}, indent=1))
-    else:
-        warned = sum(bool(finding.remedy) for finding in findings) - failures
-        verdict = "training would stop" if failures else "training can start"
-        print(f"{verdict}: {failures} problems, {warned} warnings", flush=True)
-    if failures:
-        sys.exit(_PROBLEMS)
+    warned = sum(bool(finding.remedy) for finding in findings) - failures
+    verdict = "training would stop" if failures else "training can start"
+    facts = {"host": platform.node(), "trains": not failures, "findings": [vars(finding) for finding in findings]}
+    page = f"{verdict}: {failures} problems, {warned} warnings"
+    return Result(facts, page, error=SystemExit(_PROBLEMS) if failures else None)
 
 
 def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Iterator[Finding]:

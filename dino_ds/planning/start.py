@@ -50,7 +50,7 @@ class Start:
 
 
 def choose_ds_config(
-    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, str] | None
+    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
 ) -> Chosen:
     """The ds config of a start of `train`, the same on all ranks, each of which must call it. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
@@ -98,7 +98,7 @@ def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machi
     return Start(ds, path, path, _resolve(recipe, ds, path, machine))
 
 
-def planned_start(recipe: Recipe, overrides: Mapping[str, str], machine: Machine) -> Start:
+def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: Machine) -> Start:
     """The start with the planner's ds config for these GPUs and `overrides` of single keys. Raises ConfigError, also if
     nothing fits."""
     assert machine.card_gib is not None
@@ -114,7 +114,7 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, str], machine: Machine
 
 
 def resumed_start(
-    recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, str], machine: Machine
+    recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, Any], machine: Machine
 ) -> Start:
     """The start of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as
     far as other ranks or another global batch allow. Raises ConfigError."""
@@ -145,7 +145,7 @@ def _follow_ranks(zero: dict[str, Any]) -> None:
         zero["overlap_comm"] = True
 
 
-def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The ds JSON with `overrides`; where one of them is a batch size, the other follows from it."""
     batches = {_MICRO, _ACCUMULATION} & overrides.keys()
     kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,26 +11,16 @@ from dino_ds import __version__
 from dino_ds.basics.durable import replace_file
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import ReportOptions
-from dino_ds.report.folder import RunFiles, read_run
+from dino_ds.options.definition import Result
+from dino_ds.report.folder import read_run
 from dino_ds.report.html import build_document, render
 from dino_ds.report.single_run import draw_run
 from dino_ds.report.summary import summarize
 from dino_ds.report.text import duration, gib, nats, number, percent
 
 
-def run(options: ReportOptions) -> None:
-    """Write the page, and print its main figures."""
-    page, files = write_page(options)
-    facts = summarize(files)
-    if options.json:
-        print(json.dumps({"report": str(page), **facts}, allow_nan=False))
-    else:
-        print(_line(facts))
-        print(f"report     {page} ({number(page.stat().st_size / 1e6, 3)} MB)")
-
-
-def write_page(options: ReportOptions) -> tuple[Path, RunFiles]:
-    """Write RUN/report.html; its path, and the run. Raises ConfigError."""
+def run(options: ReportOptions) -> Result:
+    """Write RUN/report.html; its path, and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
     _check_out(page, folder)
@@ -42,7 +31,9 @@ def write_page(options: ReportOptions) -> tuple[Path, RunFiles]:
         replace_file(page, build_document(files.name, draw_run(files) + foot))
     except OSError as error:
         raise ConfigError(f"{page} can't be written: {error.strerror or error}; name another with --out") from None
-    return page, files
+    facts = summarize(files)
+    text = f"{_line(facts)}\nreport     {page} ({number(page.stat().st_size / 1e6, 3)} MB)"
+    return Result({"report": str(page), **facts}, text, value=page)
 
 
 def _check_out(page: Path, folder: Path) -> None:

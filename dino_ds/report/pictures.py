@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from dino_ds.evals.context import live_teacher
 from dino_ds.evals.features import keep_generators
 from dino_ds.evals.knn import nearest
 from dino_ds.evals.model_images import find_images
+from dino_ds.options.definition import Result
 from dino_ds.options.model import PictureKind, PicturesOptions
 from dino_ds.report import draw
 from dino_ds.run.run import AtStep, Moment
@@ -49,7 +49,7 @@ _TIMES = 6
 """Pictures of a run whose recipe does not say how often they are drawn, the start's and the last ones among them."""
 
 
-def run(options: PicturesOptions) -> None:
+def run(options: PicturesOptions) -> Result:
     """Write a PNG file of each kind in `only`. Raises ConfigError, DataError, CheckpointError."""
     files = PictureFiles(options.model, options.out)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -58,7 +58,7 @@ def run(options: PicturesOptions) -> None:
     source = find_images(options.model, options.source, options.root)
     for name, figure in draw_pictures(model, source, model.value_range, kinds, device):
         files.add(name, draw.figure_pixels(figure))
-    print(json.dumps({"pictures": files.written}) if options.json else "\n".join(files.written))
+    return Result({"pictures": files.written}, "\n".join(files.written))
 
 
 def shown_kinds(model: Backbone) -> list[str]:

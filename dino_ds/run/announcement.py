@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dino_ds.basics.names import unquoted
 from dino_ds.config.crops import EMA, describe_crops
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
@@ -94,7 +95,9 @@ def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -
         last_step=options.last_step,
     )
     if given is not None:
-        overrides = [f"{key} {text}" for key, text in given.overrides.items() if key not in _SHOWN_ELSEWHERE]
+        overrides = [
+            f"{key} {unquoted(value)}" for key, value in given.overrides.items() if key not in _SHOWN_ELSEWHERE
+        ]
         changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else " as it is"
         yield f"recipe   {given.config or 'the defaults'}{changed}"
 

@@ -37,7 +37,7 @@ class Chosen:
 
 
 def choose_ds_config(
-    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, str] | None
+    recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
 ) -> Chosen:
     """The ds config of a start, the same on all ranks; `overrides` as `train` has them. Raises ConfigError."""
     chosen: Chosen = by_name("planning.start:choose_ds_config")(recipe, options, ds, path, overrides)

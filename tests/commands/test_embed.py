@@ -75,12 +75,12 @@ def _check(found, wanted):
 
 
 @pytest.mark.slow
-def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
+def test_every_form_has_every_image_in_order(place, expected, tmp_path):
     source = build_source("folder", str(place / "images"), "train", False)
     names = [source.name(i) for i in range(len(source))]
     for form in ("npy", "csv", "pt", "parquet"):
-        embed.run(_options(place, tmp_path / form / f"x.{form}", batch=37))
-    assert "1 images can't be read, their rows are NaN: " + names[BAD] in capsys.readouterr().err
+        result = embed.run(_options(place, tmp_path / form / f"x.{form}", batch=37))
+    assert "1 images can't be read, their rows are NaN: " + names[BAD] in "".join(result.notes)
     _check(np.load(tmp_path / "npy/x.npy"), expected["cls"])
     saved = torch.load(tmp_path / "pt/x.pt", weights_only=True)
     _check(saved["features"], expected["cls"])
@@ -96,9 +96,9 @@ def test_every_form_has_every_image_in_order(place, expected, tmp_path, capsys):
     assert not list(tmp_path.glob("*/*.parts"))
 
 
-def test_means_maps_and_16_bits(place, expected, tmp_path, capsys):
-    embed.run(_options(place, tmp_path / "mean.npy", what="mean", json=True))
-    assert json.loads(capsys.readouterr().out)["shape"] == [IMAGES, 64]
+def test_means_maps_and_16_bits(place, expected, tmp_path):
+    result = embed.run(_options(place, tmp_path / "mean.npy", what="mean"))
+    assert result.data["shape"] == [IMAGES, 64]
     _check(np.load(tmp_path / "mean.npy"), expected["mean"])
     embed.run(_options(place, tmp_path / "maps.npy", what="patches", half=True))
     maps = np.load(tmp_path / "maps.npy")
@@ -219,10 +219,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, capsys, damage):
+def test_a_damaged_part_is_made_again(interrupted, place, expected, tmp_path, damage):
     DAMAGES[damage](tmp_path / "x.npy.parts/00000000.npy")
-    embed.run(interrupted)
-    assert "was incomplete or damaged: computed again" in capsys.readouterr().err
+    assert "was incomplete or damaged: computed again" in embed.run(interrupted).notes[0]
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 
@@ -243,7 +242,7 @@ def test_bad_input_is_refused_before_anything_is_written(place, tmp_path, change
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_there_is_not_overwritten_and_nothing_is_left_of_unreadable_images(place, tmp_path, capsys):
+def test_a_file_that_is_there_is_not_overwritten_and_nothing_is_left_of_unreadable_images(place, tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").write_bytes(b"broken")
     with pytest.raises(DataError, match="none of 1 images can be read"):
@@ -280,5 +279,5 @@ def test_a_model_of_other_channels_than_the_images_is_refused_before_they_are_re
         embed.run(given)
     assert not list(tmp_path.glob("x.npy*"))
     Image.new("RGB", (40, 40)).save(tmp_path / "bands" / "b.jpg")  # one that fits, of those not opened here
-    assert embed.write(given)["notes"][0].startswith("1 files that can't be read are left out")
+    assert embed.run(given).notes[0].startswith("1 files that can't be read are left out")
     assert np.isfinite(np.load(tmp_path / "x.npy")).all(axis=1).tolist() == [False, True]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +20,7 @@ from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.advice import note_on_shared
 from dino_ds.evals.context import Labeled, Settings
 from dino_ds.evals.results import read_results
-from dino_ds.evals.suite import EVALUATIONS
+from dino_ds.evals.suite import knn
 from dino_ds.options.model import EvalOptions
 from dino_ds.weights.export import FORMATS
 from tests.evals.tiny import clips
@@ -30,7 +28,7 @@ from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder
 from tests.weights.test_weights import _backbone
 
-DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None, "json": True}
+DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None}
 
 
 LABELED = ["knn", "linear", "ridge", "retrieval", "statistics"]
@@ -71,7 +69,9 @@ def _run(place, evals="knn", **changes):
     names = evals.split(",")
     given = {"model": str(place), "root": str(place / "train"), "test_root": str(place / "test"), "workers": 0}
     given |= {"k": (1, 5) if "knn" in names else None}
-    run(EvalOptions(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes}))
+    result = run(EvalOptions(**{**given, **DEFAULTS, "evals": names, "out": str(place / "results.json"), **changes}))
+    result.show(as_json=True)
+    return result
 
 
 def _results(place):
@@ -81,9 +81,7 @@ def _results(place):
 @pytest.fixture(scope="module")
 def labeled(made):
     """What one process prints of LABELED; what it writes is in `made`."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        _run(made, ",".join(LABELED))
-    return json.loads(said.getvalue())["results"]
+    return _run(made, ",".join(LABELED)).data["results"]
 
 
 @pytest.mark.slow
@@ -238,11 +236,11 @@ def test_what_evaluations_leave_out():
     rows, notes = Labeled(torch.randn(6, 4), torch.arange(6) % 2, 2), list[str]()
     context = SimpleNamespace(train_indices=range(30), train=rows, test=rows, note=notes.extend)
     context.settings = Settings(ks=(6, 10, 20))
-    assert list(EVALUATIONS["knn"](context)) == ["knn_6"]
+    assert list(knn(context)) == ["knn_6"]
     assert notes == ["k = 10, 20 left out: there are 6 training images"]
     context.settings = Settings(ks=(10, 20))
     with pytest.raises(DataError, match="6 training images have no 10 neighbors"):
-        EVALUATIONS["knn"](context)
+        knn(context)
 
 
 def test_bad_input_at_the_command_line(place, capsys):

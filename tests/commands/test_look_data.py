@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import re
 
 import numpy as np
@@ -59,10 +56,9 @@ def folder(tmp_path_factory):
 
 def look(folder, out, images=3, sample=0, as_json=True, **more):
     """What the command prints; the sheet is `out`/look.png."""
-    options = LookDataOptions(images=images, sample=sample, out=str(out / "look.png"), json=as_json)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        look_data.run(options, recipe=recipe_for(folder, **more))
-    return json.loads(said.getvalue()) if as_json else said.getvalue()
+    options = LookDataOptions(images=images, sample=sample, out=str(out / "look.png"))
+    result = look_data.run(options, recipe=recipe_for(folder, **more))
+    return result.data if as_json else result.page
 
 
 @pytest.fixture(scope="module")

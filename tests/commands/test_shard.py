@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
@@ -29,6 +28,7 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.commands import ShardOptions
+from dino_ds.options.definition import Result
 from tests.data.files import png, png16
 
 pytestmark = pytest.mark.slow
@@ -57,8 +57,8 @@ def files_below(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def make(root: Path | None, out: Path, **options) -> None:
-    shard.run(ShardOptions(root=str(root) if root else None, out=str(out), workers=2, **options))
+def make(root: Path | None, out: Path, **options) -> Result:
+    return shard.run(ShardOptions(root=str(root) if root else None, out=str(out), workers=2, **options))
 
 
 def read(root: Path):
@@ -70,9 +70,7 @@ def made(tmp_path_factory):
     """(a folder with images/ and their shards/, the files of images/, what was printed)"""
     place = tmp_path_factory.mktemp("shards")
     files = tree(place / "images")
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        make(place / "images", place / "shards", shard_size=4, json=True)
-    return place, files, json.loads(said.getvalue())
+    return place, files, make(place / "images", place / "shards", shard_size=4).data
 
 
 def test_round_trip_is_byte_identical(made, tmp_path):
@@ -99,7 +97,7 @@ def test_checksums_are_sha256sums_and_other_readers_see_webdataset(made):
     assert found["cat/00.cls"] == b"0" and found["dog/ü ö.cls"] == b"1"
 
 
-def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_path, capsys):
+def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_path):
     turned = Image.Exif()
     turned[0x0112] = 6
     files = {
@@ -114,8 +112,7 @@ def test_shrink_makes_the_shorter_side_small_and_leaves_small_images_alone(tmp_p
     for name, data in files.items():
         (tmp_path / "images").mkdir(exist_ok=True)
         (tmp_path / "images" / name).write_bytes(data)
-    make(tmp_path / "images", tmp_path / "shards", shrink=32)
-    said = capsys.readouterr().out
+    said = make(tmp_path / "images", tmp_path / "shards", shrink=32).page
     assert "5 images in 1 shard," in said and "2 images could not be read and are left out, such as" in said
     unreadable = (tmp_path / "shards/unreadable.txt").read_text()
     assert "broken.jpg" in unreadable and "words.jpg (not an image)\n" in unreadable

@@ -596,7 +596,7 @@ def beginner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("train --data.root imgs --model.backbone hf-hub:me/mine", 2, "hf download me/mine --local-dir DIR"),
         ("train --data.root imgs --model.init_from me/mine", 3, "hf download me/mine --local-dir DIR"),
         ("train --data.root imgs --model.init_from dinov3_vits16", 3, "as vit_small_patch16_dinov3.lvd1689m"),
-        ("train --data.root imgs --teacher.from dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
+        ("train --data.root imgs --teacher.source dinov2_vits14", 3, "as vit_small_patch14_dinov2.lvd142m"),
         ("train --data.root imgs --config facebook/dino-vits16", 2, "--model.init_from"),
         ("eval runs/none", 3, "give a run folder or one of its checkpoints, a file of weights"),
         ("export weights.npz --format timm", 3, "weights.npz"),
@@ -667,5 +667,5 @@ def test_a_wrong_place_of_images_is_said_before_any_is_listed(tmp_path, monkeypa
     places = {"data.root": "images", key: place}
     words = ["train", "--config", "small", "--run_dir", "run", *(f"--{name}={where}" for name, where in places.items())]
     with pytest.raises(DataError, match=says) as error:
-        cli.prepare(words)
+        cli.prepare(*cli.parse(words))
     assert "\n" not in str(error.value) and (key == "data.root" or key in str(error.value))

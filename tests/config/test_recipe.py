@@ -147,7 +147,7 @@ def test_all_mistakes_of_a_file_are_said_at_once_as_they_are_written(write):
         "crops.global_size: [32, 64] is not a whole number",
         "crops.local_scale: [0.5, 0.2] is not a range of areas: two numbers with 0 < low <= high <= 1",
         "optimizer.lr: 'fast' is not a number",
-        "teacher: distill features has no effect without source: name a teacher (--teacher.from RUN)",
+        "teacher: distill features has no effect without source: name a teacher (--teacher.source RUN)",
         "eval.k 30 is more than eval.bank_images 20",
     ]
     lines = _problems(write("crops: {global_size: 20, local_size: 20}\nmodel: {patch_sise: 10}\n"))

@@ -1,5 +1,5 @@
-"""One declaration says all of a setting: what a command or a section declares, here in a test alone, is in help, is
-parsed, is checked, and reaches the function.
+"""One declaration says all of a setting: what a command declares, here in a test alone, is in help, is parsed, is
+checked, reaches its function, and is a function of the Python API.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
+import dino_ds
 import dino_ds.cli.main as cli
 from dino_ds.config.fields import Count, Listed, Positive, option
 from dino_ds.errors import ConfigError
-from dino_ds.options.definition import COMMANDS, Json, Model, command
-from dino_ds.options.flags import parse_flags
+from dino_ds.options.definition import COMMANDS, Json, Model, Result, command
 from dino_ds.options.help_text import help_text
-from dino_ds.options.reading import words_of
 
 
-def count_toys(options: Any) -> None:
-    print(options)
+def count_toys(options: Any) -> Result:
+    return Result({"rounds": options.rounds}, str(options), ["one is broken"])
 
 
 @pytest.fixture
@@ -42,14 +41,16 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> type:
 
 
 def test_a_command_is_declared_in_one_place(toy: type, capsys: pytest.CaptureFixture[str]):
-    words = "toy ball --rounds=3 --ways down,up,down --from bear --json"
+    words = "toy ball --rounds=3 --ways down,up,down --from bear"
     cli.main(words.split())
-    made = toy(model="ball", rounds=3, ways=("down", "up"), from_="bear", json=True)
-    assert capsys.readouterr().out == f"{made}\n"
-    python = {"model": "ball", "rounds": 3, "ways": ("down", "up"), "from_": "bear"}
-    assert parse_flags(COMMANDS["toy"], words_of(COMMANDS["toy"], python, {})).fixed == {
-        "model": "ball", "rounds": 3, "ways": ("down", "up"), "from": "bear",
-    }  # fmt: skip
+    options = toy(model="ball", rounds=3, ways=("down", "up"), from_="bear")
+    assert tuple(capsys.readouterr()) == (f"{options}\n", "one is broken\n")
+    cli.main([*words.split(), "--json"])
+    assert capsys.readouterr().out == '{"rounds": 3}\n'
+    with pytest.warns(UserWarning, match="one is broken"):
+        assert dino_ds.toy("ball", rounds=3, ways=["down", "up"], from_="bear") == {"rounds": 3}
+    with pytest.raises(TypeError, match="takes 1 arguments without a name, and 2 are given"):
+        dino_ds.toy("ball", "bear")
     assert "  toy  " in help_text([]) and "counts toys" in help_text([])
     for row in (
         "--rounds N   how often they are counted (2)",
@@ -76,7 +77,7 @@ def test_a_command_is_declared_in_one_place(toy: type, capsys: pytest.CaptureFix
 )
 def test_values_are_checked_by_what_is_declared(toy: type, typed: str, says: str):
     with pytest.raises(ConfigError) as caught:
-        cli.prepare(typed.split())
+        cli.prepare(*cli.parse(typed.split()))
     assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="less than or equal to 9"):
         toy(model="a", rounds=10)

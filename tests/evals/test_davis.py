@@ -19,7 +19,7 @@ from dino_ds.evals.davis import (
     judge_masks,
     region_similarity,
 )
-from dino_ds.evals.suite import EVALUATIONS
+from dino_ds.evals.suite import find_evaluation
 from tests.evals.tiny import clips, context_of, label_map, landmarks
 from tests.ranks import run_on_ranks
 
@@ -182,4 +182,4 @@ def test_two_ranks_give_what_one_gives(name, make, size, tmp_path):
 
 
 def _evaluate(name, root, size):
-    return EVALUATIONS[name](context_of(root, size=size))
+    return find_evaluation(name)(context_of(root, size=size))

@@ -13,17 +13,16 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_ds.config import fields
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals import features as features_module
 from dino_ds.evals import runner as runner_module
+from dino_ds.evals import suite
 from dino_ds.evals.context import Settings
 from dino_ds.evals.features import ImageMemory
 from dino_ds.evals.runner import EvalRunner
-from dino_ds.evals.suite import EVALUATIONS
 from dino_ds.evals.tracking import Best, Knn, evaluated_every
 from dino_ds.report import draw
 from dino_ds.report import pictures as pictures_module
@@ -78,10 +77,6 @@ def _moment(step, give_up=lambda: False, run_dir=Path(), log=None):
     return Moment(None, CPU, step, 8 * step, run_dir, log, give_up)
 
 
-def test_names_of_the_recipe_are_those_of_the_table():
-    assert tuple(EVALUATIONS) == fields.EVALUATIONS
-
-
 def test_whoever_gives_up_keeps_nothing(sources):
     """At any question: between the evaluations, between the batches of one, in a fit."""
     questions = []
@@ -101,7 +96,7 @@ def test_what_fails_later_is_left_out_and_said_once(sources, monkeypatch):
     def fail(_):
         raise DataError("the disk is gone")
 
-    monkeypatch.setitem(EVALUATIONS, "linear", fail)
+    monkeypatch.setattr(suite, "linear", fail)
     found = _evaluate(runner, 2)
     assert set(found) == {"knn"}
     assert runner.lines(found)[0] == "evals    linear can't be evaluated at step 2: the disk is gone"

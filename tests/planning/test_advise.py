@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.cli.main import main, prepare
+from dino_ds.cli.main import main, parse, prepare
 from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS, TRAIN
 from dino_ds.options.flags import parse_flags
@@ -102,10 +102,10 @@ def test_a_folder_of_tests_beside_the_training_images_is_named_and_not_trained_o
     assert stopped.value.code == 2 and says in capsys.readouterr().err
     words = ["train", "--config", "small", "--data.root", str(place), "--run_dir", str(tmp_path / "run")]
     with pytest.raises(ConfigError, match=re.escape(says)):
-        prepare(words)
+        prepare(*parse(words))
     (tmp_path / "run/checkpoints/step_1").mkdir(parents=True)  # a run that began with both goes on with both
     (tmp_path / "run/config.yaml").write_text("{}")
-    prepare([*words, "--resume"])
+    prepare(*parse([*words, "--resume"]))
 
 
 def test_frozen_features_are_named_without_a_gpu_too(tmp_path, capsys):

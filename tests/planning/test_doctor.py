@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
@@ -37,15 +36,15 @@ def test_the_page_of_this_machine(tmp_path, capsys):
     recipe = load_recipe(None, {"data.root": str(image_folder(tmp_path / "images")), "data.workers": "0"})
     path = str(REPOSITORY / "ds_configs/zero0_fp32.json")
     files = {"recipe": recipe, "ds": load_ds_config(path, {}), "ds_path": path}
-    doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs"), json=True), **files)
-    result = json.loads(capsys.readouterr().out)
+    result = doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs"), json=True), **files).data
+    assert not capsys.readouterr().out
     by_topic = {finding["topic"]: finding for finding in result["findings"]}
     assert result["trains"], result
     assert torch.__version__.split("+")[0] in by_topic["software"]["text"]
     assert by_topic["network"]["text"].startswith(socket.gethostname())
     assert all(finding["remedy"] for finding in result["findings"] if finding["level"] != "ok")
     assert torch.cuda.is_available() or by_topic["gpu"]["text"].startswith("no GPU")
-    doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs")), **files)
+    doctor.run(DoctorOptions(run_dir=str(tmp_path / "runs")), **files).show(as_json=False)
     page = capsys.readouterr().out.splitlines()
     assert "loading torch" in page[0] and page[-1].startswith("training can start: 0 problems, ")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,15 +29,14 @@ def place(tmp_path_factory):
 
 
 def _run(place, only=None, root="images", **changes):
-    values = {"model": str(place), "root": root and str(place / root), "json": True, **changes}
-    run(PicturesOptions(**values, only=only and only.split(",")))
+    values = {"model": str(place), "root": root and str(place / root), **changes}
+    return run(PicturesOptions(**values, only=only and only.split(","))).data
 
 
 @pytest.mark.slow
-def test_one_picture_of_each_kind(place, capsys):
+def test_one_picture_of_each_kind(place):
     """Attention where it is asked for alone: an image has 16 patches."""
-    _run(place)
-    written = json.loads(capsys.readouterr().out)["pictures"]
+    written = _run(place)["pictures"]
     assert written == [str(place / f"pictures/{kind}.png") for kind in ("pca", "map", "neighbors")]
     assert all(Image.open(path).size[0] > 200 for path in written)
     _run(place, only="attention")

@@ -48,7 +48,7 @@ class _Page(HTMLParser):
 
 
 def _report(folder):
-    run(ReportOptions(run=str(folder)))
+    run(ReportOptions(run=str(folder))).show(as_json=False)
     return _Page((folder / "report.html").read_text(encoding="utf-8"))
 
 
@@ -148,7 +148,7 @@ def test_measured_memory_is_a_share_of_the_plan_on_a_gpu_alone(tmp_path):
 @pytest.mark.usefixtures("no_charts")
 def test_json_is_one_object(tmp_path, capsys):
     folder = make_run(tmp_path / "run")
-    run(ReportOptions(run=str(folder), json=True))
+    run(ReportOptions(run=str(folder))).show(as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["report"] == str(folder / "report.html")
     assert found["state"] == "finished"
@@ -220,7 +220,7 @@ def test_no_number_is_too_odd(tmp_path, capsys):
         pairs = [{"step": 0, **dict.fromkeys(names, first)}, {"step": 1, **names}]
         lines = [*pairs, {**record(2), **dict.fromkeys(["knn_top1", *record(2)], first), "step": 2}, record(3)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        run(ReportOptions(run=str(folder), json=True))
+        run(ReportOptions(run=str(folder))).show(as_json=True)
         page = _Page((folder / "report.html").read_text(encoding="utf-8"))
         assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", " ".join(page.drawn)))
         json.loads(capsys.readouterr().out, parse_constant=pytest.fail)

@@ -47,7 +47,7 @@ EVERY_TWO = {"eval.every": "2 steps", "eval.k": "5", "eval.bank_images": "5"}
 
 def _train(values, root, run, ds="zero0_fp32.json", **how):
     """`train_tiny` with k-NN accuracies as given by step; raw pixels have 25 %."""
-    original, evaluate, now = suite.EVALUATIONS["knn"], EvalRunner.evaluate, [0]
+    original, evaluate, now = suite.knn, EvalRunner.evaluate, [0]
 
     def at(self, moment):
         now[0] = moment.step
@@ -57,11 +57,11 @@ def _train(values, root, run, ds="zero0_fp32.json", **how):
         context.begin()  # as far as a check before training goes
         return {"knn_5": values[now[0]] if hasattr(context.backbone, "network") else 25.0}
 
-    suite.EVALUATIONS["knn"], EvalRunner.evaluate = knn, at
+    suite.knn, EvalRunner.evaluate = knn, at
     try:
         return train_tiny(root, run, ds, **how)
     finally:
-        suite.EVALUATIONS["knn"], EvalRunner.evaluate = original, evaluate
+        suite.knn, EvalRunner.evaluate = original, evaluate
 
 
 def train(root, run, values=VALUES, world=1, ds="zero0_fp32.json", changes=None, **how):

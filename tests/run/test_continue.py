@@ -10,7 +10,7 @@ import safetensors.torch
 import timm
 import torch
 
-from dino_ds.cli.main import prepare
+from dino_ds.cli.main import parse, prepare
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import PerformanceOptions
@@ -122,6 +122,6 @@ def test_what_can_t_be_continued_is_said_in_one_line(tmp_path, monkeypatch, word
     given = [word.format(dino=tmp_path / "dino") for word in words]
     place = ["--data.root", str(tmp_path), "--run_dir", str(tmp_path / "run"), "--model.heads", "2"]
     with pytest.raises(UserError) as caught:
-        prepare(["train", "--config", "continue", *place, *given])
+        prepare(*parse(["train", "--config", "continue", *place, *given]))
     assert said in str(caught.value) and "\n" not in str(caught.value) and caught.value.exit_code == code
     assert not (tmp_path / "run").exists()

@@ -89,17 +89,17 @@ def test_the_teacher_takes_deep_images(run, tmp_path):
             dino_ds.load(tmp_path / "copy.safetensors")
 
 
-def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path, capsys):
+def test_evaluations_and_pictures_take_the_range_of_the_run(run, tmp_path):
     given = dict.fromkeys(("source", "root", "test_root", "benchmark_root", "size", "temperature", "images", "out"))
     given |= {"evals": ("knn",), "k": (5,), "workers": 0, "json": True}
     trained = read_results(run / "evaluations.json")["knn"]["results"]
-    evaluate.run(EvalOptions(model=str(run), **given))
-    assert json.loads(capsys.readouterr().out)["results"]["knn"]["results"] == pytest.approx(trained)
+    result = evaluate.run(EvalOptions(model=str(run), **given))
+    assert result.data["results"]["knn"]["results"] == pytest.approx(trained)
     # A model of 8-bit images gets a range for these, which is said.
     FORMATS["safetensors"][0](_backbone(), tmp_path / "other.safetensors")
     named = {"root": str(run.parent / "images"), "test_root": str(run.parent / "test")}
-    evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
-    assert "values 0 to 4095; data.value_range 0,4095" in capsys.readouterr().err
+    result = evaluate.run(EvalOptions(model=str(tmp_path / "other.safetensors"), **{**given, **named}))
+    assert "values 0 to 4095; data.value_range 0,4095" in "".join(result.notes)
     signed = tmp_path / "signed"
     for folder in ("a", "b"):
         (signed / folder).mkdir(parents=True)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from tqdm import tqdm
 
-from dino_ds.cli.main import prepare
+from dino_ds.cli.main import parse, prepare
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import labeled_test, training_images
 from dino_ds.errors import ConfigError
@@ -98,7 +98,7 @@ def test_a_folder_of_a_training_and_a_test_set_is_asked_about(tmp_path, train, t
     for name in (train, test):
         image_folder(tmp_path / name, 4)
     with pytest.raises(ConfigError, match=f"holds {train}/ and {test}/: name the images to train on"):
-        prepare(["train", "--data.root", str(tmp_path), "--data.global_batch", "4"])
+        prepare(*parse(["train", "--data.root", str(tmp_path), "--data.global_batch", "4"]))
 
 
 def test_a_terminal_shows_a_bar(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class TeacherSection(Section):
     source: PathText | None = option(
         None,
-        "to distil (or --teacher.from): the frozen teacher, a run, weights or a timm name; none = the EMA",
+        "to distil: the frozen teacher, a run, weights or a timm name; none = the EMA",
         learned=False,  # but the digest of its weights must stay the same
     )
     distill: Literal["heads", "features"] | None = option(
@@ -36,7 +36,7 @@ class TeacherSection(Section):
     @model_validator(mode="after")
     def _check(self) -> TeacherSection:
         if self.source is None and self.distill == "features":
-            raise ValueError("distill features has no effect without source: name a teacher (--teacher.from RUN)")
+            raise ValueError("distill features has no effect without source: name a teacher (--teacher.source RUN)")
         return self
 
     @property

@@ -23,11 +23,12 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.options.bench import BenchBatchSizeOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.fit import micro_batches, with_batch
 from dino_ds.planning.measure.host import describe_host, host_line
 from dino_ds.planning.measure.machine import usable_memory_gib
 from dino_ds.planning.measure.memory import ChildFailed, run_in_children
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import clock_of, now_by, synchronize
 from dino_ds.planning.measure.trial import Trial, build_trial, resolve
 
@@ -51,7 +52,7 @@ class Tried:
         return self.images_per_second is not None
 
 
-def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> None:
+def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Result:
     """Try micro-batches that divide the recipe's global batch; print the table. Raises ConfigError if none fits."""
     gpus = torch.cuda.device_count()
     ranks = options.ranks or max(1, gpus)
@@ -83,7 +84,7 @@ def run(options: BenchBatchSizeOptions, *, recipe: Recipe, ds: Mapping[str, Any]
         "tried": [asdict(trial) | {"fits": trial.fits} for trial in tried],
         "host": describe_host(),
     }
-    print_result(_page(result), result, options.json)
+    return Result(result, _page(result))
 
 
 def search(images: int, take: Callable[[int], Tried]) -> list[Tried]:

@@ -20,8 +20,9 @@ from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import backbone_spec
 from dino_ds.options.bench import BenchInferenceOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import clock_name, describe_host, host_line
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import synchronize, time_interleaved
 from dino_ds.planning.measure.trial import begin
 from dino_ds.weights.export import export_onnx
@@ -35,7 +36,7 @@ Features = Callable[[Tensor], Tensor]
 """Images (b, c, h, w) FP32 on the device -> features (b, d)."""
 
 
-def run(options: BenchInferenceOptions) -> None:
+def run(options: BenchInferenceOptions) -> Result:
     """Measure every way to run `model` at every batch size, interleaved, on random images.
 
     Raises ConfigError, CheckpointError.
@@ -73,7 +74,7 @@ def run(options: BenchInferenceOptions) -> None:
         sizes = f"stride {backbone.stride}, width {backbone.width}"
     result = {"model": options.model, "backbone": sizes, "size": side, "baseline": BASELINE}
     result |= {"inference": rows, "skipped": skipped, "host": describe_host()}
-    print_result(_page(result), result, options.json)
+    return Result(result, _page(result))
 
 
 def _random(name: str) -> Backbone:

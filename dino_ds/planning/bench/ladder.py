@@ -27,9 +27,10 @@ from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Prototypes
 from dino_ds.options.bench import BenchLadderOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
 
@@ -155,7 +156,7 @@ class _Measured:
     parts: PartTimes = field(default_factory=lambda: PartTimes(device()))
 
 
-def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
+def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
     """Measure every step that this host can run."""
     batch = begin(options.batch, options.threads, "bench ladder")
     steps = all_steps()
@@ -169,7 +170,7 @@ def run(options: BenchLadderOptions, *, recipe: Recipe) -> None:
     first = steps[0].name
     result = about(recipe, batch) | {"ladder_steps": rows, **_together(rows)}
     result |= {"imports_mib": measured[first].memory.imports_mib, "clock": timings[first].clock}
-    print_result(_page(result), result, options.json)
+    return Result(result, _page(result))
 
 
 def _prepare(

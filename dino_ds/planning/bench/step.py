@@ -22,9 +22,10 @@ from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
 from dino_ds.options.bench import BenchStepOptions
+from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tflops
 from dino_ds.planning.measure.memory import MIB, GpuPeak, run_in_child
-from dino_ds.planning.measure.tables import markdown_table, print_result
+from dino_ds.planning.measure.tables import markdown_table
 from dino_ds.planning.measure.timing import PartTimes, Timing, synchronize, time_interleaved
 from dino_ds.planning.measure.trial import (
     MEMORY_STEPS,
@@ -40,7 +41,7 @@ Settings = dict[str, tuple[Recipe, dict[str, Any]]]
 """The settings that are compared: recipe and ds JSON by name."""
 
 
-def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> None:
+def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
     """Measure the step of `recipe` and `ds`, or two settings that `compare` ("key=a,b") tells apart.
 
     Raises ConfigError for a setting that does not exist.
@@ -63,7 +64,7 @@ def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_pat
     if options.compare:
         first, second = summaries
         result["ratio"] = second["images_per_second"] / first["images_per_second"]
-    print_result(_page(result), result, options.json)
+    return Result(result, _page(result))
 
 
 def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | None) -> Settings:

@@ -1,12 +1,9 @@
-"""Prints measurements: a Markdown table for people, or one JSON object for programs."""
+"""Markdown tables of measurements, and findings of `doctor`."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -19,12 +16,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     rules = [("-" * (w - 1) + ":") if i else "-" * w for i, w in enumerate(widths)]
     lines.insert(1, f"| {' | '.join(rules)} |")
     return "\n".join(lines)
-
-
-def print_result(page: str, result: dict[str, Any], as_json: bool) -> None:
-    """Print `page`, or `result` as one JSON object and nothing else, on rank 0."""
-    if int(os.environ.get("RANK", 0)) == 0:  # not by dino_ds.engine.distributed: planning loads no torch
-        print(json.dumps(result, indent=1) if as_json else page, flush=True)
 
 
 FINE, WARNING, FAILURE = "ok", "warn", "FAIL"

@@ -61,7 +61,7 @@ def _result(capsys):
 def _bench_step(**changes):
     files = {"recipe": tiny_recipe(), "ds": tiny_ds(0), "ds_path": "t.json"}
     files |= {name: changes.pop(name) for name in files.keys() & changes.keys()}
-    step.run(BenchStepOptions(**{"json": True, **COMMON, **changes}), **files)
+    step.run(BenchStepOptions(**COMMON, **changes), **files).show(as_json=True)
 
 
 def test_step(capsys, no_children):
@@ -146,7 +146,7 @@ def test_step_refuses(changes, says):
 
 
 def test_ladder(capsys, no_children):
-    ladder.run(BenchLadderOptions(json=True, **COMMON), recipe=tiny_recipe())
+    ladder.run(BenchLadderOptions(**COMMON), recipe=tiny_recipe()).show(as_json=True)
     result = _result(capsys)
     assert set(result) >= {"ladder_steps", "exact_total_speedup", "exact_total_memory_ratio"}
     keys = {"name", "images_per_second", "speedup_step", "speedup_total", "peak_memory_mib", "exact", "skipped"}
@@ -195,8 +195,8 @@ def infer(capsys, tmp_path):
 
     def measured(model=str(tmp_path), **changes):
         given = options | changes
-        inference.run(BenchInferenceOptions(model=model, **given))
-        return _result(capsys) if given["json"] else capsys.readouterr().out
+        result = inference.run(BenchInferenceOptions(model=model, **given))
+        return result.data if given["json"] else result.page
 
     return measured
 

@@ -39,11 +39,11 @@ def test_the_search_finds_the_limit_among_the_divisors_that_it_tries(images):
 def _bench_batch_size(global_batch="2", memory_gib=1.0, ranks=1):
     options = BenchBatchSizeOptions(memory_gib=memory_gib, ranks=ranks, steps=1, threads=1)
     recipe = tiny_recipe(data__global_batch=global_batch)
-    batch_size.run(options, recipe=recipe, ds=tiny_ds(0), ds_path="test.json")
+    return batch_size.run(options, recipe=recipe, ds=tiny_ds(0), ds_path="test.json")
 
 
 @pytest.mark.slow
-def test_the_real_step_is_measured(capsys, monkeypatch):
+def test_the_real_step_is_measured(monkeypatch):
     """In this process: test_trial.py has the processes."""
 
     def here(function, ranks, threads, limit_mib, **arguments):
@@ -51,8 +51,7 @@ def test_the_real_step_is_measured(capsys, monkeypatch):
 
     init_distributed()
     monkeypatch.setattr(batch_size, "run_in_children", here)
-    _bench_batch_size("1", memory_gib=20.0)
-    page = capsys.readouterr().out
+    page = _bench_batch_size("1", memory_gib=20.0).page
     assert "--ds.train_micro_batch_size_per_gpu 1 --ds.gradient_accumulation_steps 1: the fastest" in page
     found = re.search(r"\| 1 +\| *(\S+) \| *(\S+) \|", page)
     assert found and float(found[1]) > 0 and float(found[2]) == 0.29
