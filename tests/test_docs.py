@@ -121,7 +121,7 @@ def test_the_site_has_no_broken_link(tmp_path):
 
 def test_the_table_of_evaluations_is_the_program_s():
     """It names all evaluations, and describes those of features by the first line of their docstring."""
-    from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
+    from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
     from dino_ds.evals.suite import find_evaluation
 
     page = "".join((REPOSITORY / f"docs/{name}.md").read_text() for name in ("evaluations", "benchmarks"))

@@ -41,7 +41,7 @@ UPPER = [
 ]
 """The rooms that look at runs, weights and machines."""
 DOORS = {
-    "evals": {"run/doors.py", "config/fields.py"},
+    "evals": {"run/doors.py", "config/evaluation.py"},
     "planning": {"run/doors.py"},
     "report": {"run/doors.py"},
 }

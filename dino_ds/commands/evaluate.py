@@ -14,7 +14,7 @@ from dino_ds.basics.digits import short
 from dino_ds.basics.names import words_elsewhere
 from dino_ds.basics.text_file import read_object
 from dino_ds.config.begun_with import holds_out_by_line
-from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
+from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.config.stages import home_of
 from dino_ds.data.base import Source
 from dino_ds.data.sources import build_source, labeled_test, recipe_images, training_images

@@ -7,21 +7,37 @@ import re
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from pydantic_core.core_schema import ValidationInfo
 
+from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
 from dino_ds.config.fields import (
-    BENCHMARKS,
-    EVALUATIONS,
     AutoLength,
     Count,
-    Evaluations,
     Length,
     LengthField,
     PathText,
     Section,
+    once,
     option,
+    split_words,
 )
 from dino_ds.config.sections import DataSection
 
+BENCHMARKS = {
+    "oxford": "evals.landmarks:oxford",
+    "paris": "evals.landmarks:paris",
+    "davis": "evals.davis:davis",
+}
+"""Evaluations on images of their own, as EVALUATIONS has them."""
+EVALUATIONS = {
+    "knn": "evals.suite:knn",
+    "linear": "evals.suite:linear",
+    "ridge": "evals.suite:ridge",
+    "retrieval": "evals.suite:retrieval",
+    "statistics": "evals.suite:statistics",
+    **BENCHMARKS,
+}
+"""Evaluations by name -> MODULE:FUNCTION of dino_ds, from an EvalContext to numbers; a new one is a line here."""
 EVALUATION_OF: dict[str, str] = {
     "knn": "knn",
     "linear": "linear",
@@ -34,9 +50,31 @@ VAL_LOSS = "val_loss"
 """The metric of which less is better."""
 _KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
 if TYPE_CHECKING:
+    Evaluation = str
     KeepBest = str
 else:
+    Evaluation = Literal[tuple(EVALUATIONS)]
     KeepBest = Literal[_KEEP_BEST]
+
+
+def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:
+    """Read "auto", or names in a list or with commas between them."""
+    if value == "auto":
+        return "auto"
+    words = split_words(value)
+    if not isinstance(words, list | tuple) or not words:
+        raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
+    if info.context is None:  # not being asked for: the recipe of a checkpoint, which may be of an earlier version
+        words = [name for name in words if name not in words_elsewhere("evaluations")] or ["knn"]
+    for name in words:
+        if name not in EVALUATIONS:
+            hint = words_elsewhere("evaluations").get(str(name))
+            near = f" {hint}" if hint else did_you_mean(str(name), EVALUATIONS)
+            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
+    return once(tuple(words))
+
+
+Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 
 
 def _parse_evaluation_count(value: object) -> object:

@@ -6,12 +6,11 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
-from pydantic_core.core_schema import ValidationInfo
 
-from dino_ds.basics.names import as_written, did_you_mean, words_elsewhere
+from dino_ds.basics.names import as_written, did_you_mean
 from dino_ds.basics.text_file import unusable_text
 
 
@@ -192,56 +191,17 @@ _MOST_VALUE = 1e18
 """The largest value of a pixel: differences and their inverses stay far from the limits of FP32."""
 
 
-def _split_words(value: object) -> object:
+def split_words(value: object) -> object:
     """Split words with commas between them, where YAML gives a list."""
     return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w) if isinstance(value, str) else value
 
 
-def _once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
     if not parts:
         raise ValueError("it names nothing: give one, or several with commas between them")
     return tuple(dict.fromkeys(parts))
 
 
-BENCHMARKS = {
-    "oxford": "evals.landmarks:oxford",
-    "paris": "evals.landmarks:paris",
-    "davis": "evals.davis:davis",
-}
-"""Evaluations on images of their own, as EVALUATIONS has them."""
-EVALUATIONS = {
-    "knn": "evals.suite:knn",
-    "linear": "evals.suite:linear",
-    "ridge": "evals.suite:ridge",
-    "retrieval": "evals.suite:retrieval",
-    "statistics": "evals.suite:statistics",
-    **BENCHMARKS,
-}
-"""Evaluations by name -> MODULE:FUNCTION of dino_ds, from an EvalContext to numbers; a new one is a line here."""
-if TYPE_CHECKING:
-    Evaluation = str
-else:
-    Evaluation = Literal[tuple(EVALUATIONS)]
-
-
-def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] | Literal["auto"]:
-    """Read "auto", or names in a list or with commas between them."""
-    if value == "auto":
-        return "auto"
-    words = _split_words(value)
-    if not isinstance(words, list | tuple) or not words:
-        raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
-    if info.context is None:  # not being asked for: the recipe of a checkpoint, which may be of an earlier version
-        words = [name for name in words if name not in words_elsewhere("evaluations")] or ["knn"]
-    for name in words:
-        if name not in EVALUATIONS:
-            hint = words_elsewhere("evaluations").get(str(name))
-            near = f" {hint}" if hint else did_you_mean(str(name), EVALUATIONS)
-            raise ValueError(f"{name!r} is not auto, nor one of {', '.join(EVALUATIONS)}.{near}")
-    return _once(tuple(words))
-
-
-Evaluations = Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_parse_evaluations)]
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
 StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
 """May count from the step at which a stage of training began."""
@@ -252,7 +212,7 @@ AutoLength = Annotated[
 ValueRangeField = Annotated[tuple[float, float] | Literal["auto"], BeforeValidator(_parse_value_range)]
 ChannelsField = Annotated[tuple[float, ...], BeforeValidator(_split_range)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_parse_numbers)]
-Resolutions = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
+Resolutions = Annotated[tuple[str, ...], BeforeValidator(split_words)]
 ScaleRange = Annotated[tuple[float, float], BeforeValidator(_split_range)]
 
 
@@ -270,7 +230,7 @@ def _usable(path: str) -> str:
 
 Count = Annotated[int, Field(ge=1), AfterValidator(_countable)]
 Amount = Annotated[int, Field(ge=0), AfterValidator(_countable)]
-Listed = Annotated[tuple[_T, ...], BeforeValidator(_split_words), AfterValidator(_once)]
+Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]
 """Several with commas between them, each once."""
 Few = Annotated[int, Field(ge=0, le=1024)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]

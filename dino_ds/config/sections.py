@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation, chances_by_kind
-from dino_ds.config.crops import parse_resolutions
+from dino_ds.config.crops import AUGMENTATIONS, Augmentation, chances_by_kind, parse_resolutions
 from dino_ds.config.fields import (
     IMAGE_FORMS,
     SOURCES,

@@ -20,8 +20,7 @@ from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from torch import Tensor
 
 from dino_ds.basics.hashing import crop_seed
-from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
-from dino_ds.config.crops import CropGroup, crop_sizes
+from dino_ds.config.crops import AUGMENTATIONS, Augmentation, CropGroup, crop_sizes
 from dino_ds.data.masks import MaskOptions
 from dino_ds.data.normalization import IMAGENET, Normalization, normalized_levels
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection
 
 from dino_ds.basics.text_file import is_url
-from dino_ds.config.fields import BENCHMARKS
+from dino_ds.config.evaluation import BENCHMARKS
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.formats import EXTENSIONS, split_part

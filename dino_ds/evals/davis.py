@@ -25,9 +25,9 @@ from dino_ds.data.encoded import NamedFiles
 from dino_ds.data.multicrop import to_tensor
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError, one_line
-from dino_ds.evals.benchmark import Benchmark
 from dino_ds.evals.context import EvalContext
 from dino_ds.evals.features import GaveUp
+from dino_ds.evals.landmarks import Benchmark
 
 _BENCHMARK = Benchmark(
     "DAVIS 2017",

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dino_ds.basics.digits import short
-from dino_ds.config.evaluation import EVALUATION_OF, VAL_LOSS
-from dino_ds.config.fields import BENCHMARKS
+from dino_ds.config.evaluation import BENCHMARKS, EVALUATION_OF, VAL_LOSS
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Source
 from dino_ds.data.image_set import digest_of

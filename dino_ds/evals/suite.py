@@ -1,6 +1,6 @@
 """The evaluations: each is a function from an `EvalContext` to numbers, which all ranks call and get alike.
 
-A new one is a function with this signature and a line in EVALUATIONS of `dino_ds.config.fields`; its docstring goes
+A new one is a function with this signature and a line in EVALUATIONS of `dino_ds.config.evaluation`; its docstring goes
 into the table of docs/evaluations.md, its numbers are printed, written and reported.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dino_ds.basics.own_code import by_name
-from dino_ds.config.fields import BENCHMARKS, EVALUATIONS
+from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.data.normalization import IMAGENET
 from dino_ds.engine import distributed
 from dino_ds.errors import DataError

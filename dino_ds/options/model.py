@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dino_ds.config.fields import BENCHMARKS, Amount, Count, Evaluation, Listed, Positive, Seed, option
+from dino_ds.config.evaluation import BENCHMARKS, Evaluation
+from dino_ds.config.fields import Amount, Count, Listed, Positive, Seed, option
 from dino_ds.options.definition import Heads, Json, Model, Weights, command
 
 PictureKind = Literal["map", "neighbors", "pca", "attention"]

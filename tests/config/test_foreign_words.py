@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from dino_ds.basics.names import words_elsewhere
+from dino_ds.cli.main import parse
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import recipe_names
@@ -31,12 +32,8 @@ def _refusal(words: list[str]) -> str:
     ("typed", "do"),
     [
         # DINO and DINOv2.
-        ("train --saveckp_freq 20", '--save_every "20 epochs"'),
-        ("train --momentum_teacher 0.99", "--teacher.momentum 0.99"),
         ("train train.dataset_path=/x", "write --data.root /x"),
         # Hugging Face.
-        ("train --per_device_train_batch_size 8", "--ds.train_micro_batch_size_per_gpu"),
-        ("train --data.sampler balanced", "rare ones come more often with --data.balance classes"),
         # Without dashes; a key of the recipe keeps its own answer.
         ("train data=/x", "unexpected word 'data=/x': write --data.root /x"),
         ("train data.root=/x", "options begin with two dashes: --data.root=/x"),
@@ -49,13 +46,9 @@ def _refusal(words: list[str]) -> str:
         ("export m --format pth", "for PyTorch: --format safetensors, one file"),
         ("export m --format torchscript", "torch has deprecated TorchScript: --format onnx"),
         # What dino_ds had.
-        ("pictures m --queries a.jpg", "dino-ds find FEATURES IMAGE, after dino-ds embed"),
         ("pictures m --only neighbours", "write neighbors"),
-        ("pictures m --map umap", "leave it out"),
-        ("pictures m --only curves", "dino-ds report RUN"),
         # Other commands name what they have.
         ("embed --ckpt_path x", "give it without a name: dino-ds embed x"),
-        ("launch --num_gpus 2 -- --config vits16", "write --ranks 2"),
     ],
 )
 def test_an_option_of_another_program_is_answered_by_what_to_type(typed: str, do: str):
@@ -75,6 +68,13 @@ def test_every_word_of_another_program_gets_its_answer():
             if meant and word not in own[command]:
                 said = _refusal([command, f"--{word}", "3"])
                 assert f"--{meant}" in said or f"dino-ds {command} 3" in said, (command, word)
+
+
+def test_every_command_that_there_is_not_gets_its_answer():
+    for words, answer in words_elsewhere("commands").items():
+        with pytest.raises(ConfigError) as caught:
+            parse(words.split())
+        assert answer in str(caught.value), words
 
 
 def test_answers_name_options_and_commands_that_there_are():

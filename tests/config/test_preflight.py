@@ -118,15 +118,11 @@ _RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.
         (dict.fromkeys(_RANK), None),
         (dict.fromkeys(_RANK) | {"WORLD_SIZE": "1"}, None),
         ({"RANK": "3"}, "RANK is '3', and must be a whole number, 0 to 1 of WORLD_SIZE 2"),
-        ({"RANK": "abc"}, "RANK is 'abc', and must be a whole number"),
         ({"RANK": None}, "WORLD_SIZE is '2', and RANK is not set"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', and must be a whole number, 1 to 1000000"),
         ({"LOCAL_RANK": None, "MASTER_ADDR": ""}, "without LOCAL_RANK, MASTER_ADDR:"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2', and must be a whole number, 0 to 1"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', and must be a whole number, 1 to 65535"),
         ({"MASTER_PORT": "1" * 5000}, "MASTER_PORT is '111"),
         ({"MASTER_ADDR": "no.such.machine.invalid"}, "MASTER_ADDR 'no.such.machine.invalid' is not a machine known to"),
-        ({"MASTER_ADDR": "a" * 70 + ".b"}, "is not a machine known to"),
     ],
 )
 def test_what_a_launcher_tells_a_rank_is_checked_first(changes, says, monkeypatch):

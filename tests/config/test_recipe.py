@@ -274,20 +274,10 @@ IBOT = {"crops__mask": "dinov2", "objective__ibot_weight": "1"}
             {"objective.centering": "sinkhorn", "objective.center_momentum": "0.99"},
             "0.99 has no effect with objective.c",
         ),
-        ({"ibot_head.hidden": "64"}, "ibot_head.hidden 64 has no effect with objective.ibot_weight 0"),
         ({**IBOT, "ibot_head.batch_norm": "true"}, "ibot_head.batch_norm true: the masked patches"),
         ({**IBOT, "objective.ibot_head": "shared", "head.batch_norm": "true"}, "head.batch_norm true: the masked"),
-        (
-            {"optimizer.momentum": "0.5"},
-            "momentum 0.5 has no effect with optimizer.kind adamw: leave it out",
-        ),
-        ({"optimizer.kind": "sgd", "optimizer.trust": "0.5"}, "has no effect with optimizer.kind sgd: leave it out"),
-        ({"optimizer.scale": "2"}, "scale 2 has no effect with optimizer.kind adamw"),
+        ({"optimizer.momentum": "0.5"}, "momentum 0.5 has no effect with optimizer.kind adamw: leave it out"),
         ({"optimizer.kind": "muon", "optimizer.trust": "0.5"}, "trust 0.5 has no effect with optimizer.kind muon"),
-        (
-            {"optimizer.kind": "lars", "optimizer.eps": "1e-6"},
-            "optimizer.eps 1e-06 has no effect with optimizer.kind lars",
-        ),
     ],
 )
 def test_terms_that_can_not_work_are_refused_in_one_line(changes, text):
@@ -326,22 +316,11 @@ _ROTARY = "vit_small_patch16_dinov3"
 @pytest.mark.parametrize(
     ("backbone", "changes", "said"),
     [
-        (
-            "vit_small_patch16_224",
-            {"model__rope_rescale": "2"},
-            "rope_rescale 2.0 is for ViTs with rotary positions",
-        ),
+        ("vit_small_patch16_224", {"model__rope_rescale": "2"}, "rope_rescale 2.0 is for ViTs with rotary positions"),
         ("resnet50", {"model__rope_shift": "0.1"}, "resnet50 has no use for it; leave it out"),
-        (
-            "vit_small_patch14_dinov2",
-            {"model__local_cls_norm": "true"},
-            "local_cls_norm True is for ViTs with rotary",
-        ),
-        ("resnet50", {"model__local_cls_norm": "true"}, "resnet50 has no use for it"),
         (_ROTARY, {"model__local_cls_norm": "true", "crops__num_local": "0"}, "has no effect with crops.num_local 0"),
         (_ROTARY, {"model__width": "36", "model__heads": "6"}, "is 6 each, and rotary positions"),
         (_ROTARY, {"model__pos_embed_interpolation": "antialias"}, "antialias is for ViTs with learned positions"),
-        (_ROTARY, {"model__rope_jitter": "0.5"}, "model.rope_jitter"),
     ],
 )
 def test_what_does_not_go_with_rotary_positions(backbone: str, changes: dict[str, str], said: str):
@@ -406,15 +385,11 @@ def test_a_recipe_can_be_changed_like_a_new_one():
     ("name", "value", "allowed"),
     [
         ("objective.student_temp", "0", "must be > 0"),
-        ("teacher.momentum", "1.1", "must be <= 1"),
         ("optimizer.lr", "nan", "is not a number"),
         ("crops.global_scale", "0,1", "is not a range of areas"),
         ("length", "0 steps", "must be more than 0"),
-        ("head.prototypes", "1", "must be >= 2"),
         ("seed", 10**30, "must be < 4294967296"),
         ("log_every", 10**400, "is more than can be counted here"),
-        ("length", "1e300 epochs", "is longer than can be counted here"),
-        ("data.global_batch", 10**9, "must be <= 1048576"),
         ("data.root", "a" * 300, "is too long: 300 bytes"),
         ("eval.root", "a\0b", "holds a NUL character"),
         ("model.init_from", "a\udcff", "holds bytes that are not UTF-8"),
@@ -438,20 +413,9 @@ def test_a_learning_rate_that_would_rise_to_the_end_is_refused_where_it_is_train
 @pytest.mark.parametrize(
     ("recipe", "changes", "said"),
     [
-        (
-            "vits16",
-            {"optimizer.schedule": "constant", "optimizer.min_lr": "1e-7"},
-            "min_lr 1e-07 has no effect",
-        ),
-        (
-            "vits16",
-            {"crops.num_local": "0", "crops.local_size": "64"},
-            "has no effect with crops.num_local 0",
-        ),
-        ("vits16", {"crops.mask_share": "0.1"}, "crops.mask_share 0.1 has no effect with crops.mask none"),
+        ("vits16", {"optimizer.schedule": "constant", "optimizer.min_lr": "1e-7"}, "min_lr 1e-07 has no effect"),
+        ("vits16", {"crops.num_local": "0", "crops.local_size": "64"}, "has no effect with crops.num_local 0"),
         ("small", {"objective.teacher_temp": "0.02"}, "teacher_temp 0.02 has no effect with objective.dino_weight 0"),
-        ("small", {"model.stochastic_depth": "batched"}, "batched has no effect with model.drop_path 0"),
-        ("vits16", {"objective.koleo_ranks": "all"}, "koleo_ranks all has no effect with objective.koleo_weight 0"),
         ("vits16", {"optimizer.warmup": "0 steps", "optimizer.warmup_shape": "cosine"}, "optimizer.warmup 0 steps"),
     ],
 )
@@ -465,17 +429,9 @@ def test_a_given_key_without_effect_is_said(recipe, changes, said):
 @pytest.mark.parametrize(
     ("recipe", "changes", "keys"),
     [
-        (
-            "small",
-            {"optimizer.kind": "adamw"},
-            ["optimizer.momentum 0.95 has no", "optimizer.scale 4 has no"],
-        ),
+        ("small", {"optimizer.kind": "adamw"}, ["optimizer.momentum 0.95 has no", "optimizer.scale 4 has no"]),
         ("quickstart_gram", {"gram.weight": "0"}, ["gram.crop_size 64 has no effect with gram.weight 0"]),
-        (
-            "dinov2_vitg14",
-            {"objective.ibot_weight": "0"},
-            ["crops.mask dinov2 has no", "ibot_head.prototypes 131072"],
-        ),
+        ("dinov2_vitg14", {"objective.ibot_weight": "0"}, ["crops.mask dinov2 has no", "ibot_head.prototypes 131072"]),
     ],
 )
 def test_keys_of_a_shipped_recipe_that_an_override_makes_idle_return_to_their_defaults(recipe, changes, keys, write):
@@ -498,19 +454,12 @@ def test_keys_of_a_shipped_recipe_that_an_override_makes_idle_return_to_their_de
 @pytest.mark.parametrize(
     ("changes", "step", "says"),
     [
-        (
-            {"objective.koleo_weight": "0.1"},
-            (1, 2, 1),
-            "koleo compares images, .*: raise train_micro_batch_size",
-        ),
-        ({"objective.koleo_weight": "0.1"}, (1, 1, 8), "koleo compares images, and here sees 1 at a time"),
+        ({"objective.koleo_weight": "0.1"}, (1, 2, 1), "koleo compares images, .*: raise train_micro_batch_size"),
         ({"objective.koleo_weight": "0.1"}, (1, 1, 1), "koleo compares images, .*: raise data.global_batch"),
         ({"objective.koleo_weight": "0.1", "objective.koleo_ranks": "all"}, (1, 1, 8), ""),
         ({"objective.koleo_weight": "0.1"}, (2, 1, 1), ""),
         ({"objective.coding_rate_weight": "1"}, (1, 2, 1), "coding_rate compares images"),
-        ({"objective.coding_rate_weight": "1"}, (1, 1, 2), ""),
         ({"objective.centering": "sinkhorn"}, (1, 1, 1), "dino compares images, .*: raise data.global_batch"),
-        ({"objective.centering": "sinkhorn"}, (1, 2, 1), ""),
         ({}, (1, 1, 1), ""),
     ],
 )

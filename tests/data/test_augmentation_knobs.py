@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dino_ds.config.augmentation import AUGMENTATIONS, Augmentation
-from dino_ds.config.crops import all_crops, dino_groups
+from dino_ds.config.crops import AUGMENTATIONS, Augmentation, all_crops, dino_groups
 from dino_ds.config.loading import dump_recipe, load_recipe
 from dino_ds.data.batches import LoaderOptions, MultiCropDataset, augmented_crops
 from dino_ds.data.masks import MaskOptions

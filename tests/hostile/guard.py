@@ -66,7 +66,7 @@ def command(*words: str) -> tuple[int, list[str]]:
     code = 0
     with (
         bounded(),
-        mock.patch.object(cli, "_call"),
+        mock.patch.object(cli, "call", return_value=None),
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(stderr),
     ):

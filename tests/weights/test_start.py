@@ -218,7 +218,7 @@ def test_the_source_s_architecture_on_the_command_line(tmp_path, monkeypatch):
     content = {"teacher": Original(32, 8, 192, 3, 3).state_dict(), "args": Namespace(arch="vit_tiny")}
     torch.save(content, source := tmp_path / "a.pth")
     seen: list[Recipe] = []
-    monkeypatch.setattr(cli, "_call", lambda command, options, files: seen.append(files["recipe"]))
+    monkeypatch.setattr(cli, "call", lambda command, options, files: seen.append(files["recipe"]))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}"]

@@ -22,7 +22,7 @@ from dino_ds.config.recipe import Recipe
 from dino_ds.engine import distributed
 from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError, DataError
-from dino_ds.options.bench import BenchBatchSizeOptions
+from dino_ds.options.commands import BenchBatchSizeOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.fit import micro_batches, with_batch
 from dino_ds.planning.measure.host import describe_host, host_line

@@ -19,7 +19,7 @@ from dino_ds.engine.device import device
 from dino_ds.errors import ConfigError
 from dino_ds.models.build import build_backbone
 from dino_ds.models.specs.backbones import backbone_spec
-from dino_ds.options.bench import BenchInferenceOptions
+from dino_ds.options.commands import BenchInferenceOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import clock_name, describe_host, host_line
 from dino_ds.planning.measure.tables import markdown_table

@@ -26,7 +26,7 @@ from dino_ds.method.ibot import ibot_loss
 from dino_ds.models.logits import Compared, Comparison, Logits
 from dino_ds.models.network import Network
 from dino_ds.models.prototypes import Prototypes
-from dino_ds.options.bench import BenchLadderOptions
+from dino_ds.options.commands import BenchLadderOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, clock_name, heading
 from dino_ds.planning.measure.memory import ChildResult, GpuPeak, run_in_child

@@ -21,7 +21,7 @@ from dino_ds.costs.step_costs import mean_flops, model_flops
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device, memory_gib, release_memory
 from dino_ds.errors import ConfigError
-from dino_ds.options.bench import BenchStepOptions
+from dino_ds.options.commands import BenchStepOptions
 from dino_ds.options.definition import Result
 from dino_ds.planning.measure.host import about, clock_name, heading, matmul_tflops
 from dino_ds.planning.measure.memory import MIB, GpuPeak, run_in_child

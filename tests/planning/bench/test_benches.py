@@ -19,8 +19,7 @@ from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.costs.step_costs import model_flops
 from dino_ds.errors import ConfigError
 from dino_ds.models.vit import VisionTransformer
-from dino_ds.options.bench import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions
-from dino_ds.options.commands import find_command
+from dino_ds.options.commands import BenchInferenceOptions, BenchLadderOptions, BenchStepOptions, find_command
 from dino_ds.options.flags import parse_flags
 from dino_ds.options.reading import read
 from dino_ds.planning.bench import inference, ladder, step

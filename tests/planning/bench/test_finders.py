@@ -10,7 +10,7 @@ import pytest
 
 from dino_ds.engine.process import init_distributed
 from dino_ds.errors import ConfigError
-from dino_ds.options.bench import BenchBatchSizeOptions
+from dino_ds.options.commands import BenchBatchSizeOptions
 from dino_ds.planning.bench import batch_size
 from dino_ds.planning.bench.batch_size import Tried, search
 from dino_ds.planning.measure.memory import ChildResult
