@@ -106,7 +106,7 @@ def sync(path: Path) -> None:
 
 def cache_folder() -> Path:
     """The folder for what can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a user
-    without a home, as of a container, dino_ds-UID among the temporary files, if nobody else has made that."""
+    without a home, such as a container's, dino_ds-UID among the temporary files, if nobody else has made that."""
     if named := os.environ.get("DINO_DS_CACHE"):
         return Path(os.path.expanduser(named))
     if cache := os.environ.get("XDG_CACHE_HOME"):

@@ -56,6 +56,6 @@ def is_made_once() -> bool:
 
 
 def note_collective(operation: str, size: int) -> None:
-    """A collective would be called here, with so many bytes."""
+    """Tell observers of a collective that a real step would call here, with `size` bytes."""
     for observer in _observers:
         observer(operation, size)

@@ -29,12 +29,18 @@ in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that 
 
 @dataclass(frozen=True)
 class CropGroup:
-    """Crops of one kind: `count` of each image, `size` pixels wide and high. `teachers` names those that see them;
-    `student` and `masked`: whether the student does, and whether it sees them masked.
+    """Crops of one kind.
 
-    scale: (smallest, largest) share of the image's area that a crop takes. augmented: also colors, blur and
-    solarization; every crop is flipped at random. like: the name of an earlier group of as many crops, whose
-    boxes and flips these have. hides: False: the student sees masked patches all the same, and still predicts them.
+    Args:
+        count: crops of each image.
+        size: pixels of a side.
+        scale: (smallest, largest) share of the image's area that a crop takes.
+        teachers: names of the teachers that see them.
+        student: whether the student sees them.
+        masked: whether patches are masked for the student.
+        augmented: whether colors, blur and solarization change them; flips are random for every crop.
+        like: name of an earlier group with as many crops, whose boxes and flips these share.
+        hides: whether masked patches are hidden; the student predicts them in both cases.
     """
 
     name: str

@@ -15,7 +15,7 @@ from dino_ds.config.fields import option
 from dino_ds.errors import ConfigError
 
 COPIED_WEIGHTS = 500_000_000
-"""Weights of the largest teacher that is copied by default, as of a ViT-L with its heads: the casts would be a quarter
+"""Weights of the largest teacher that is copied by default, a ViT-L with its heads: the casts would be a quarter
 of its launches. Beyond it memory is worth more."""
 LOGGERS = ("wandb", "mlflow")
 """Sections that send metrics elsewhere; DeepSpeed does not get them: it would wait for the device in each step."""

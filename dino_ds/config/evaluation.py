@@ -47,7 +47,7 @@ EVALUATION_OF: dict[str, str] = {
 }
 """The evaluation that gives each metric by which teachers are compared; the held-out loss is none of them."""
 VAL_LOSS = "val_loss"
-"""The metric of which less is better."""
+"""The metric that is better when smaller."""
 _KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
 if TYPE_CHECKING:
     Evaluation = str
@@ -124,7 +124,7 @@ class EvalSection(Section):
 
 
 def margin_of_chance(images: float) -> float:
-    """Points of accuracy on so many test images below which a difference may be chance: two standard errors of 50 %."""
+    """Largest difference of accuracy, in points, that chance explains on `images` test images: two standard errors."""
     return 100 / math.sqrt(images)
 
 

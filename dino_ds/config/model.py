@@ -97,7 +97,7 @@ class ModelSection(Section):
     rope_shift: Positive | None = option(
         None, "RoPE in training: coordinates (-1 to 1) move up to so far, in each block and step"
     )
-    rope_jitter: AboveOne | None = option(None, "RoPE in training: each axis is scaled up to so many times")
+    rope_jitter: AboveOne | None = option(None, "RoPE in training: largest factor by which each axis is scaled")
     rope_rescale: AboveOne | None = option(None, "RoPE in training: both axes are, alike (DINOv3: 2)")
     stochastic_depth: Literal["per_image", "batched"] = option(
         "per_image", "batched skips an exact part of the crops (faster; depends on the micro-batch)"
@@ -151,7 +151,7 @@ class ModelSection(Section):
 
     @property
     def side_multiple(self) -> int:
-        """The number of pixels of which sides of crops are multiples; 1 where the backbone is not known yet."""
+        """Pixels whose multiples are the sides of crops; 1 where the backbone is not known yet."""
         return 1 if self.backbone == FROM_SOURCE else self.spec().side_multiple
 
     @property

@@ -132,7 +132,7 @@ class Recipe(Section):
 
     @property
     def hides_patches(self) -> bool:
-        """Whether patches are hidden from the student: what it has of them is then a token that is trained."""
+        """Whether patches are hidden from the student: it sees a learned mask token there."""
         return self.crops.mask != "none" and self.crops.mask_hides
 
     @property

@@ -115,11 +115,11 @@ def read_yaml(path: str) -> dict[str, Any]:
     return content
 
 
-def _problem(said: str | None) -> str:
+def _problem(message: str | None) -> str:
     """The parser's words, plainer for a tab and for a file that ends too early."""
-    if said and said.startswith("found character '\\t'"):
+    if message and message.startswith("found character '\\t'"):
         return "a tab stands where spaces belong: indent with spaces"
-    return (said or "not YAML").replace("'<stream end>'", "the end of the file")
+    return (message or "not YAML").replace("'<stream end>'", "the end of the file")
 
 
 class _Loader(yaml.SafeLoader):

@@ -75,7 +75,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words that are allowed, of which a value is one or, with commas between them, several."""
+        """The allowed words; a value is one of them, or a list of several."""
         parts = [get_args(part)[0] if get_origin(part) is tuple else part for part, _ in self.members]
         return tuple(word for part in parts if get_origin(part) is Literal for word in map(str, get_args(part)))
 

@@ -35,7 +35,7 @@ class Given:
     overrides: Mapping[str, Any]
     notes: list[str] = field(default_factory=list, compare=False)
 
-    def of_start(self, run_dir: Path, stage_from: str | None, resumes: bool, by_own: bool = False) -> Recipe:
+    def recipe_for_start(self, run_dir: Path, stage_from: str | None, resumes: bool, by_own: bool = False) -> Recipe:
         """The recipe of a start in `run_dir`: of a run that is there already by the file that it has written, if that
         is a stage or `by_own`; else over that of the run `stage_from`, else by itself. Raises ConfigError, and
         CheckpointError where a stage that is there began with another run.
@@ -43,17 +43,17 @@ class Given:
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
         recorded = run_dir / "config.yaml"
         if resumes and recorded.is_file() and (by_own or load_recipe(str(recorded), {}).stage_start is not None):
-            recipe = self.over(own_recipe(run_dir, self.overrides, self.notes), forget=False)
+            recipe = self.applied_to(own_recipe(run_dir, self.overrides, self.notes), forget=False)
             if recipe.stage_start is None:
                 return recipe
             there = Origin.of_stage(run_dir)
             if origin is not None:
                 there.check_is(origin, step)
-            return self.begun(recipe, there.first_step)
+            return self.rebased_to_step(recipe, there.first_step)
         if origin is None:
             recipe = load_recipe(self.config, self.overrides, self.notes)
         else:
-            recipe = self.over(self._recipe_of_run(origin))
+            recipe = self.applied_to(self._recipe_of_run(origin))
         if (origin is None) != (recipe.stage_start is None):
             raise ConfigError(_one_without_the_other(recipe))
         if origin and origin.resolve() == run_dir.resolve():
@@ -72,11 +72,11 @@ class Given:
             raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near}")
         return own_recipe(run_dir, keys_set_by(self.config, self.overrides), self.notes)
 
-    def over(self, recipe: Recipe, forget: bool = True) -> Recipe:
+    def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
         """The recipe of the run that a stage begins with, changed by what is given."""
         return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
 
-    def begun(self, recipe: Recipe, step: int) -> Recipe:
+    def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
         """`recipe` of a stage that began at `step`: what is set here counts from there, what is taken over stays. A
         stage that starts again at step 0 counts everything from there."""
         written = keys_set_by(self.config, self.overrides)

@@ -76,7 +76,7 @@ def _name(source: Source, index: int) -> tuple[str, ...]:
 
 
 def _is_same(train: Any, train_index: int, test: Any, test_index: int) -> bool:
-    """Whether two files have the same content; False where one can't be read: the evaluation says of which image."""
+    """Whether two files have the same content; False where one can't be read, which the evaluation reports."""
     with suppress(Exception):  # a source of the user's may raise anything
         pair = ((train, train_index), (test, test_index))
         sizes = {source.file_bytes(index) for source, index in pair if hasattr(source, "file_bytes")}

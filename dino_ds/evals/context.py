@@ -31,11 +31,15 @@ NamedSources = Callable[[], tuple[Source | None, Source | None]]
 class Settings:
     """Settings of evaluations.
 
-    ks: numbers of neighbors; temperature of their votes; seed of all random choices; size: pixels of a side, or None
-    for the model's; images: most training images, and test images unless `test_images` is given, or None for all;
-    workers: loader processes per rank, or None for a number that fits the cores; benchmark_root: folder of DAVIS and
-    the like; value_range: the range
-    of images deeper than 8 bits, or None, and they are unreadable.
+    Args:
+        ks: numbers of neighbors.
+        temperature: of the neighbors' votes.
+        seed: of all random choices.
+        size: pixels of a side, None for the model's.
+        images: most training images, and test images unless `test_images` is set; None for all.
+        workers: loader processes per rank, None for a number that fits the cores.
+        benchmark_root: folder of DAVIS and other benchmarks.
+        value_range: range of images deeper than 8 bits, which are unreadable without one.
     """
 
     ks: tuple[int, ...] = (10, 20, 100, 200)

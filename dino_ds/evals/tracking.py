@@ -165,8 +165,8 @@ class Knn:
     latest: float | None = None
     step: int | None = None
     """Step of `latest`; unknown of a run of an earlier version."""
-    said: bool = field(default=False, compare=False)
-    """Whether this process has said what the newest value is compared with."""
+    has_baselines_shown: bool = field(default=False, compare=False)
+    """Whether this process has logged the baselines of the newest value."""
 
     def see(self, step: int, latest: float, raw: float) -> None:
         """Take the values of an evaluation."""
@@ -191,9 +191,9 @@ class Knn:
 
     def news(self) -> str:
         """The newest value; the first time beside its baselines."""
-        if self.said and self.latest is not None and self.untrained is not None:
+        if self.has_baselines_shown and self.latest is not None and self.untrained is not None:
             return f"teacher {self.latest:.1f} % ({self.latest - self.untrained:+.1f} since the {self.began_as})"
-        self.said = True
+        self.has_baselines_shown = True
         return self.line()
 
     def warning(self, cut: bool = False) -> str | None:

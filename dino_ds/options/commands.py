@@ -77,7 +77,7 @@ class LaunchOptions:
     hostfile: str | None = option(None, "the machines, a line each: NAME slots=N", shown="this machine alone")
     ranks: Count | None = option(None, "processes on each machine", shown="the slots, or one a GPU, or 1")
     launcher: Literal["deepspeed", "torchrun"] = option("deepspeed", "who starts the processes")
-    nodes: Count = option(1, "with torchrun: machines, on each of which the same command is run")
+    nodes: Count = option(1, "with torchrun: machines; the same command is run on each")
     master_addr: str | None = option(None, "where the ranks meet", shown="the first machine")
     master_port: Count | None = option(None, "port of that machine", shown="29500; on one machine a free one")
     max_restarts: Amount = option(

@@ -58,16 +58,22 @@ class Result:
 
 @dataclass(frozen=True)
 class Command:
-    """A command. `runs` is "module:function"; it gets an instance of `options`, and `recipe`, `ds`, `ds_path` if it
-    takes them; it returns a Result, or None where it goes on for long and says what it does meanwhile.
+    """A command: its options, its function, and the files that the function wants.
 
-    group: the heading of help that it stands under. recipe, ds_config: defaults of --config (or None for the schema's)
-    and --ds_config (or None where it may be left out; `ds` and `ds_path` are None then). needs_images: they must be
-    named. takes_train: what follows "--" are options of `train`; the function gets them as `train_words`, and as
-    `train` what they mean. check: "module:function" that gets the options before torch is loaded. loads_torch: a torch
-    that does not load stops the command before it starts. `train` also gets `given`, what was given of its recipes
-    (`dino_ds.config.stages`). ds_shown: what --ds_config is where it is left out, if that depends; the function then
-    gets `ds_overrides`: what `--ds.` options change, or None where --ds_config is given.
+    Args:
+        runs: "module:function"; it gets an instance of `options`, and `recipe`, `ds`, `ds_path` if it takes them. It
+            returns a Result, or None where it runs for long and prints what it does. `train` also gets `given`, the
+            recipe as the user has set it (`dino_ds.config.stages`).
+        group: heading of help.
+        recipe: default of --config, None for the schema's defaults.
+        ds_config: default of --ds_config, None where it may be left out (`ds` and `ds_path` are None then).
+        needs_images: images must be named.
+        takes_train: the words after "--" are options of `train`; the function gets them as `train_words`, and their
+            meaning as `train`.
+        check: "module:function" that checks the options before torch is loaded.
+        loads_torch: a torch that does not load stops the command before it starts.
+        ds_shown: words of help for the default of --ds_config, where that depends on the machine; the function then
+            gets `ds_overrides`, the keys that `--ds.` options change, or None where --ds_config is given.
     """
 
     name: str

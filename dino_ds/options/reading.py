@@ -114,7 +114,10 @@ def _read_train(
     alone, resumes = config is None and options.from_ is None, options.resume is not False
     if alone and resumes:
         _check_resumed(run_dir, overrides, may_start=options.resume == "auto")
-    return options, {"recipe": requested.of_start(run_dir, options.from_, resumes, by_own=alone), "given": requested}
+    return options, {
+        "recipe": requested.recipe_for_start(run_dir, options.from_, resumes, by_own=alone),
+        "given": requested,
+    }
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:

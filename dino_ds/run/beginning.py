@@ -134,7 +134,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
         raise CheckpointError(f"{run_name}: it has no checkpoint yet; they are written to {run / 'checkpoints'}")
     saved = choice.saved.manifest
     folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
-    folder.recipe = given.begun(recipe, folder.origin.first_step)
+    folder.recipe = given.rebased_to_step(recipe, folder.origin.first_step)
     inherited = "all of its training state" if continues else "its teacher's weights"
     notes = [*choice.notes, f"begins with {run}, step {saved.step}: {inherited}"]
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}

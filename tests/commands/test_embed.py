@@ -158,19 +158,6 @@ def test_an_interrupted_embedding_goes_on(interrupted, expected, tmp_path, monke
     _check(np.load(tmp_path / "x.npy"), expected["cls"])
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    """A model and three images in two classes, of which one has a name that is not UTF-8, as an old zip makes it."""
-    path = tmp_path_factory.mktemp("few")
-    FORMATS["safetensors"][0](_backbone(), path / "teacher.safetensors")
-    for name in (b"caf\xe9", b"plain", b"plain"):
-        folder = os.path.join(os.fsencode(path / "images"), name)
-        os.makedirs(folder, exist_ok=True)
-        Image.effect_noise((40, 40), 50).save(path / "a.png")
-        os.rename(os.fsencode(path / "a.png"), os.path.join(folder, b"%d.png" % len(os.listdir(folder))))
-    return path
-
-
 def _other_images(place, parts):
     """Other contents of the same sizes and times."""
     for path in (place / "images").rglob("*.png"):

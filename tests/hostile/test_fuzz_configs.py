@@ -1,22 +1,25 @@
-"""Malformed recipes, ds JSONs and command lines: accepted, or refused in a line a problem with exit code 2."""
+"""Malformed recipes, ds JSONs, command lines and hostfiles: accepted, or refused in a line a problem, exit code 2."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import string
 from pathlib import Path
 
 import pytest
+from dino_ds.launching.hostfile import read_hostfile
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import RECIPES
+from dino_ds.errors import ConfigError
 from dino_ds.options.commands import COMMANDS
-from tests.hostile.guard import command, examples
-from tests.hostile.mutate import NASTY, broken_text, nasty
+from tests.hostile.guard import command, examples, raised_by
+from tests.hostile.mutate import NASTY, broken_bytes, broken_text, nasty
 from tests.sample import sampled
 
 pytestmark = pytest.mark.faults
@@ -123,3 +126,35 @@ def test_strange_paths(folder, flag, first):
 def test_paths_that_are_no_files(folder, path):
     for flag in ("--config", "--ds_config"):
         assert command("train", "--data.root", "x", flag, path)[0] == 2
+
+
+HOSTS = "worker-1 slots=4\nworker-2.cluster slots=4  # the new one\n10.0.0.3 slots=2\n"
+
+
+@examples(40)
+@given(
+    text=st.one_of(
+        broken_text(HOSTS),
+        nasty,
+        st.builds("{} slots={}".format, nasty, nasty),
+        broken_bytes(HOSTS.encode()),
+        st.binary(),
+    )
+)
+def test_broken_hostfiles(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "hosts"
+    path.write_bytes(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text)
+
+    def work() -> None:
+        for host in read_hostfile(path):
+            assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}", host.name)
+            assert host.slots == tuple(range(len(host.slots))) and 1 <= len(host.slots) <= 1024
+
+    raised_by(work, ConfigError)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "\0", "a" * 300, "pipe"])
+def test_hostfiles_that_are_no_files(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    assert raised_by(lambda: read_hostfile(path), ConfigError)
