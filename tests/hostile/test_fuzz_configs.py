@@ -9,7 +9,6 @@ import string
 from pathlib import Path
 
 import pytest
-from dino_ds.launching.hostfile import read_hostfile
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from dino_ds.config.ds_config import CHECKOUT
 from dino_ds.config.loading import recipe_options
 from dino_ds.config.recipe_files import RECIPES
 from dino_ds.errors import ConfigError
+from dino_ds.launching.plan import read_hostfile
 from dino_ds.options.commands import COMMANDS
 from tests.hostile.guard import command, examples, raised_by
 from tests.hostile.mutate import NASTY, broken_bytes, broken_text, nasty
