@@ -32,14 +32,14 @@ _SHOWN_ELSEWHERE = ("data.root", "data.source")
 _PICTURES = ("map", "neighbors", "pca", "attention")
 
 
-def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, notes: Iterable[str]) -> None:
+def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None, notes: Iterable[str]) -> None:
     """Write the first lines of a run's log: for people on the screen, then the details. `notes` were collected while
     the run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
     steps, batch = run.step.schedules.steps, recipe.data.global_batch
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
     balanced, alone = accumulation_notes(recipe, *given_batch)
-    shown = list(_summary(run, folder, chosen, given))
+    shown = list(_summary(run, folder, chosen, settings))
     if folder.resume:
         position, done = run.state.position, run.step.applied_steps
         where = f"at step {done}, epoch {position.epoch}, image {position.samples}"
@@ -68,7 +68,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None, n
     )
 
 
-def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -> Iterator[str]:
+def _summary(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None) -> Iterator[str]:
     """Lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps
@@ -94,12 +94,12 @@ def _summary(run: Run, folder: RunFolder, chosen: Chosen, given: Given | None) -
         steps=steps,
         last_step=options.last_step,
     )
-    if given is not None:
+    if settings is not None:
         overrides = [
-            f"{key} {unquoted(value)}" for key, value in given.overrides.items() if key not in _SHOWN_ELSEWHERE
+            f"{key} {unquoted(value)}" for key, value in settings.overrides.items() if key not in _SHOWN_ELSEWHERE
         ]
         changed = f"; set otherwise here: {one_line(', '.join(overrides), 160)}" if overrides else " as it is"
-        yield f"recipe   {given.config or 'the defaults'}{changed}"
+        yield f"recipe   {settings.config or 'the defaults'}{changed}"
 
 
 def _crops_in_words(recipe: Recipe) -> str:

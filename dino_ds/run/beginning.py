@@ -89,7 +89,7 @@ def choose_beginning(
     checkpoints: Checkpoints,
     images: OtherImages,
     options: TrainOptions,
-    given: Given | None,
+    settings: Given | None,
 ) -> Beginning:
     """The beginning of a start in `folder`, on every rank. `options` name the run that a stage begins with, or a
     checkpoint.
@@ -113,14 +113,14 @@ def choose_beginning(
             )
     if folder.recipe.stage_start is None:
         return Beginning()
-    if options.from_ is None or given is None:
+    if options.from_ is None or settings is None:
         raise ConfigError(f"{folder.path} is a stage that has saved nothing yet: add --from RUN, as at its start")
     with distributed.raise_on_all_ranks():
         step = step_to_begin_with(options.from_, options.weights)
-    return _of_stage(folder, images, split_origin(options.from_)[0], step, given)
+    return _of_stage(folder, images, split_origin(options.from_)[0], step, settings)
 
 
-def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, given: Given) -> Beginning:
+def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | None, settings: Given) -> Beginning:
     recipe = folder.recipe
     run_name, continues = f"--from {run}", recipe.stage_start == _CONTINUE
 
@@ -134,7 +134,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
         raise CheckpointError(f"{run_name}: it has no checkpoint yet; they are written to {run / 'checkpoints'}")
     saved = choice.saved.manifest
     folder.origin = Origin(str(run), saved.run_id, saved.step, str(recipe.stage_start))
-    folder.recipe = given.rebased_to_step(recipe, folder.origin.first_step)
+    folder.recipe = settings.rebased_to_step(recipe, folder.origin.first_step)
     inherited = "all of its training state" if continues else "its teacher's weights"
     notes = [*choice.notes, f"begins with {run}, step {saved.step}: {inherited}"]
     changed = {key: how for key, how in folder.changed(saved).items() if key not in _SAYS_HOW}
@@ -182,7 +182,8 @@ def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
     if source.hides_patches != ours.hides_patches:
-        seen = [one.crops.mask + ("" if one.crops.mask_hides else ", mask_hides false") for one in (source, ours)]
+        crops = [recipe.crops for recipe in (source, ours)]
+        seen = [section.mask + ("" if section.mask_hides else ", mask_hides false") for section in crops]
         raise CheckpointError(f"{run}: crops.mask {seen[0]} there, {seen[1]} here; {advice}")
     spec, sizes = ours.model.spec(), [recipe.crops.global_size for recipe in (source, ours)]
     if "pos_embed_interpolation" in spec.obeys and sizes[0] != sizes[1]:
