@@ -1,6 +1,5 @@
 """DINO self-supervised pre-training of Vision Transformers on DeepSpeed."""
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,8 @@ def __getattr__(name: str) -> Any:
         return load
     if name.startswith("_") or name == "api":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    api = importlib.import_module("dino_ds.api")
+    from dino_ds import api
+
     return getattr(api, name) if name in __all__ else api.__getattr__(name)
 
 
