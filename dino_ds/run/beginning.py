@@ -177,7 +177,7 @@ def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]
         raise CheckpointError(f"{run}: {kinds}, which has no use for the other's moments; {advice}")
     parts = [recipe.model.trained for recipe in (source, ours)]
     if parts[0] != parts[1]:
-        differ = _differences(vars(parts[0]), vars(parts[1])).replace("what", "model.train")
+        differ = _differences(vars(parts[0]), vars(parts[1])).replace("kind ", "model.train ")
         raise CheckpointError(f"{run} trained another part: {differ}; {advice}")
     if left_out:
         raise CheckpointError(f"{run} has {', '.join(sorted(left_out))}, which this stage does not train; {advice}")
