@@ -131,18 +131,17 @@ def test_a_run_of_python_is_the_run_of_the_command(folder, recipe, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("error", [pytest.param(ZeroDivisionError, marks=pytest.mark.full), SystemExit])
-def test_an_error_of_a_callback_stops_and_saves(error, folder, recipe, run, tmp_path):
+def test_an_error_of_a_callback_stops_and_saves(recipe, run, tmp_path):
     """The error comes out of `train`, the callback is not called again, and the resumed run is as one never stopped."""
 
     def fail(step, metrics):
         told.append(step)
         if step == 2:
-            raise error("of the callback")
+            raise SystemExit("of the callback")
 
     told: list[int] = []
     given = {"ds_config": "ds_configs/zero0_fp32.json", "run_dir": tmp_path / "run", "max_steps": 6, **recipe}
-    with pytest.raises(error, match="of the callback") as kept:
+    with pytest.raises(SystemExit, match="of the callback") as kept:
         dino_ds.train(callbacks=[fail], **given)
     assert told == [0, 1, 2] and kept.traceback[-1].name == "fail" and not _engines()
     assert len(list((tmp_path / "run/checkpoints").glob("step_*"))) == 1

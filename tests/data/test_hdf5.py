@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -15,13 +14,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dino_ds.config.crops import dino_groups
 from dino_ds.data.base import UnreadableImage
-from dino_ds.data.batches import LoaderOptions
 from dino_ds.data.decode import open_image
-from dino_ds.data.feed import Position
-from dino_ds.data.loader import Loader
-from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.launching.checks import _count_images
@@ -167,22 +161,14 @@ def _read_all(source, pipe):
     pipe.send([values(source, i).tobytes() for i in range(len(source))])
 
 
-@pytest.mark.slow
 def test_many_processes_read_at_once(tmp_path):
-    """Loader processes get the path; a fork of a process that has read opens the file anew."""
+    """Loader processes receive the path; a fork of a process that has read opens the file anew."""
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file.create_dataset("images", data=NOISE, chunks=(2, 20, 24, 3), compression="gzip")
     source = opened(tmp_path / "a.h5")
     before = values(source, 0)
-    assert len(pickle.dumps(source)) < 1000
-    crops = MultiCrop(dino_groups(8, (0.4, 1.0), 4, (0.1, 0.4), 1), "low_res")
-    options = {"global_batch": 7, "micro_batch": 7}
-    batches = []
-    for workers in (0, 2):
-        loader = Loader(source, crops, LoaderOptions(workers=workers, **options), Position())
-        batches.append([batch.crops["global"] for batch in itertools.islice(loader, 2)])
-        loader.close()
-    assert all((a == b).all() for a, b in zip(*batches, strict=True))
+    travels = pickle.dumps(source)
+    assert len(travels) < 1000 and np.array_equal(values(pickle.loads(travels), 0), before)
     context, processes = multiprocessing.get_context("fork"), []
     for _ in range(4):
         ours, theirs = context.Pipe()

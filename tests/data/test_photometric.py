@@ -13,7 +13,7 @@ from dino_ds.config.crops import dino_groups
 from dino_ds.data import photometric
 from dino_ds.data.multicrop import AUGMENTATIONS, AugmentationParams, CropParameters, MultiCrop
 from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
-from dino_ds.data.photometric import augment, find_kernels, gaussian_blur, shift_hue
+from dino_ds.data.photometric import augment, find_kernels, gaussian_blur
 from tests.data.files import photo
 
 pytestmark = pytest.mark.numerical
@@ -99,11 +99,6 @@ def test_the_chain_equals_torchvisions_for_drawn_parameters(augmentation):
     solarized = torch.tensor([view.solarize for view in views])
     torch.testing.assert_close(out[~solarized], expected[~solarized], rtol=0, atol=1e-4)
     torch.testing.assert_close(out[solarized], expected[solarized], rtol=0, atol=LEVEL + 1e-4)
-
-
-def test_grey_stays_grey_and_black_stays_black_under_a_hue_shift():
-    some = torch.cat([torch.zeros(1, 3, 4, 4), torch.full((1, 3, 4, 4), 0.3), torch.ones(1, 3, 4, 4)])
-    torch.testing.assert_close(shift_hue(some, torch.tensor([0.1, -0.3, 0.5])), some, rtol=0, atol=1e-6)
 
 
 def test_crops_smaller_than_the_blur_are_blurred():

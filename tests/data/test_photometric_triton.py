@@ -132,10 +132,8 @@ def test_without_triton_torch_s_operators_do_it(monkeypatch):
 TARGETS = [(90, "*u8", 3), *((capability, "*u8", 3) for capability in (80, 100, 120)), (90, "*fp32", 5)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "capability, crops, channels", [TARGETS[0], *(pytest.param(*cell, marks=pytest.mark.full) for cell in TARGETS[1:])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("capability, crops, channels", TARGETS)
 def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability, crops, channels):
     """By the compiler that a GPU machine uses, for an A100, an H200, a B200 and workstations; nothing is spilled."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

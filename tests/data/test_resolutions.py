@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dino_ds.config.crops import CropGroup, Resolution, crop_sizes, describe_crops, student_sizes, teacher_sizes
+from dino_ds.config.crops import CropGroup, Resolution, crop_sizes, teacher_sizes
 from dino_ds.config.loading import load_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, augmented_crops
@@ -148,14 +148,6 @@ def test_refused_in_one_line(words, more, message):
 
 GRAM = CropGroup("gram", 2, 16, (0.4, 1.0), teachers=("ema",), student=False, augmented=False)
 GROUPS = (*CROPS.groups, GRAM)
-
-
-def test_a_recipe_s_groups_are_dino_s():
-    groups = load_recipe(None, {}).groups
-    assert describe_crops(groups) == "2x224 + 8x96"
-    assert teacher_sizes(groups) == [224] * 2 and student_sizes(groups) == crop_sizes(groups) == [224] * 2 + [96] * 8
-    [alone] = load_recipe(None, {"crops.num_local": "0"}).groups
-    assert alone == groups[0] and alone.name == "global"
 
 
 @pytest.mark.slow

@@ -197,13 +197,6 @@ def test_alpha_in_a_plane_of_its_own_is_read_or_refused(compression):
             np.testing.assert_array_equal(found, plain if photometric == "rgb" else pixels)
 
 
-@pytest.mark.parametrize("form", ["TIFF", "PNG", "JPEG2000"])
-def test_gray_with_alpha_is_asked_about_alike(form):
-    data = with_alpha(form, VARIED, GRAY)
-    assert str(read(data)).startswith("its last channel is called alpha")
-    np.testing.assert_array_equal(read(data, 2), np.dstack([GRAY, VARIED]))
-
-
 @pytest.mark.parametrize(
     ("kind", "number"), [("f4", -9999), ("f4", -3.4028234663852886e38), ("i2", -32768), ("u2", 65535)]
 )

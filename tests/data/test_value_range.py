@@ -22,7 +22,7 @@ from dino_ds.data.images import ValueRange, to_unit
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.normalization import IMAGENET, STD
 from dino_ds.engine import distributed
-from dino_ds.errors import ConfigError, DataError
+from dino_ds.errors import ConfigError
 from tests.data.files import Arrays, Files, decode_rgb, encoded, photo, png16, ppm, tiff
 from tests.ranks import run_on_ranks
 
@@ -189,14 +189,6 @@ def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
     assert find_misfits([good, blank], (0, 4095)) == []
     [unknown] = find_misfits([good], None)
     assert "3000.png (uint16 values, 0 to 3000: deeper than 8 bits, and no data.value_range" in unknown
-
-
-def test_the_limit_of_pixels_holds_for_the_look_before_the_run(tmp_path):
-    Image.new("RGB", (80, 70)).save(tmp_path / "large.png")
-    lowered, raised = (load_recipe(None, {"data.max_pixels": pixels}) for pixels in ("5599", "5600"))
-    with pytest.raises(DataError, match=r"none of the images looked at can be read; .*at most 5599 are read"):
-        with_value_range(lowered, ImageFolder(str(tmp_path)))
-    assert with_value_range(raised, ImageFolder(str(tmp_path)))[1] == []
 
 
 def test_a_few_deep_files_among_many_are_found(tmp_path):
