@@ -29,7 +29,7 @@ from dino_ds.config.loading import load_recipe
 from dino_ds.errors import CheckpointError, ConfigError, DataError, Stopped
 from dino_ds.options.commands import COMMANDS
 from dino_ds.options.flags import Flags, flags_of_call
-from dino_ds.run import guards
+from dino_ds.run import guards, stop
 from tests.run.harness import TINY, image_folder, read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -159,12 +159,14 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path):
+def test_ctrl_c_saves_and_a_second_one_does_not_wait(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(stop, "FORWARDED_SECONDS", 0.3)
+
     def press(step, metrics, times=1):
         if step == 1:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(2.1 if times > 1 else 0)
+                time.sleep(1 if times > 1 else 0)
 
     given = {**recipe, "eval.every": "0 steps"}
     before = _state()
