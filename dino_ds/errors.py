@@ -31,14 +31,14 @@ _MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|cannot allocate memory|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE
 )
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of an OSError: the disk is full, or the user's quota."""
+"""errno of an OSError for a full disk, or an exhausted quota."""
 _MOST_LINES, _MOST_CHARACTERS = 10, 1000
 
 
 class UserError(Exception):
     """An error whose message says what was given, what is allowed and what to do. `exit_code` is the process's.
 
-    said_by_me: whether this rank prints it, or None where rank 0 does, which `Failures.settle` may decide later.
+    said_by_me: whether this rank prints the error; None: rank 0 does, unless `Failures.settle` decides otherwise.
     """
 
     exit_code = 2
@@ -53,7 +53,7 @@ class ConfigError(UserError):
 
 
 class NotEstimated(ConfigError):
-    """The cost of a backbone is not known: it can't be measured."""
+    """The memory or FLOPs of a backbone can't be estimated."""
 
 
 class DataError(UserError):
@@ -96,7 +96,7 @@ class OutOfMemory(UserError):
 
 
 class Stopped(UserError):
-    """A run that `dino_ds.train` of Python has started was stopped on request and saved (exit code 75)."""
+    """A run that was started from Python by `dino_ds.train` was stopped on request and saved (exit code 75)."""
 
     exit_code = STOPPED
 

@@ -45,7 +45,7 @@ from dino_ds.options.flags import Flags, drop_local_rank, parse_flags
 from dino_ds.options.help_text import help_text
 from dino_ds.options.reading import read
 
-# Launchers stop all ranks when one ends: rank 0 must have spoken before.
+# Launchers stop all ranks when one ends: rank 0 must have printed its error before.
 _SECONDS_FOR_RANK_0 = 3.0
 _SECONDS_TO_LEAVE = 60.0
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _exit(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, BrokenPipeError) and "RANK" not in os.environ and _nobody_reads():
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as others end: `dino-ds look-data ... | head -1`
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other programs end in `dino-ds look-data ... | head -1`
             os.kill(os.getpid(), signal.SIGPIPE)
         if debug:
             traceback.print_exc()
@@ -131,7 +131,7 @@ def parse(words: list[str]) -> tuple[Command, Flags]:
 
 
 def prepare(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
-    """A command's options and its function's other arguments. Raises UserError for what can be known at once."""
+    """A command's options, and the other arguments of its function. Raises UserError for mistakes that show at once."""
     if command is TRAIN:
         adopt_ranks(os.environ)
         check_ranks(os.environ)
@@ -168,7 +168,7 @@ def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: st
 
 
 def _say_notes(notes: list[str]) -> None:
-    """Print what was understood otherwise than it is written; `train` writes it into its log instead."""
+    """Print how input was understood where that differs from its text; `train` writes this into its log instead."""
     if os.environ.get("RANK", "0") == "0":
         for note in notes:
             print(f"dino_ds: note: {note}", file=sys.stderr, flush=True)
@@ -187,8 +187,8 @@ def _no_command(words: list[str]) -> str:
 
 
 def check_software(command: Command, options: Any) -> None:
-    """Raises UserError where torch does not load, or options are wrong that a command checks before it loads torch."""
-    # Its warnings about a rank that is gone are pages of C++ frames; our errors say which, and why.
+    """Raises UserError where torch does not load, or for wrong options that a command checks before it loads torch."""
+    # torch's warnings about a lost rank are pages of C++ frames; our errors say which rank is gone, and why.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if command.check is not None:
         _import(command.check)(options)
@@ -206,11 +206,11 @@ def call(command: Command, options: Any, files: dict[str, Any]) -> Result | None
 def _dispatch(command: Command, options: Any, files: dict[str, Any]) -> None:
     import fire
 
-    def show() -> None:  # fire would go on with what a command returns
+    def show() -> None:  # returns nothing: fire would apply further words to a result
         if (result := call(command, options, files)) is not None:
             result.show(getattr(options, "json", False))
 
-    # fire gets the command's name alone: it would read the values anew, "1e3" as a number.
+    # fire gets only the command's name: it would parse the values again, "1e3" as a number.
     fire.Fire({command.name: show}, command=[command.name], name="dino-ds")
     if "dino_ds.engine.process" in sys.modules:
         from dino_ds.engine.process import leave
@@ -228,7 +228,7 @@ def _import(path: str) -> Callable[..., Any]:
 
 
 def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True, debug: bool = False) -> None:
-    """One rank speaks: the one that failed first, else rank 0; on other nodes the first rank, with its host's name."""
+    """Print an error on the rank that failed first, or, if that is unknown, on the first rank of each node."""
     first, local_first = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     host = "" if first or said_by_me is not None else f"{socket.gethostname()}: "
     if local_first if said_by_me is None else said_by_me:
@@ -239,7 +239,7 @@ def _say_error(message: str, said_by_me: bool | None = None, pause: bool = True,
 
 
 def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
-    """Say in one line what no part of the program has foreseen, and where the traceback is."""
+    """Print one line about an unexpected error, and where its traceback is."""
     rank = os.environ.get("RANK", "0")
     first_line = next(iter(str(error).splitlines()), "")
     where = "the traceback is above" if debug else "--debug shows the traceback"
@@ -248,13 +248,13 @@ def _say_bug(error: BaseException, run_dir: Path | None, debug: bool) -> None:
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())
             where = f"the traceback is in {path}"
-    # Not only rank 0: the others' errors may be its cause, and each is another one.
+    # All ranks print, not only rank 0: their errors differ, and another rank's may be the cause of this one.
     prefix = f"rank {rank}: " if "RANK" in os.environ else ""
     print(f"dino_ds: error: {prefix}{type(error).__name__}: {first_line} ({where})", file=sys.stderr, flush=True)
 
 
 def _exit(code: int) -> None:
-    """End the process, also in a group that has lost a rank and can't be left: the interpreter would wait for it."""
+    """End the process, also if its process group has lost a rank: at a normal exit it would wait for that rank."""
     distributed = sys.modules.get("torch.distributed")
     joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if distributed is not None and joined and distributed.get_world_size() > 1:

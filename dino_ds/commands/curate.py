@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 _MANY_ALIKE = 0.05
-"""Part of the images that is hardly one group of near-duplicates."""
+"""A group of near-duplicates with more than this part of the images is suspicious."""
 
 
 class Curated(NamedTuple):
-    """`folder` with the files; of each row of the features `duplicate_of`, the image that is kept in its place or -1,
-    `clusters` (images, levels), -1 where it has none, and whether it is `listed` in the list that was written."""
+    """`folder` with the files, and for each image: `duplicate_of`, the image that is kept in its place, or -1;
+    `clusters` (images, levels), -1 without a cluster; `listed`, whether the written list has it."""
 
     folder: Path
     duplicate_of: np.ndarray
@@ -34,7 +34,7 @@ class Curated(NamedTuple):
 
 
 def check(options: CurateOptions) -> None:
-    """Refuse options that are wrong without a look at features. Raises ConfigError."""
+    """Refuse options that are wrong whatever the features are. Raises ConfigError."""
     if options.duplicates is None and options.clusters is None:
         raise ConfigError("say what for: --duplicates 0.95, --clusters 1000, or both")
     if options.draw is not None and options.clusters is None:
@@ -56,7 +56,7 @@ def _folder(options: CurateOptions) -> Path:
 
 
 def run(options: CurateOptions) -> Result:
-    """Write the folder, all of it or nothing; what is in it. Raises UserError."""
+    """Write the folder, whole or not at all, and return what is in it. Raises UserError."""
     import numpy as np
 
     from dino_ds.commands.embedded import open_embedded
@@ -86,7 +86,7 @@ def run(options: CurateOptions) -> Result:
 
 
 def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path) -> None:
-    """Find near-duplicates and keep the largest image of each group, of equal ones the first by name."""
+    """Find near-duplicates and keep the largest image of each group, or the first by name among equally large ones."""
     import numpy as np
 
     from dino_ds.commands.embedded import table

@@ -23,7 +23,7 @@ GLOBAL, LOCAL = "global", "local"
 """The names of DINO's crop groups."""
 Masks = Mapping[str, Mapping[str, "Tensor"]]
 """The patches of a micro-batch that the student does not see, for each masked group. "mask" (v * b, n) bool: crop-major
-(the first crop of all images, then the second), patches row by row. "rows" (m,) int64: places of the m hidden patches
+(the first crop of all images, then the second), patches row by row. "rows" (m,) int64: indices of the m hidden patches
 in the flat mask, ascending. "weights" (m,) float32: 1 / hidden patches of that crop. m varies, and may be 0."""
 
 
@@ -56,7 +56,7 @@ class CropGroup:
 
 
 def student_masks(groups: Iterable[CropGroup], masks: Masks) -> Masks:
-    """The masks of a micro-batch that the student's network is given: no "mask" where nothing is hidden."""
+    """The masks that the student's network gets: without "mask" for the groups that hide nothing."""
     seeing = {group.name for group in groups if not group.hides}
     return {
         name: {key: value for key, value in mask.items() if key != "mask"} if name in seeing else mask
@@ -83,8 +83,8 @@ def dino_groups(
 
 @dataclass(frozen=True)
 class Resolution:
-    """Sides of the crops of an optimizer step, in pixels, and the share of the steps that have them. gram_size: of
-    Gram anchoring's own crops, None where it has none."""
+    """Sizes of the crops of an optimizer step, in pixels, and the share of the steps with these sizes. gram_size: side
+    of Gram anchoring's own crops, None without them."""
 
     global_size: int
     local_size: int
@@ -112,7 +112,7 @@ class Resolution:
 
 
 def parse_resolutions(words: Sequence[str]) -> tuple[Resolution, ...]:
-    """The resolutions of `crops.resolutions`, whose shares are of all steps. Raises ValueError."""
+    """The resolutions of `crops.resolutions`. Raises ValueError, also where their shares do not sum to 1."""
     resolutions = tuple(Resolution.parse(word) for word in words)
     if len(resolutions) == 1:
         raise ValueError(
@@ -155,7 +155,7 @@ def all_crops(crops: Mapping[str, Sequence[_T]]) -> list[_T]:
 
 JITTERED = ("brightness", "contrast", "saturation", "hue")
 _MOST = (1.0, 1.0, 1.0, 0.5)
-"""Largest strengths of `JITTERED`: beyond, brightness is negative, and the hue turns by more than half a circle."""
+"""Largest strengths of `JITTERED`: larger ones make brightness negative, or turn the hue by over half a circle."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Augmentation:
     rotation: float = 0.0
 
     def with_jitter(self, numbers: Sequence[float]) -> Augmentation:
-        """This augmentation with one factor on its four strengths, or with four others. Raises ValueError."""
+        """This augmentation with its four jitter strengths times one number, or replaced by four. Raises ValueError."""
         text = ",".join(f"{value:g}" for value in numbers)
         if len(numbers) not in (1, len(JITTERED)):
             raise ValueError(
@@ -195,7 +195,7 @@ class Augmentation:
 
 
 def chances_by_kind(name: str, numbers: Sequence[float]) -> tuple[float, float, float]:
-    """The three chances of an Augmentation, from one for every crop or from three. Raises ValueError."""
+    """The three chances of an Augmentation, from one number for all crops or from three. Raises ValueError."""
     text = ",".join(f"{value:g}" for value in numbers)
     if len(numbers) not in (1, 3):
         raise ValueError(

@@ -15,15 +15,15 @@ from dino_ds.config.fields import option
 from dino_ds.errors import ConfigError
 
 COPIED_WEIGHTS = 500_000_000
-"""Weights of the largest teacher that is copied by default, a ViT-L with its heads: the casts would be a quarter
-of its launches. Beyond it memory is worth more."""
+"""Weights of the largest teacher that is copied by default, a ViT-L with its heads. Without the copy, casts would be
+a quarter of its kernel launches; for larger teachers memory is worth more."""
 LOGGERS = ("wandb", "mlflow")
-"""Sections that send metrics elsewhere; DeepSpeed does not get them: it would wait for the device in each step."""
+"""Sections of metric loggers. They are not passed to DeepSpeed, which would synchronize the device in each step."""
 Bool = Annotated[bool, Strict()]
 
 
 def _way_to_compile(value: object) -> object:
-    """The word for true and false, as it was written before there were several ways."""
+    """The mode that true or false means, in ds JSONs from before there were several modes."""
     return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -57,7 +57,7 @@ class PerformanceOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DsConfig:
-    """A ds JSON resolved for one run. `raw` is it with all that was open filled in; `notes` say what was filled in.
+    """A ds JSON resolved for one run. `raw` is the JSON with its open values filled in; `notes` say which these were.
 
     micro_batch: images per rank; accumulation: micro-batches per step; clipping: largest global gradient norm,
     0 = none; checkpoint_blocks: how many blocks are recomputed, or "all".
@@ -90,8 +90,8 @@ class DsConfig:
         return self.precision != "fp32" and (on_gpu and weights <= COPIED_WEIGHTS if asked is None else asked)
 
     def copies_gradients(self, world_size: int) -> bool:
-        """Whether DeepSpeed brings gradients together in buckets. A process alone has nothing to sum them with: at
-        stages 0 and 1 they stay where they are, unless another device or another dtype wants them."""
+        """Whether DeepSpeed copies gradients into buckets. A single process has no one to reduce with: at stages 0
+        and 1 its gradients stay in place, unless the optimizer takes them on another device or in another dtype."""
         zero = self.raw.get("zero_optimization", {})
         if self.stage != 1 or world_size > 1 or zero.get("overlap_comm") or offloads_optimizer(zero):
             return self.stage > 0
@@ -111,11 +111,11 @@ MEETING = {
     "lars": ("the norm of a layer is summed over ranks", "sgd"),
     "muon": ("ranks exchange slices of matrices", "adamw"),
 }
-"""Kinds of optimizer whose ranks meet in the middle of a step, what they do there, and the kind to take instead."""
+"""Kinds of optimizer that communicate in the middle of a step, what their ranks do, and the kind to take instead."""
 
 
 def check_offload(config: DsConfig, kind: str) -> None:
-    """Raises ConfigError where an optimizer whose ranks meet in a step would step on the host."""
+    """Raises ConfigError for an optimizer that communicates inside its step and is offloaded to the host."""
     if kind in MEETING and offloads_optimizer(config.raw["zero_optimization"]):
         does, instead = MEETING[kind]
         raise ConfigError(

@@ -79,13 +79,13 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_earlier_versions(cls, values: Any) -> Any:
-        """A saved recipe without its removed key `transform`, where that was not set."""
+        """Drop the key `transform` of earlier versions from a saved recipe that does not set it."""
         unset = isinstance(values, dict) and values.get("transform", 0) is None
         return {key: value for key, value in values.items() if key != "transform"} if unset else values
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
-        """The sources of `mixture`; none without one."""
+        """The sources of `mixture`; () without a mixture."""
         return parse_mixture(self.mixture)
 
     @property
@@ -95,7 +95,7 @@ class DataSection(Section):
 
     @property
     def known_range(self) -> tuple[float, float] | None:
-        """`value_range` where it is numbers. A run without one takes images of 8 bits only."""
+        """`value_range` if it is numbers, else None: the run then takes 8-bit images only."""
         return None if self.value_range == "auto" else self.value_range
 
     @property
@@ -105,7 +105,7 @@ class DataSection(Section):
 
     @property
     def own_files(self) -> bool:
-        """Whether data.root says which images: others may then be named for tests. Else the source has its own."""
+        """Whether data.root names the images. If so, evaluations may name others; else the source has test images."""
         return self.source == "folder" or ":" in self.source
 
     @model_validator(mode="after")
@@ -172,8 +172,8 @@ class CropsSection(Section):
 
     @property
     def augmentation(self) -> Augmentation:
-        """The augmentation called `augment`, with the values that are given here in place of its own. Raises
-        ValueError."""
+        """The augmentation of the preset `augment`, with the values that this section sets in place of the preset's.
+        Raises ValueError."""
         preset = AUGMENTATIONS[self.augment]
         changes: dict[str, Any] = {"flip": self.flip, "gray": self.grayscale}
         by_kind = {name: getattr(self, name) for name in ("blur", "solarize")}

@@ -1,4 +1,4 @@
-"""The interface of training to its data: micro-batches on its device, and their position in the data."""
+"""The interface between training and its data: micro-batches on the device, and the position in the data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Position:
     samples: int = 0
 
     def advance(self, samples: int, per_epoch: int) -> Position:
-        """Position after `samples` more; an epoch of `per_epoch` ends where the same number again does not fit."""
+        """Position after `samples` more images; an epoch of `per_epoch` images ends if as many again would not fit."""
         consumed = self.samples + samples
         return Position(self.epoch, consumed) if consumed + samples <= per_epoch else Position(self.epoch + 1, 0)
 
@@ -30,7 +30,7 @@ class Batch:
 
     Attributes:
         crops: by crop group, in the order of the groups, each crop as (b, c, h, w) float32.
-        indices: (b,) int64, all of `epoch`.
+        indices: of the images, (b,) int64, all drawn in `epoch`.
         names: of the images.
         bad: name and reason of each unreadable image that was replaced.
         masks: patches of masked groups that are hidden from the student.

@@ -42,7 +42,7 @@ _LOOKED_AT = 20
 _THREADS = 16
 _CHUNK = 256
 _FRESH_NANOSECONDS = 2_000_000_000
-"""A folder changed within this time before it was read may change again within one tick of its time."""
+"""A folder changed this shortly before it was read may change again without a new modification time."""
 
 
 class ImageFolder(ListedFiles):
@@ -104,7 +104,7 @@ class _Folder:
 
     path: bytes
     time: int
-    """Its modification time; -1 = can't tell later changes."""
+    """Its modification time; -1 = it would not show later changes."""
     identity: tuple[int, int]
     images: bytes
     """Names of images, with NULs between."""
@@ -112,7 +112,7 @@ class _Folder:
     linked: list[bytes]
     files: int
     others: list[bytes]
-    """Paths of files that may be images of kinds that are not read."""
+    """Paths of files that may be images in formats that are not read."""
 
 
 def _build(root: Path) -> Contents:
@@ -185,7 +185,7 @@ def _read_folder(root: Path, path: bytes) -> _Folder:
     here = os.path.join(os.fsencode(root), path)
     prefix = path + b"/" if path else b""
     try:
-        state = os.stat(here)  # before the entries: additions meanwhile change the time
+        state = os.stat(here)  # before the scan: files added during it change the time
         with os.scandir(here) as entries:
             for entry in entries:
                 if is_hidden(entry.name):
@@ -215,7 +215,7 @@ def _is_folder(entry: os.DirEntry[bytes]) -> bool:
 
 
 def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
-    """Paths of the images, sorted as whole paths, without the list of all in memory."""
+    """Paths of the images, sorted as whole paths, one by one: the full list is never in memory."""
 
     def entries(folder: _Folder) -> Iterator[bytes]:
         prefix = folder.path + b"/" if folder.path else b""
@@ -235,7 +235,7 @@ def _in_order(folders: dict[bytes, _Folder]) -> Iterator[bytes]:
 
 
 def _parse(path: str, text: bytes | None) -> Contents:
-    """Content of a list, from its `text` or, if None, from `path`."""
+    """Contents of a list file: of its `text`, or read from `path` if that is None."""
     names, labels, numbers, hidden = Packer(), array("i"), dict[bytes, int](), list[bytes]()
     folder, elsewhere = os.fsencode(os.path.dirname(path)) + b"/", False
     with open(path, "rb") if text is None else io.BytesIO(text) as lines:

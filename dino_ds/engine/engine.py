@@ -33,7 +33,7 @@ from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.logits import Comparison
 from dino_ds.models.network import Network, Output
 
-# What DeepSpeed counts, and what moves in its dynamic loss scaler.
+# DeepSpeed's counters, and the attributes of its dynamic loss scaler that change.
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -54,7 +54,7 @@ class Engine:
     Args:
         network: the student, FP32, equal on all ranks.
         config: a resolved ds config.
-        options: of the optimizer, learning rates by layer and clipping.
+        options: kind of optimizer, learning rates by layer, clipping.
 
     Raises:
         ConfigError: DeepSpeed refuses the config, or it does not go with the options.
@@ -89,7 +89,7 @@ class Engine:
 
     @property
     def started_from(self) -> str:
-        """The name of the weights that the student was given, or "" where they were drawn."""
+        """The name of the weights that the student started from, or "" if they were drawn at random."""
         return str(self._engine.module.started_from)
 
     @property
@@ -113,7 +113,7 @@ class Engine:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The network as for features: no stochastic depth, BatchNorm by its averages. No window may be open."""
+        """Evaluation mode: no stochastic depth, BatchNorm by running averages. No window may be open."""
         self._engine.eval()
         try:
             yield
@@ -125,7 +125,7 @@ class Engine:
         self._engine.backward(loss)
 
     def set_groups(self, settings: dict[str, dict[str, float]]) -> None:
-        """Set lr, before a group's own multiplier, and weight_decay of each parameter group, by its name."""
+        """Set lr and weight_decay of the parameter groups of each name; a group's own multiplier then scales its lr."""
         apply_settings(self._optimizer.param_groups, settings)
 
     def freeze_prototypes(self, frozen: bool) -> None:
@@ -135,7 +135,7 @@ class Engine:
         self._engine.module.freeze_backbone(frozen)
 
     def step(self) -> Progress:
-        """End a micro-batch, and the window if it was the last one. On all ranks the answer is the same."""
+        """End a micro-batch, and the window if it was the last one. The result is the same on all ranks."""
         boundary = self._engine.is_gradient_accumulation_boundary()
         skip = boundary and self.config.stage == 0 and not self._stage0_clip()
         self._before_step = self._dynamic_state()
@@ -157,7 +157,7 @@ class Engine:
         return before["cur_hysteresis"] <= 1 and before["cur_scale"] <= self._optimizer.loss_scaler.min_scale
 
     def _stage0_clip(self) -> bool:
-        """Clip a finite gradient and remove another, whose NaN would get into the weights; whether it was finite.
+        """Clip the gradient, or remove it if not finite: NaN would reach the weights. Returns whether it was finite.
 
         At stage 0 DeepSpeed has summed gradients over ranks before this; from stage 1 on it checks them itself.
         """
@@ -168,13 +168,13 @@ class Engine:
             if not finite:
                 for parameter in part:
                     parameter.grad = None
-            elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # else torch would multiply by exactly 1
+            elif 0 < self.config.clipping < self._stage0_norm + 1e-3:  # otherwise torch would only multiply by 1
                 torch.nn.utils.clip_grads_with_norm_(part, self.config.clipping, part_norm)
         return finite
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last window's gradient before clipping, without prototypes that get none."""
+        """Global norm of the last window's gradient before clipping, without prototypes that receive none."""
         norm = self._stage0_norm if self.config.stage == 0 else self._engine.get_global_grad_norm()
         return None if norm is None else float(norm)
 
@@ -186,7 +186,7 @@ class Engine:
         return float(self._optimizer.loss_scale)
 
     def set_masters(self, values: Mapping[str, Tensor]) -> None:
-        """Set masters to these FP32 values: DeepSpeed has made them from weights rounded to the engine's precision."""
+        """Set the FP32 masters to `values`: DeepSpeed made them from weights rounded to the engine's precision."""
         for flat in self._flats():
             for name, start, stop, offset in flat.pieces if values else ():
                 if name in values:
@@ -209,7 +209,7 @@ class Engine:
         return self._buffers.read(saved)
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """BatchNorm's running averages, FP32, where each rank takes them over its own batch."""
+        """FP32 running averages of the BatchNorm layers that each rank computes over its own batch alone."""
         return self._unsynced
 
     def state(self) -> EngineState:
@@ -218,9 +218,9 @@ class Engine:
         return export_state(self._flats(), self._shapes, self.config.stage > 0, self._kind, self._dynamic_state())
 
     def load_state(self, saved: SavedState) -> None:
-        """Put back what the `state` of all ranks gave, in place, whatever stage, ranks, precision and offload saved it.
+        """Restore in place what `state` gave on all ranks, at whatever stage, ranks, precision and offload that was.
 
-        With the settings that saved, training goes on to the bit. All ranks must call it. Raises CheckpointError, on
+        With the settings of the save, training goes on bit for bit. All ranks must call it. Raises CheckpointError, on
         all ranks, for a state of another network or kind of optimizer.
         """
         parameters = import_state(saved, self._flats(), self._shapes, self._optimizer, self._kind)
@@ -228,7 +228,7 @@ class Engine:
         self._engine.micro_steps = self._engine.global_steps * self.config.accumulation
 
     def _dynamic_state(self) -> dict[str, Any]:
-        """DeepSpeed's counters, and the values of fp16's dynamic loss scaler that move; others are the ds config's."""
+        """DeepSpeed's counters, and the values of fp16's dynamic loss scaler that change, unlike its settings."""
         scaler = self._optimizer.loss_scaler if self.config.dynamic_loss_scale else None
         return {
             "loss_scaler": None if scaler is None else {name: getattr(scaler, name) for name in _SCALER},

@@ -31,10 +31,10 @@ PATCH_EMBED = "patch_embed"
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Options of the recipe's section `optimizer`. By default a network has one learning rate and one norm (DINO).
+    """Options of the recipe's section `optimizer`. By default one learning rate, clipping by one global norm (DINO).
 
     kind: adamw, with `betas` and `eps`; sgd, with `momentum`; lars, with `momentum` and `trust`; or muon, with
-    `momentum` and `scale` for weight matrices, and AdamW's for the rest.
+    `momentum` and `scale` for weight matrices, and adamw with its options for the rest.
     """
 
     layer_decay: float = 1.0
@@ -52,7 +52,7 @@ ONE_RATE = OptimizerOptions()
 
 
 def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = True) -> torch.optim.Optimizer:
-    """The optimizer of what `network` trains, at learning rate 0; `fused`: AdamW and SGD in one kernel.
+    """The optimizer of the trained parameters, at learning rate 0; `fused`: AdamW and SGD in one kernel.
 
     Raises ConfigError where Muon has no matrix to orthogonalize.
     """
@@ -70,12 +70,12 @@ def build_optimizer(network: Network, options: OptimizerOptions, fused: bool = T
 
 
 def parameter_groups(network: Network, options: OptimizerOptions = ONE_RATE) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups; empty ones are left out, as DeepSpeed would drop them, and frozen weights.
+    """The optimizer's parameter groups, without frozen parameters and without empty groups, which DeepSpeed would drop.
 
-    Each has a "name", the key of its lr and weight decay in `group_settings`; an "lr_multiplier" of that lr; the "part"
-    of the network that its gradient is clipped with; and the "kind" of optimizer that moves it. Groups of one name
-    differ in the others. Raises ConfigError for a learning rate of a patch embedding that is not there, and where Muon
-    has no matrix to orthogonalize.
+    Keys of a group: "name", by which `group_settings` gives its lr and weight decay; "lr_multiplier", a factor on that
+    lr; "part", the part of the network with which its gradient is clipped; "kind", the optimizer that updates it.
+    Groups of the same name differ in another of these keys. Raises ConfigError for a learning rate of a patch embedding
+    that the network does not have, and where Muon has no matrix to orthogonalize.
     """
     groups: dict[tuple[str, str, float, str], list[nn.Parameter]] = {}
     matrices = matrices_of(network) if options.kind == "muon" else {}
@@ -113,9 +113,9 @@ def _backbone_multipliers(network: Network, options: OptimizerOptions) -> dict[s
 
 
 def _group_of(name: str, parameter: nn.Parameter) -> str:
-    if name.rpartition(".")[0].endswith("prototypes"):  # their lengths too, where they have some
+    if name.rpartition(".")[0].endswith("prototypes"):  # their learned lengths too, if any
         return PROTOTYPES
-    # A parameter that ZeRO 3 has partitioned is empty itself.
+    # A parameter that ZeRO 3 has partitioned is empty; its full shape is `ds_shape`.
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return NO_DECAY if name.endswith(".bias") or len(shape) == 1 else DECAY
 

@@ -1,7 +1,7 @@
 """FP32 matrix products by oneDNN on AMD's CPUs with AVX-512.
 
-torch asks MKL for them, whose kernels for AMD use half of the width of AVX-512: on a Zen 5 one thread reaches 110
-GFLOP/s by MKL and 250 by oneDNN, which is a part of torch too. The two differ by rounding.
+torch uses MKL, whose kernels for AMD use half of the width of AVX-512: on a Zen 5 one thread reaches 110 GFLOP/s with
+MKL and 250 with oneDNN, which torch includes too. Their results differ by rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _LEAST = 2**19
-"""Multiplications below which the way through Python takes longer than it saves."""
+"""Multiplications of a product below which the call through Python costs more than oneDNN saves."""
 
 _by_onednn = True
 
@@ -32,8 +32,8 @@ def on_amd() -> bool:
 def take_onednn() -> torch.library.Library:
     """Have this process multiply FP32 matrices on the CPU by oneDNN from now on, where the operator exists.
 
-    torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all take it. The
-    kernels stay as long as what is returned, which the cache keeps.
+    torch's operators `mm` and `addmm` get another kernel, so that layers, heads and their gradients all use it. The
+    kernels stay as long as the returned library exists, which the cache keeps.
     """
     library = torch.library.Library("aten", "IMPL")
     if hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # private: may leave in another version of torch
@@ -69,6 +69,6 @@ def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN can multiply these, and the product is large enough. It takes no strides of 0."""
+    """Whether oneDNN can multiply `a` and `b`, without strides of 0, and their product is large enough."""
     large = _by_onednn and a.dtype == b.dtype == torch.float32 and a.shape[0] * a.shape[1] * b.shape[1] >= _LEAST
     return large and a.shape[1] == b.shape[0] and (b.is_contiguous() or b.t().is_contiguous())

@@ -16,11 +16,11 @@ _MESSAGE_BYTES = 3968
 
 
 class Beat(ctypes.Structure):
-    """One rank's progress, in words of 8 bytes that are written and read whole.
+    """One rank's progress, in words of 8 bytes, each written and read atomically.
 
-    moves: how often phase, part of the step or step have changed; ranks do the same things in the same order, so the
-    rank with the fewest is behind. step: optimizer steps done. code, message: exit code and reason of the end.
-    warm: the first step is done, and its longer time limit over. listed: the monitor may write this rank's heartbeat
+    moves: how often the phase, the step or its part has changed; ranks do the same things in the same order, so the
+    rank with the fewest moves is behind. step: optimizer steps done. code, message: exit code and reason of the end.
+    warm: the first step, with its longer time limit, is done. listed: the monitor may write this rank's heartbeat
     into the run folder. left: the rank no longer needs its monitor.
     """
 
@@ -42,7 +42,7 @@ class Beat(ctypes.Structure):
 
     @classmethod
     def shared(cls, descriptor: int | None = None) -> Beat:
-        """A new page that other processes can open, or the one behind a file descriptor of such a page."""
+        """A new page that other processes can open, or the existing page of a file descriptor."""
         number = os.memfd_create("dino_ds_beat") if descriptor is None else descriptor
         if descriptor is None:
             os.ftruncate(number, mmap.PAGESIZE)
@@ -58,7 +58,7 @@ class Beat(ctypes.Structure):
     def enter_part(self, name: str) -> None:
         """Note that the rank is now in part `name` of a step (dino_ds.basics.ranges)."""
         if not self._phase:
-            self.tick()  # the step is rehearsed while it starts, perhaps by one rank for all
+            self.tick()  # start-up rehearses a step, perhaps on one rank for all
             return
         self._part = PARTS.index(name) + 1 if name in PARTS else 0
         self.moves += 1
@@ -87,7 +87,7 @@ class Beat(ctypes.Structure):
 
     @property
     def where(self) -> str:
-        """The part of the step, or the phase outside of one."""
+        """The part of the step that the rank is in, or its phase outside of a step."""
         return PARTS[self._part - 1] if self._part else self.phase
 
     @property

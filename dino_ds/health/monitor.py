@@ -1,7 +1,7 @@
 """The monitor: a process next to each rank that notices hangs, deaths and stop requests while the rank is busy.
 
 python -m dino_ds.health.monitor, started by dino_ds.health.watchdog; the standard library only. It reads its rank's
-progress from shared memory, publishes it every `PUBLISH_SECONDS`, and ends with its rank: its standard input breaks.
+progress from shared memory, publishes it every `PUBLISH_SECONDS`, and ends with its rank, whose end closes its stdin.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TICK_SECONDS = 0.5
 _GRACE_SECONDS = 4.0
 """Time for a rank to end by itself after another rank has failed."""
 _LONE_SECONDS = 5.0
-"""Time, besides twice its longest wait so far, that a rank without its launcher may make no progress."""
+"""Time without progress, on top of twice its longest wait so far, after which a rank without a launcher is ended."""
 PEER_LOST = 6
 
 
 class MonitorArguments(NamedTuple):
     """A monitor's command line, as JSON. beat, stacks: file descriptors of the shared page and the file for stacks.
 
-    ends_hangs: whether a rank that hangs is ended; else it is reported, once until it moves again.
+    ends_hangs: whether a hanging rank is ended; if not, each hang is reported once.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class MonitorArguments(NamedTuple):
 class SharedFolder:
     """The run folder, through which monitors tell each other about their ranks; its disk may not answer.
 
-    failure: the first one of any rank, once it is known; taken_over: a message once another run has the folder.
+    failure: the first failure of any rank, or None; taken_over: a message once another run holds the folder.
     """
 
     def __init__(self, arguments: MonitorArguments, beat: Beat) -> None:
@@ -91,7 +91,7 @@ class SharedFolder:
         return path
 
     def give_back(self) -> None:
-        """Release the lock, and remove what this start has left in a folder without a run."""
+        """Release the lock, and remove the heartbeats of this start if the folder holds no run."""
         disk, folder = self.heartbeats.disk, self.heartbeats.folder
         if disk.run(lambda: not self._lock.guards_a_run and folder.exists(), False):
             time.sleep(_GRACE_SECONDS)  # the other ranks look there for the reason
@@ -135,7 +135,7 @@ class MonitorProcess:
         self._after_the_end()
 
     def _is_abandoned(self) -> bool:
-        """Whether a rank without its launcher, which is asked to save and end, makes no progress."""
+        """Whether the rank has lost its launcher, on which it is asked to save and stop, and makes no progress."""
         if all(launcher.alive for launcher in self._launchers):
             return False
         self._beat.request_stop("the end of the launcher")
@@ -182,7 +182,7 @@ class MonitorProcess:
         return Heartbeat(*who, *progress, self._rank.stopped, beat.ended, *beat.last_words)
 
     def _end_rank(self, message: str, kind: str = "") -> None:
-        """End the rank; only then, as that needs the disk, report a failure of this `kind` ("" if it is reported)."""
+        """End the rank, then report its failure as `kind` ("" if it was reported): reporting needs the disk."""
         message = f"{message}; {self._checkpoint}" if kind else message
         self._beat.end("error", PEER_LOST, message)
         self._rank.end()

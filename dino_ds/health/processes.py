@@ -16,7 +16,7 @@ import psutil
 from dino_ds.health.beat import Beat
 
 SUPERVISOR = "DINO_DS_SUPERVISOR"
-"""Names, in the environment of every process of a run, the `dino-ds launch` that has started it."""
+"""Environment variable of all processes of a run: names the `dino-ds launch` process that started them."""
 PATIENCE = 3
 """Factor on `hang_seconds` for start-up, the first step, saves and evaluations."""
 STACKS_SIGNAL = signal.SIGQUIT
@@ -35,14 +35,14 @@ _LAUNCHER_MODULES = (
 
 
 class Process(NamedTuple):
-    """`ticks`: its start time since the machine's; with the pid it identifies a process for good."""
+    """A process by its pid and `ticks`, its start time in clock ticks since boot: no later process has both."""
 
     pid: int
     ticks: int
 
     @property
     def alive(self) -> bool:
-        """Whether it is running: not a zombie, and not a later one of that pid."""
+        """Whether this process is running: it is no zombie, and its pid has not been reused."""
         fields = _stat(self.pid)
         return bool(fields) and int(fields[19]) == self.ticks and fields[0] not in "ZX"
 
@@ -66,9 +66,9 @@ def own_mark() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on, or []; the name before it may hold spaces and brackets.
+    """The fields of /proc/PID/stat after the name, which may hold spaces and brackets; [] without such a process.
 
-    psutil has neither the exit code of another's child nor a start time that stays when the clock is set.
+    psutil gives no exit code for another process's child, and its start times shift when the clock is set.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -86,8 +86,8 @@ def machine() -> str:
 
 
 def death_of(pid: int) -> str:
-    """The way a process has ended that nobody has waited for: "by SIGKILL", "with exit code 0", or "" if it is too
-    late to tell."""
+    """How a process ended, while its parent has not waited for it: "by SIGKILL", "with exit code 0", or "" if it is
+    too late to tell."""
     fields = _stat(pid)
     if len(fields) <= 49:
         return ""
@@ -101,10 +101,10 @@ def death_by(number: int) -> str:
 
 
 def launchers_above(pid: int, environment: dict[str, str]) -> list[Process]:
-    """Processes that `pid`, with this environment, must not outlive.
+    """Processes that `pid`, with this environment, must not outlive, nearest first.
 
-    These are launchers by name above it, nearest first, for a rank its parent unless that is a shell (shells may end
-    and leave their jobs behind), and the supervisor.
+    These are its ancestors that are launchers by name, a rank's parent unless that is a shell (a shell may end and
+    leave its jobs running), and the supervisor.
     """
     launchers: list[Process] = []
     with contextlib.suppress(psutil.Error):  # another user's process, which may be hidden
@@ -126,7 +126,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 class Standstill:
-    """The standstill of a rank: `seconds` since `moves`, its counts of moves and ticks, last changed.
+    """How long a rank has made no progress: `seconds` since `moves`, its counts (moves, ticks), last changed.
 
     slowest: the longest wait for a move on a step so far; reported: whether this standstill was reported.
     """
@@ -136,7 +136,7 @@ class Standstill:
         self.moves, self.seconds, self.slowest, self.reported = (-1, 0), 0.0, 0.0, False
 
     def add(self, seconds: float) -> None:
-        """Take a look at the rank, `seconds` after the last one."""
+        """Look at the rank again, `seconds` after the last look."""
         if self.moved():
             if self._beat.warm and self._beat.phase in ("data", "step"):
                 self.slowest = max(self.slowest, self.seconds)
@@ -159,20 +159,20 @@ class RankProcess:
 
     def __init__(self, pid: int, beat: Beat, stacks: int) -> None:
         self.pid, self._beat, self._stacks = pid, beat, stacks
-        self._process, self._ends = find_process(pid), [0]  # its end of the pipe to our standard input breaks
-        with contextlib.suppress(OSError, AttributeError):  # old kernels, and Pythons built for them
-            # Noticed at once, how it ended can still be read: not once its launcher has waited for it.
+        self._process, self._ends = find_process(pid), [0]  # our standard input: the rank's end breaks the pipe
+        with contextlib.suppress(OSError, AttributeError):  # missing on old kernels, and in Pythons built for them
+            # Notices the end at once: after the launcher has waited for the rank, its exit code can't be read.
             self._ends.append(os.pidfd_open(pid))
 
     def is_gone(self, seconds: float) -> bool:
-        """Whether it ends within `seconds`. A forked child of the rank may hold the pipe open, which is not enough."""
+        """Whether the rank ends within `seconds`, also where a forked child of it still holds the pipe open."""
         if select.select(self._ends, [], [], seconds)[0] or self._beat.left:
             return True
         return not self._process.alive
 
     @property
     def state(self) -> str:
-        """As psutil says it: "stopped" by a signal, "tracing-stop" by a debugger, "disk-sleep" in the kernel, ..."""
+        """In psutil's words: "stopped" by a signal, "tracing-stop" by a debugger, "disk-sleep" in the kernel, ..."""
         try:
             return str(psutil.Process(self.pid).status())
         except psutil.Error:
@@ -183,7 +183,7 @@ class RankProcess:
         return self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     def read_stacks(self) -> str:
-        """The stacks of all its threads, or a line with its state if it does not give any."""
+        """The stacks of all the rank's threads, or a line with its state if it writes none."""
         before = os.fstat(self._stacks).st_size
         send_signal(self.pid, STACKS_SIGNAL)
         end = time.monotonic() + (0.0 if self.stopped else _STACKS_SECONDS)

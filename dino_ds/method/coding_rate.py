@@ -25,14 +25,14 @@ from dino_ds.models.base import CLS
 from dino_ds.models.network import Query
 
 DISTORTION = 0.5
-"""The squared distortion up to which the rate codes rows."""
+"""The squared distortion, epsilon^2, of the coding rate."""
 
 
 class CodingRateTerm(Term):
     """1 - the mean cosine over pairs of different crops - the coding rate of the student's global crops. FP32.
 
-    The rate is of the images of all ranks; under gradient accumulation of a micro-batch at a time, not the whole step.
-    `coding_spread` is its place between the least and the most that it can be.
+    The rate is over the images of one micro-batch on all ranks, also under gradient accumulation. `coding_spread` is
+    where the rate lies between its smallest and its largest possible value, as 0 to 1.
     """
 
     scalars = ("view_cosine", "coding_rate", "coding_spread")
@@ -54,7 +54,7 @@ class CodingRateTerm(Term):
             cosine = (pairs.sum() - pairs.diagonal().sum()) / (pairs.numel() - self.crops)
             rate = coding_rate(rows[: self.crops])
             least, most = rate_bounds(rows.shape[2], rows.shape[1] * distributed.world_size())
-            spread = (rate.detach() - least) / max(most - least, 1e-6)  # of one image they are the same
+            spread = (rate.detach() - least) / max(most - least, 1e-6)  # for one image the bounds are equal
             scalars = {"view_cosine": cosine.detach(), "coding_rate": rate.detach(), self.spread: spread}
             return Measured(1 - cosine - rate, scalars)
 
@@ -67,7 +67,7 @@ def build_coding_rate(spec: CodingRateSpec, parts: TermParts) -> CodingRateTerm:
 def coding_rate(rows: Tensor) -> Tensor:
     """Unit rows (crops, b, d) -> log det(I + d / (n DISTORTION) Z^T Z) / 2, mean over crops, times (n + d) / (n d).
 
-    n are the images of all ranks: covariances are summed over them.
+    n counts the images of all ranks; the covariance is summed over ranks.
     """
     width, images = rows.shape[2], rows.shape[1] * distributed.world_size()
     covariance = _SumOverRanks.apply(rows.transpose(1, 2) @ rows)
@@ -78,7 +78,7 @@ def coding_rate(rows: Tensor) -> Tensor:
 
 
 def rate_bounds(width: int, images: int) -> tuple[float, float]:
-    """The coding rate where all images have one row, and where they lie as evenly as they can in all dimensions."""
+    """The coding rate of images that all have the same row, and of images that spread evenly over all dimensions."""
     least, most = (rank * math.log1p(width / (rank * DISTORTION)) / 2 for rank in (1, min(width, images)))
     factor = (images + width) / (images * width)
     return least * factor, most * factor
@@ -90,8 +90,8 @@ def _unit_rows(output: object) -> Tensor:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, of tensors in any order of strides. Each rank has the loss of all images, and the engine
-    means gradients over ranks: so the gradient is summed over ranks too."""
+    """The sum of a tensor, of any strides, over ranks. Every rank computes the loss of all images, and the engine
+    averages gradients over ranks, so the backward pass sums over ranks too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -28,9 +28,9 @@ from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
 class GramTeacher(Teacher):
-    """A backbone, whole on every rank, that becomes what that of `ema` is when the schedule says so.
+    """A backbone, whole on every rank, that copies the EMA teacher's at the steps that the schedule names.
 
-    Its matrices may be of a lower precision than the EMA teacher's. A checkpoint holds all of it.
+    Its matrices may have a lower precision than the EMA teacher's. A checkpoint holds all its tensors.
     """
 
     def __init__(self, network: Network, dtype: torch.dtype, ema: Network) -> None:
@@ -50,13 +50,13 @@ class GramTeacher(Teacher):
         return self.network.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """A run that begins with another's state, which has no such teacher, keeps its own."""
+        """Keep this teacher's weights if `state` is empty: it comes from a run without a Gram teacher."""
         if state:
             super().load_state(state)
 
 
 class FixedGramTeacher(FixedTeacher):
-    """A backbone of a file."""
+    """A backbone that is loaded from a file and never changes."""
 
     term, key = GRAM, "gram.teacher"
 
@@ -96,7 +96,7 @@ def _like_student(spec: GramTeacherSpec, parts: TeacherParts) -> Network:
 
 
 def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, FrozenSource]:
-    """The backbone of its file, on the meta device, once it is known to fit the recipe."""
+    """The backbone of the spec's file, on the meta device, after checking that it fits the recipe; and that file."""
     with distributed.raise_on_all_ranks():
         source = find_frozen(spec.source, "gram.teacher")
         network = meta_network(source, parts.config.performance, parts.objective.teacher_features(spec.name))
@@ -106,7 +106,7 @@ def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, Froze
 
 @torch.no_grad()
 def _allocate(network: Network, dtype: torch.dtype) -> None:
-    """For the snapshot, on this process's device: zeros, in `dtype` where autocast would cast to it at each use."""
+    """Allocate the snapshot as zeros on this process's device, in `dtype` where autocast would cast at each use."""
     for module in network.modules():
         if is_cast(module):
             for parameter in module.parameters(recurse=False):

@@ -17,7 +17,7 @@ from dino_ds.models.network import Network, Output
 
 
 class Teacher:
-    """A network that is whole on every rank and never trained; this one stays as it is.
+    """A network that is whole on every rank and never trained; this base class never changes its weights.
 
     Args: `network` a module on its device, equal on all ranks; `dtype` of the forward pass (autocast; storage stays).
     """
@@ -33,8 +33,8 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, crops: Crops, masks: Masks) -> dict[str, Output]:
-        """The crops that it sees, by group, and which patches are hidden from the student -> outputs by name, as of
-        the network; nothing is hidden from the teacher."""
+        """This teacher's crops by group, and the student's masks -> the network's outputs by name. The masks select
+        patches of the output: none is hidden from the teacher."""
         hidden = {group: {"rows": mask["rows"]} for group, mask in masks.items() if group in crops}
         for norm in self._batch_norms:
             norm.training = True
@@ -47,17 +47,17 @@ class Teacher:
                 norm.training = False
 
     def begin_step(self, schedule: ScheduleValues) -> None:
-        """Before each step on every rank, and once more where a run is resumed there."""
+        """Called on every rank before each step, and again when a run resumes at that step."""
 
     def rests(self, schedule: ScheduleValues) -> bool:
-        """Whether no term asks for it in this step."""
+        """Whether no loss term needs this teacher in this step."""
         return False
 
     def update(self, schedule: ScheduleValues) -> None:
-        """After each applied step, on every rank."""
+        """Called on every rank after each applied step."""
 
     def moving_buffers(self) -> dict[str, Tensor]:
-        """The buffers that its own forward pass moves, by the network's names; a skipped step puts them back."""
+        """The buffers that the forward pass changes, by the network's names; a skipped step restores them."""
         return {}
 
     def unsynced_statistics(self) -> list[Tensor]:
@@ -72,18 +72,18 @@ class Teacher:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """FP32, as `dino-ds eval` computes, no gradients, and nothing compiled."""
+        """Compute as `dino-ds eval` does: in FP32, without gradients, and with nothing compiled."""
         with torch.no_grad(), uncompiled():
             yield
 
     def state(self) -> dict[str, Tensor]:
-        """The tensors that a checkpoint must hold, by reference and by the network's names; none where it never
-        moves."""
+        """The tensors that a checkpoint must hold, by reference and by the network's names; {} if they never
+        change."""
         return {}
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises KeyError for a tensor that is not there."""
+        """Restore what `state` gave. Raises KeyError for a missing tensor."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
 
@@ -91,7 +91,7 @@ class Teacher:
 class Teachers:
     """A run's teachers by name; `groups` say which crops each sees, `exported` which one is the run's product.
 
-    That one's tensors are teacher.NAME in a checkpoint, another's teachers.TEACHER.NAME.
+    In a checkpoint its tensors are teacher.NAME, and those of other teachers are teachers.TEACHER.NAME.
     """
 
     def __init__(self, teachers: Mapping[str, Teacher], groups: Sequence[CropGroup], exported: str = EMA) -> None:
@@ -101,7 +101,7 @@ class Teachers:
         self._prefix = {name: "teacher." if name == exported else f"teachers.{name}." for name in teachers}
 
     def __call__(self, crops: Crops, masks: Masks, schedule: ScheduleValues) -> dict[str, dict[str, Output]]:
-        """All crops of a micro-batch by group -> the outputs of each teacher for those it sees, if any, by its name."""
+        """All crops of a micro-batch by group -> outputs by teacher, for teachers that see crops and do not rest."""
         return {
             name: teacher({group: crops[group] for group in self._groups[name]}, masks)
             for name, teacher in self._teachers.items()
@@ -112,7 +112,7 @@ class Teachers:
         return self._teachers[name]
 
     def items(self) -> Iterable[tuple[str, Teacher]]:
-        """All of them, by name."""
+        """All teachers with their names."""
         return self._teachers.items()
 
     def get(self, name: str) -> Teacher | None:
@@ -120,12 +120,12 @@ class Teachers:
         return self._teachers.get(name)
 
     def update(self, schedule: ScheduleValues) -> None:
-        """After each applied step, on every rank."""
+        """Called on every rank after each applied step."""
         for teacher in self._teachers.values():
             teacher.update(schedule)
 
     def begin_step(self, schedule: ScheduleValues) -> None:
-        """Before each step on every rank, and once more where a run is resumed there."""
+        """Called on every rank before each step, and again when a run resumes at that step."""
         for teacher in self._teachers.values():
             teacher.begin_step(schedule)
 
@@ -135,7 +135,7 @@ class Teachers:
         return {f"{self._prefix[name]}{key}": buffer for name, named in moving.items() for key, buffer in named.items()}
 
     def unsynced_statistics(self) -> list[Tensor]:
-        """The moving buffers of all teachers that become their mean over ranks."""
+        """The buffers of all teachers that each applied step averages over ranks."""
         return [tensor for teacher in self._teachers.values() for tensor in teacher.unsynced_statistics()]
 
     def state(self) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class Teachers:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises KeyError for a tensor that is not there."""
+        """Restore what `state` gave. Raises KeyError for a missing tensor."""
         for name, teacher in self._teachers.items():
             prefix = self._prefix[name]
             teacher.load_state({key.removeprefix(prefix): t for key, t in state.items() if key.startswith(prefix)})

@@ -61,9 +61,9 @@ class Mlp(nn.Module):
 
 
 class ActivatedLinear(nn.Linear):
-    """linear(GELU(x)) or linear(SwiGLU(x)) that keeps x alone for the backward pass and computes the activation again.
+    """linear(GELU(x)) or linear(SwiGLU(x)) that keeps only x for the backward pass and recomputes the activation there.
 
-    It saves an eighth of what a block keeps, for one pass over it. torch.compile decides for itself.
+    This saves an eighth of the tensors that a block keeps, for one more pass over x. torch.compile decides for itself.
     """
 
     def __init__(self, n_in: int, n_out: int, swiglu: bool) -> None:
@@ -71,11 +71,11 @@ class ActivatedLinear(nn.Linear):
         self.swiglu = swiglu
 
     def forward(self, x: Tensor, value: Tensor | None = None) -> Tensor:
-        """x (tokens, n_in), for SwiGLU gate and value in one (tokens, 2 n_in) or apart -> (tokens, n_out)."""
+        """x (tokens, n_in) -> (tokens, n_out). SwiGLU: x is the gate, or without `value` both, (tokens, 2 n_in)."""
         return self.activated_linear(x, value, self.weight, self.bias)
 
     def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same with a weight and a bias that are given."""
+        """As `forward`, with the given weight and bias."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
         out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)
@@ -93,13 +93,13 @@ class _ActivatedLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, value, weight) = grad_outputs, ctx.saved_tensors
-        # First: the activation is not needed after it.
+        # The weight gradient comes first: only it needs the activation.
         of_weight, of_bias = ctx.needs_input_grad[1:3]
         grads = (
             grad.t() @ _activate(x, value, ctx.swiglu).to(grad.dtype) if of_weight else None,
             grad.sum(dim=0) if of_bias else None,
         )
-        # Where autocast was on in the forward pass alone, the gradient has its type, and the weight has not.
+        # If autocast was on in the forward pass alone, the gradient has autocast's dtype, and the weight its own.
         inner = (grad @ weight.to(grad.dtype)).to(x.dtype)
         if not ctx.swiglu:
             return torch.ops.aten.gelu_backward(inner, x), *grads, None, None
@@ -125,7 +125,7 @@ def norm_layer(arch: ViTSpec, layer_norm: type[nn.LayerNorm] = nn.LayerNorm) -> 
 
 
 class BlockNorm(nn.LayerNorm):
-    """LayerNorm whose FP32 result a teacher's autocast would round in a pass of its own: on a GPU it is one kernel."""
+    """LayerNorm that a teacher on a GPU computes in one kernel with the cast of its FP32 result to autocast's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         kind = x.device.type
@@ -161,10 +161,10 @@ class Block(nn.Module):
         selection: Selection | None = None,
         tables: Sequence[Tensor] = (),
     ) -> Tensor:
-        """x (tokens, d) -> (tokens, d); with a selection (its rows, d): keys and values come from all tokens.
+        """x (tokens, d) -> (tokens, d), or (selected rows, d) with a selection; keys and values come from all tokens.
 
-        drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences that
-        each computes at all, or None. tables: of RoPE, for each size.
+        drop: stochastic depth of the two residual branches: scales (2, rows of the result, 1), or the sequences for
+        which each branch is computed, or None. tables: RoPE's, one per crop size.
         """
         if isinstance(drop, list):
             return self._forward_kept(x, drop, selection, tables)
@@ -193,13 +193,13 @@ class Block(nn.Module):
 
 
 def _add(scale: nn.Module, x: Tensor, branch: Tensor, drop: Tensor | Kept | None) -> Tensor:
-    # Inside its own forward: ZeRO 3 gathers LayerScale's gamma only around it.
+    # LayerScale adds inside its own forward: only around it does ZeRO 3 gather gamma.
     return scale(x, branch, drop) if isinstance(scale, LayerScale) else add_branch(x, branch, None, drop)
 
 
 def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rows of x, and x for the residual path; inverse: as of `Kept`. torch.compile adds their gradients in one pass
-    by itself."""
+    """The rows of x, and x for the residual path; inverse: as in `Kept`. torch.compile adds the two gradients in one
+    pass by itself."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return x.index_select(0, rows), x
     gathered: tuple[Tensor, Tensor] = _Gather.apply(x, rows, inverse if fuses_in_block(x) else None)
@@ -207,7 +207,7 @@ def _gather(x: Tensor, rows: Tensor, inverse: Tensor | None = None) -> tuple[Ten
 
 
 class _Gather(torch.autograd.Function):
-    """The backward pass adds the rows' gradient onto x's, without zeros for all other rows."""
+    """`_gather`, whose backward pass adds the gradient of the rows to that of x without a tensor of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor]:

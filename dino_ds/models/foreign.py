@@ -1,4 +1,4 @@
-"""A network of timm's or of the user's own as a backbone, under its own names of parameters."""
+"""A timm network, or the user's own, as a backbone; its parameters keep their names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dino_ds.models.specs.foreign_backbones import ForeignSpec, create, facts_of
 
 
 class ForeignBackbone(Backbone):
-    """`network` gives features by its own code; one pass a size of crops.
+    """A backbone whose features a foreign network computes by its own code, in one pass per crop size.
 
-    Its parameters, buffers and modules are those of this module too, so that they have the names that timm gives them.
-    Stochastic depth is drawn by image, as in our own networks.
+    The network's parameters, buffers and modules are registered in this module too, so that they keep timm's names.
+    Stochastic depth is drawn per image, as in our own networks.
     """
 
     def __init__(self, spec: ForeignSpec, image_size: int, options: BackboneOptions) -> None:
-        from timm.layers import DropPath  # seconds, that runs of our own ViTs do not need
+        from timm.layers import DropPath  # takes seconds, which runs of our own ViTs are spared
 
         super().__init__(spec)
         self._foreign, self.options, self.image_size = spec, options, image_size
@@ -37,9 +37,9 @@ class ForeignBackbone(Backbone):
         for name, module in list(network.named_modules()):
             if isinstance(module, DropPath):
                 network.set_submodule(name, KeyedDropPath(float(module.drop_prob or 0.0), module.scale_by_keep))
-        # The same dictionaries, not copies: what takes one module's tensors elsewhere takes the other's.
+        # The same dictionaries, not copies: moving the tensors of one module moves those of the other.
         self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
-        self._network = (network,)  # in a tuple it is no child
+        self._network = (network,)  # in a tuple: not registered as a child
         self._known_shapes: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...] | None]] = {}
         self._segments = [network.get_submodule(name) for name in self._facts.segments]
         self._drops = [module for module in self.modules() if isinstance(module, KeyedDropPath)]
@@ -78,7 +78,7 @@ class ForeignBackbone(Backbone):
             ) from None
 
     def _shapes(self, height: int, width: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """Shapes of the features of two images, and of their patches or None."""
+        """Shapes of the features of two images, and of their patch features, or None without patch features."""
         if (height, width) not in self._known_shapes:
             self._known_shapes[height, width] = self._found_shapes(height, width)
         return self._known_shapes[height, width]
@@ -100,7 +100,7 @@ class ForeignBackbone(Backbone):
         masks: Mapping[str, Tensor] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """See `Backbone.forward`; no patch can be hidden from it."""
+        """See `Backbone.forward`; no patch can be hidden from a foreign network."""
         assert not masks
         views = sum(len(group) for group in crops.values())
         draws = None
@@ -128,7 +128,7 @@ class ForeignBackbone(Backbone):
         """Images of one size, draws (drop paths, b) or None -> features of images and of patches."""
         for i, drop in enumerate(self._drops):
             drop.draws = None if draws is None else draws[i]
-        for module in self._caching:  # of LeViT's kin: in evaluation they would keep the biases of their first pass
+        for module in self._caching:  # LeViT and its kin: in evaluation they would reuse the first pass's biases
             module.attention_bias_cache = {}
         weight = next(self.parameters())
         if images.is_meta or not torch.is_autocast_enabled(images.device.type):
@@ -156,7 +156,7 @@ class PlainForeign(nn.Module):
 
 
 class KeyedDropPath(nn.Module):
-    """Skips a residual branch for a part of a batch by its `draws` (b,) in [0, 1), or nothing if None."""
+    """Drops the residual branch of the images whose draw, in `draws` (b,), is below the rate; of none if it is None."""
 
     def __init__(self, rate: float, scaled: bool) -> None:
         super().__init__()
@@ -171,13 +171,13 @@ class KeyedDropPath(nn.Module):
 
 
 class _Segment(nn.Module):
-    """The class that `_make_segment` puts before a module's own: calls go through the backbone's `run_segment`."""
+    """Base class that `_make_segment` gives to a module: calls then go through the backbone's `run_segment`."""
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         drops = self.__dict__["_keyed_drops"]
         run = partial(_run, super().__call__, drops, [drop.draws for drop in drops], keywords)
         number, backbone = self.__dict__["_place_in_backbone"]
-        # Lists too: DenseNet's grow behind the segment that is given them.
+        # Lists are copied: DenseNet appends to a list after a segment got it.
         copied = [list(argument) if isinstance(argument, list) else argument for argument in inputs]
         return backbone().run_segment(number, run, *copied)
 
@@ -185,7 +185,7 @@ class _Segment(nn.Module):
 def _run(
     call: Callable[..., Any], drops: list[KeyedDropPath], draws: list[Tensor | None], keywords: Any, *inputs: Any
 ) -> Any:
-    """`call(*inputs)` with the draws of its own pass, also when it is recomputed after other passes."""
+    """`call(*inputs)` with the `draws` of its first pass, also when activation checkpointing repeats it later."""
     for drop, draw in zip(drops, draws, strict=True):
         drop.draws = draw
     return call(*inputs, **keywords)
@@ -195,7 +195,7 @@ def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
     forward = type(module).forward
     members: dict[str, Any] = {"__module__": type(module).__module__}
     if isinstance(forward, FunctionType):
-        # Blocks of one class share their code, by which the compiler counts its variants; theirs differ in all shapes.
+        # torch.compile limits the variants of a code object. Blocks of a class share one but differ in shapes: copy it.
         copied = FunctionType(
             forward.__code__.replace(), forward.__globals__, None, forward.__defaults__, forward.__closure__
         )
@@ -207,7 +207,7 @@ def _make_segment(module: nn.Module, number: int, backbone: Backbone) -> None:
 
 
 class _Reference:
-    """Gives the backbone; in a plain attribute it would be a child of its own child."""
+    """Returns the backbone: as a plain attribute of a segment it would become a child of its own child."""
 
     def __init__(self, backbone: Backbone) -> None:
         self._backbone = backbone

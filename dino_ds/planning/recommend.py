@@ -20,7 +20,7 @@ from dino_ds.planning.gpus import Cluster
 
 RECOMMENDED = "the recommended config"
 _ENOUGH = 8
-"""Images at a time with which nothing is recomputed: with fewer, more at once are worth a second forward pass."""
+"""Micro-batch from which on nothing is recomputed: below it, a larger one is worth a second forward pass."""
 _FP16 = {
     "enabled": True,
     "loss_scale": 0,
@@ -53,12 +53,12 @@ SHAPES = [
         for checkpointing in (False, True)
     ),
 ]
-"""In the order of the rule. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
+"""In the order in which they are tried. Stage 1 takes the whole batch at once: it would accumulate in low precision."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A ds JSON, its `fit`, and why each shape before its own was `refused`."""
+    """A ds JSON, its `fit`, and in `refused` the reason against each shape that was tried before."""
 
     ds: dict[str, Any]
     shape: Shape
@@ -75,9 +75,9 @@ def recommend(
 ) -> Recommendation:
     """Recommend a config for the recipe's global batch, a multiple of the GPUs. Raises ConfigError if nothing fits.
 
-    make_ds: makes the ds JSON of a shape for GPUs with bf16 or without, None: `ds_of`.
+    make_ds: (shape, whether the GPUs have bf16) -> ds JSON; None: `ds_of`.
     """
-    # An offloaded optimizer clips by one norm, and steps on the host, where ranks can't meet as LARS and Muon must.
+    # An offloaded optimizer clips by one norm, and steps on the host, where LARS and Muon can't communicate.
     remedies = ["optimizer.clip_by network"] if recipe.optimizer.clip_by == "part" else []
     remedies += ["optimizer.kind adamw"] if recipe.optimizer.kind in MEETING else []
     allowed = [shape for shape in shapes if not (shape.offload and remedies)]
@@ -120,7 +120,7 @@ class _Search:
         return fit_with(self.recipe, self.ds(shape), RECOMMENDED, self.cluster.world_size, self.limit_gib, micro_batch)
 
     def largest(self, shape: Shape) -> Fit | None:
-        """The fit of the largest micro-batch: found by the line, then rehearsed; None for none."""
+        """The fit of the largest micro-batch that fits, or None: found by linear estimates, then rehearsed."""
         for size in self.sizes[: 1 if shape.stage == 1 else None]:
             if (fit := self.at(shape, size)).fits:
                 fit = rehearsed(fit, self.recipe, self.cluster.world_size)
@@ -177,7 +177,7 @@ def ds_of(shape: Shape, bf16: bool) -> dict[str, Any]:
     precision: dict[str, Any] = {"bf16": {"enabled": True}} if bf16 else {"fp16": dict(_FP16)}
     ds = {"gradient_clipping": 3.0, **precision, "zero_optimization": zero}
     if shape.stage == 3 or shape.offload:
-        ds["dino_ds"] = {"teacher_copy": False}  # 2 bytes a weight on every GPU
+        ds["dino_ds"] = {"teacher_copy": False}  # a copy takes 2 bytes per weight on every GPU
     if shape.checkpointing:
         ds["activation_checkpointing"] = {"number_checkpoints": "auto"}
     return change_ds_config(ds, RECOMMENDED, {})

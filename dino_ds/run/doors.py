@@ -1,7 +1,7 @@
-"""The two doors from the rooms that train to those above them, which are imported by name when a run asks for them.
+"""The two functions by which training calls packages of higher layers, which are imported only when a run needs them.
 
-A start asks which ds config to take, and a recipe for evaluations and pictures. No other file of the ground floor names
-a room of the upper one (`tests/test_layers.py`).
+They choose the ds config of a start, and build the evaluations and pictures of a run. `tests/test_layers.py` lists the
+modules of the training layers that may name a higher package.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dino_ds.run.train_options import TrainOptions
 
 @dataclass(frozen=True)
 class Chosen:
-    """The ds config of a start, with its prediction.
+    """The ds config of a start, with its predicted memory.
 
-    said: how it was chosen, or "" where it was named; memory: the line of the log about it; trained: the part of the
-    weights that is trained, in words, "" for all; predicted_gib: of a rank, None where it is not estimated;
-    check_fits: raises ConfigError, with what fits, where more memory is predicted than there is.
+    said: how the config was chosen, "" if the user named it; memory: the log's event about the prediction; trained: the
+    part of the weights that is trained, in words, "" for all; predicted_gib: of a rank, None if it is not estimated;
+    check_fits: raises ConfigError, with a config that fits, if the prediction exceeds the machine's memory.
     """
 
     config: DsConfig
@@ -39,7 +39,7 @@ class Chosen:
 def choose_ds_config(
     recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
 ) -> Chosen:
-    """The ds config of a start, the same on all ranks; `overrides` as `train` has them. Raises ConfigError."""
+    """The ds config of a start, the same on all ranks; `overrides` as in `train`. Raises ConfigError."""
     chosen: Chosen = by_name("planning.start:choose_ds_config")(recipe, options, ds, path, overrides)
     return chosen
 

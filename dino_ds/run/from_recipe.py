@@ -1,5 +1,5 @@
-"""Takes out of a recipe everything that the loop needs: plain values, and two functions of batches; checks lengths that
-exceed the run's, once an epoch's steps are known."""
+"""Takes from a recipe what the training loop needs: plain values, and a micro-batch of NaN. Checks for lengths beyond
+the run's, once the steps of an epoch are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dino_ds.run.run import LoopOptions
 def loop_options(
     recipe: Recipe, source: Source, epoch_steps: int, last_step: int, predicted_gib: float | None
 ) -> LoopOptions:
-    """The plain values that the loop goes by."""
+    """The plain values that the training loop needs."""
     batch, every = recipe.data.global_batch, recipe.save_every
     parts = source.joined if isinstance(source, Joined) else ()
     ends = itertools.accumulate(len(part.source) for part in parts)
@@ -41,7 +41,7 @@ def loop_options(
 
 
 def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
-    """A micro-batch of NaN in the shapes of the others: all ranks skip its window, and nothing moves."""
+    """A micro-batch of NaN in the shapes of a real one: all ranks skip its window, and no weight changes."""
     channels = recipe.model.in_chans
     crops = {
         group.name: [torch.full((images, channels, group.size, group.size), torch.nan, device=device)] * group.count
@@ -52,8 +52,8 @@ def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
 
 
 def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:
-    """Lines for the log about warm-ups that end later than the run's length, or than `last_step`, at which this start
-    ends; an epoch has `epoch_steps` optimizer steps.
+    """Lines for the log about warm-ups that end after the run's length, or after `last_step`, the last step of this
+    start; an epoch has `epoch_steps` optimizer steps.
 
     Raises ConfigError for a backbone that is frozen to the end, or a loss term that never begins.
     """

@@ -1,4 +1,4 @@
-"""The files of a run folder with a teacher: the newest one, teacher.*, and the best one by a metric, best_teacher.*."""
+"""The teacher's files in a run folder: the newest teacher, teacher.*, and the best one by a metric, best_teacher.*."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from dino_ds.weights.sidecar import about_teacher, read_sidecar, write_with_side
 
 @dataclass(frozen=True)
 class TeacherFiles:
-    """`path`: the run folder; distilled: what the teacher is distilled from, or None."""
+    """Writes the teacher's files into the run folder `path`; distilled: the frozen teacher's facts, or None."""
 
     path: Path
     recipe: Recipe
     distilled: dict[str, Any] | None
 
     def write(self, backbone: Mapping[str, Tensor], step: int, best: Mapping[str, Any] | None = None) -> None:
-        """Write teacher.safetensors, the teacher's backbone after `step` steps in FP32 with timm's names, and
-        teacher.json, which says how it was made and from what it was distilled; adapters are added to its weights.
-        Raises OSError.
+        """Write teacher.safetensors and teacher.json. Raises OSError.
 
-        best: the facts by which it is the best one; it is then written as that, best_teacher.*.
+        teacher.safetensors has the backbone after `step` steps, in FP32, under timm's names, with adapters merged.
+        teacher.json says how the teacher was made and from what it was distilled.
+        best: facts of the best teacher; if they are given, the files are best_teacher.* instead.
         """
         facts, name = about_teacher(self.recipe, self.distilled, step, versions()), "teacher.safetensors"
         if best is not None:
@@ -47,10 +47,10 @@ class TeacherFiles:
     def settle(
         self, best: Mapping[str, Any], start: int, exported: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     ) -> list[str]:
-        """Bring the best teacher's file to the state of a run at step `start`; lines for the log.
+        """Make the best teacher's file agree with a run that continues at step `start`; returns lines for the log.
 
-        Where it is older, it is cut out of the checkpoint of its step by `exported`, also after a death or a full disk;
-        one of a later step is removed. Raises OSError.
+        If the file is not of the step of `best`, as after a crash or a full disk, `exported` takes the teacher from the
+        checkpoint of that step. Without this checkpoint, a file of a step after `start` is removed. Raises OSError.
         """
         there, step = best_step(self.path), best["step"]
         folder = self.path / "checkpoints" / step_name(step or 0)

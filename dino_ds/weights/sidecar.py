@@ -2,9 +2,9 @@
 
 This is half of one rule: whatever reads weights verifies them. The other half is
 `dino_ds.checkpoint.opening.open_checkpoint`. The sidecar holds length and CRC32 of its file of weights, and a checksum
-of its own content. Two files can't be replaced in one step, so the sidecar comes first and describes the old file too
-until that is replaced: whenever the process dies, one of the two descriptions is that of the file that is there.
-Sidecars that others made, or earlier versions, have no checksums: nothing is said of them.
+of its own content. Two files can't be replaced in one step, so the sidecar is written first and describes the old file
+too until that is replaced: whenever the process dies, one of its two descriptions fits the file on the disk.
+Sidecars of other programs and of earlier versions have no checksums, and are not verified.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dino_ds.errors import CheckpointError, one_line
 from dino_ds.models.specs.base import BackboneSpec
 
 _FILE, _SUM, _BEFORE = "weights_file", "crc32", "before"
-"""Keys of a sidecar: length and CRC32 of its file of weights; checksum of all the rest; what described the file that is
-being replaced."""
+"""Keys of a sidecar: length and CRC32 of its file of weights; checksum of the other keys; description of the file that
+is being replaced."""
 Facts = dict[str, Any]
 
 
 def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None], facts: Facts) -> None:
-    """Replace a file of weights by what `write` puts at a path, and its sidecar by `facts`. Raises OSError.
+    """Replace a file of weights by the one that `write` makes at a path, and its sidecar by `facts`. Raises OSError.
 
     `write` returns length and CRC32 of what it has written if it knows them.
     """
@@ -53,8 +53,8 @@ def write_with_sidecar(weights: Path, write: Callable[[Path], FileRecord | None]
 
 
 def read_sidecar(weights: Path) -> Facts:
-    """The facts in the sidecar of a file of weights, {} where it has none, once the file is found to be the one that it
-    describes. Reads the whole file. Raises CheckpointError where either is damaged or of another run."""
+    """The facts in the sidecar of a file of weights, {} without a sidecar. Reads the whole file to verify that the
+    sidecar describes it. Raises CheckpointError where one of the two is damaged or of another run."""
     sidecar = sidecar_of(weights)
     facts = read_facts(sidecar)
     while _FILE in facts:
@@ -65,7 +65,7 @@ def read_sidecar(weights: Path) -> Facts:
         if (fitting := _fitting(facts, record)) is not None:
             return fitting
         facts, before = read_facts(sidecar), facts
-        if facts == before:  # and not replaced meanwhile by a run that is at work
+        if facts == before:  # a running process has not replaced it meanwhile
             raise CheckpointError(
                 f"{weights} is damaged or of another run ({_shown(record)}, and {sidecar.name} says "
                 f"{_shown(facts[_FILE])}): bring the right one back; if it was changed on purpose, remove {_FILE!r} "
@@ -97,7 +97,7 @@ def read_facts(sidecar: Path) -> Facts:
 
 
 def _fitting(facts: Facts, record: FileRecord) -> Facts | None:
-    """The description of the file `record` among those of a sidecar, without the keys that verify it."""
+    """The one of a sidecar's descriptions that fits a file's `record`, without the keys that verify it, or None."""
     for description in (facts, facts.get(_BEFORE)):
         if isinstance(description, dict) and description.get(_FILE) == vars(record):
             return _plain(description)

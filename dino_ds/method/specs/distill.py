@@ -47,7 +47,7 @@ class FrozenSpec(TeacherSpec):
 
 @dataclass(frozen=True)
 class FeatureSpec(TermSpec):
-    """A regression of the frozen teacher's CLS features, or of its patches', from the student's global crops."""
+    """Regression of the student's features to the frozen teacher's on global crops: CLS features, or `patches`."""
 
     patches: bool
 

@@ -12,8 +12,8 @@ ALL, NORMS, LORA = "all", "norms_and_biases", "lora"
 class TrainedPart:
     """The part of a backbone that is trained; heads always are.
 
-    kind: "all", "last N blocks", "norms_and_biases" or "lora", with adapters of `rank`, times `alpha` / rank, in the
-    linear layers called `layers`, or in all of them if that is empty.
+    kind: "all", "last N blocks", "norms_and_biases" or "lora": adapters of `rank`, scaled by `alpha` / `rank`,
+    in the linear layers named `layers`, or in all linear layers if that is empty.
     """
 
     kind: str = ALL
@@ -29,7 +29,7 @@ class TrainedPart:
 
 
 def describe_trained(part: TrainedPart, trained: int, weights: int) -> str:
-    """The part, and how many of all weights of backbone and heads it is."""
+    """The trained part in words, and its share of the weights of backbone and heads."""
     layers = ", ".join(part.layers) or "all linear layers"
     name = f"{LORA}, rank {part.rank}, alpha {part.alpha:g}, in {layers}" if part.kind == LORA else part.kind
     share = f"{trained:,} of {weights:,} weights ({trained / weights:.1%}), heads included"
@@ -37,7 +37,7 @@ def describe_trained(part: TrainedPart, trained: int, weights: int) -> str:
 
 
 def parse_trained(text: str) -> str:
-    """A value of model.train in its one spelling. Raises ValueError."""
+    """A value of model.train in its canonical spelling. Raises ValueError."""
     words = re.sub(r"[\s_]+", " ", str(text)).strip().lower()
     if match := re.fullmatch(r"last (\d{1,4}) blocks?", words):
         if int(match[1]):

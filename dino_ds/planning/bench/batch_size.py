@@ -33,7 +33,7 @@ from dino_ds.planning.measure.timing import clock_of, now_by, synchronize
 from dino_ds.planning.measure.trial import Trial, build_trial, resolve
 
 _WARMUP = 2
-"""The second step is the first with Adam's moments: the highest."""
+"""Steps before those that are timed: memory peaks in the second, the first with Adam's moments."""
 _OUT_OF_MEMORY = 77
 _LEAST_GROWTH = 1.5
 """Each size that is tried is at least this many times the one before."""
@@ -98,7 +98,7 @@ def search(images: int, take: Callable[[int], Tried]) -> list[Tried]:
 
 @dataclass
 class _Trials:
-    """Takes the real step at a size. limit_gib: of each GPU, or of all processes on a CPU."""
+    """Runs the real step with a micro-batch size. limit_gib: of each GPU, or of all processes on a CPU."""
 
     recipe: Recipe
     ds: Mapping[str, Any]
@@ -145,7 +145,7 @@ class _Trials:
 def measure(
     recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, steps: int, accumulation: int, limit_gib: float | None
 ) -> float:
-    """Measure the seconds per micro-batch in each process, its share of the end of a step of `accumulation` included.
+    """Seconds per micro-batch in this process, its share of the optimizer step included, at this `accumulation`.
 
     Ends the process when memory runs out.
     """
@@ -155,7 +155,7 @@ def measure(
     batch = ds["train_micro_batch_size_per_gpu"] * ds["gradient_accumulation_steps"]
     try:
         trial = build_trial(*resolve(Recipe.model_validate(recipe), ds, ds_path, batch))
-        # On a GPU training has the next batch there already.
+        # Training already holds the next batch on the GPU: so does this.
         ahead = [crop.clone() for group in trial.inputs.crops.values() for crop in group if crop.is_cuda]
         windows = [_window_seconds(trial) for _ in range(_WARMUP + steps)][_WARMUP:]
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -168,7 +168,7 @@ def measure(
 
 
 def _window_seconds(trial: Trial) -> tuple[float, float]:
-    """(of a micro-batch inside the window, 0 if there is none; of the last one, with the optimizer)."""
+    """Seconds of a micro-batch inside the window (0 if there is none), and of the last one with the optimizer step."""
     where = trial.step.engine.device
     now = now_by(clock_of(where, distributed.world_size() > 1))
     synchronize(where)

@@ -45,7 +45,7 @@ def host_line(host: dict[str, Any]) -> str:
 
 
 def about(recipe: Recipe, batch: int) -> dict[str, Any]:
-    """The part of a bench's result about network, batch and machine; prototypes of all heads."""
+    """The part of a bench's result about network, batch and machine; "prototypes" are those of all heads."""
     return {
         "backbone": recipe.model.backbone,
         "crops": describe_crops(recipe.groups),

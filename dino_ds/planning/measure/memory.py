@@ -1,7 +1,7 @@
-"""Measures the peak memory of a function in a process of its own, which nothing else has grown before.
+"""Measures the peak memory of a function in a new process, whose memory nothing else has grown before.
 
-On a GPU by its allocator, else by the resident set. `engine.device.memory_gib` is for a run as a whole; here the
-libraries' share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no process of its own.
+The peak is the allocator's on a GPU, else the resident set's. `engine.device.memory_gib` is for a whole run; here the
+libraries' share is separate. A GPU's allocator can reset its peak, so `GpuPeak` needs no new process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORL
 
 
 class ChildFailed(UserError):
-    """A process ended without a result. `log` is its whole output, and the message the last line of it; `returncode` is
-    -SIGKILL if it took too much memory."""
+    """A process ended without a result. `log` is its whole output, of which the message has the last line; `returncode`
+    is -SIGKILL if it took too much memory."""
 
     exit_code = 1
 
@@ -55,7 +55,7 @@ class ChildResult:
 
 
 class GpuPeak:
-    """Peak memory of what comes after its construction, beyond what the GPU's allocator held before."""
+    """Peak GPU memory since this object was made, beyond what the allocator held then."""
 
     def __init__(self) -> None:
         import torch
@@ -86,7 +86,7 @@ def run_in_children(
 ) -> list[ChildResult]:
     """Call `function` on `ranks` new processes of one process group; the results are in rank order.
 
-    Killed, as the kernel would do, when their resident sets together pass `limit_mib`.
+    They are killed, as the kernel would do, when their resident sets together exceed `limit_mib`.
     """
     environment = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
     if threads is not None:
@@ -109,7 +109,7 @@ def run_in_children(
 
 
 def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_mib: float | None) -> None:
-    """Wait for all; when one fails, stop the others, which would wait for it."""
+    """Wait for all children; when one fails, stop the others, which would wait for it."""
     codes: list[int] = []
     try:
         while any(child.poll() is None for child in children) and not codes:
@@ -124,7 +124,7 @@ def _wait_for_all(children: list[subprocess.Popen[bytes]], folder: Path, limit_m
                 child.kill()
     if any(child.wait() for child in children):
         logs = [(folder / f"{rank}.log").read_text() for rank, child in enumerate(children) if child.returncode]
-        # The rank that fails first takes the connections of the others with it.
+        # The rank that failed first closed the others' connections. Its log goes last: the last line is the message.
         logs.sort(key=lambda log: "Connection closed by peer" not in log)
         codes = codes or [child.returncode for child in children if child.returncode]
         raise ChildFailed("\n".join(logs), min(codes))
@@ -139,7 +139,7 @@ def _resident_sets_mib(children: list[subprocess.Popen[bytes]]) -> float:
 
 
 def _child(folder: str, rank: int) -> None:
-    """The other side of `run_in_children`; `rank`.json in `folder` gets the result."""
+    """Make the call of `run_in_children` in a child process, and write the result to RANK.json in `folder`."""
     call = json.loads(Path(folder, "call.json").read_text())
     import torch
 
@@ -156,5 +156,5 @@ def _child(folder: str, rank: int) -> None:
     peak = torch.cuda.max_memory_allocated() / MIB if cuda else resident_mib(peak=True)
     result = {"value": value, "peak_mib": peak, "imports_mib": imports}
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    distributed.barrier()  # nobody leaves while another rank still wants an answer
-    os._exit(0)  # nothing is worth an orderly end, and DeepSpeed's takes a second
+    distributed.barrier()  # no rank exits while another still needs it
+    os._exit(0)  # an orderly exit gains nothing here, and DeepSpeed's takes a second

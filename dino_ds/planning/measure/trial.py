@@ -29,7 +29,7 @@ from dino_ds.method.step import Inputs, TrainingStep
 from dino_ds.models.drop_path import sample_keys
 
 EPOCH_STEPS = 1000
-"""Steps of an epoch where there are no images to count; only schedules depend on it, no cost."""
+"""Steps of an epoch where no dataset gives them; only schedules depend on the number, no cost does."""
 
 MEMORY_STEPS = 2
 """Steps after which the peak of memory is known: the second is the first with Adam's moments."""
@@ -44,13 +44,13 @@ class Trial:
     inputs: Inputs
 
     def run(self) -> Tensor:
-        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not wait."""
+        """One optimizer step; its loss (scalar on the device), the mean over the window. Does not synchronize."""
         self.begin()
         losses = [self.step.micro_batch(self.inputs).loss for _ in range(self.accumulation)]
         return torch.stack(losses).mean()
 
     def begin(self) -> None:
-        """Before the micro-batches of a step: what needs all of them."""
+        """Prepare a step from all its micro-batches, before the first of them runs."""
         if self.step.window > 1:
             self.step.prepare([self.inputs] * self.step.window)
 
@@ -68,7 +68,7 @@ def run_on_data(trial: Trial, prefetcher: DevicePrefetcher, seed: int) -> None:
 
 
 def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
-    """The images that `train` would take, from its beginning. Raises DataError."""
+    """The batches that `train` would take, from its first step on. Raises DataError."""
     data, engine = recipe.data, trial.step.engine
     source = training_images(data, recipe.eval.val_share)
     recipe, _ = with_value_range(recipe, source)
@@ -76,7 +76,7 @@ def real_feed(recipe: Recipe, trial: Trial) -> DevicePrefetcher:
 
 
 def begin(batch: int | None, threads: int, one_process: str = "") -> int:
-    """Join the process group and return the images per process. `one_process` names a command that runs on one only."""
+    """Join the process group and return the images per process. `one_process` names a command for one process."""
     join(threads)
     if one_process and distributed.world_size() > 1:
         raise ConfigError(f"{one_process} measures in one process: start it without deepspeed or torchrun")
@@ -110,20 +110,20 @@ def build_trial(recipe: Recipe, config: DsConfig) -> Trial:
 
 
 def begin_training(step: TrainingStep) -> None:
-    """Set the clock to where all weights move with the full learning rate, as in nearly all steps of a run."""
+    """Set the step to one at which all weights train at the full learning rate, as in nearly all of a run."""
     schedules = step.schedules
     step.restore(step.state(), max(schedules.warmup_steps, schedules.freeze_steps + 1))
 
 
 def synthetic_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
-    """A micro-batch of noise, with masks as the recipe draws them; other ones on each rank."""
+    """A micro-batch of noise, different on each rank, with masks drawn as the recipe says."""
     first = distributed.rank() * images
     keys = sample_keys(recipe.seed, 0, torch.arange(first, first + images, device=device))
     return Inputs(_crops(recipe, images, device), keys, synthetic_masks(recipe, images, device))
 
 
 def _crops(recipe: Recipe, images: int, device: torch.device) -> dict[str, list[Tensor]]:
-    """Normal noise as the recipe's crops (images, c, h, w) FP32 by group."""
+    """Normal noise in the shapes of the recipe's crops: by group, (images, c, h, w) FP32."""
     generator = torch.Generator(device).manual_seed(recipe.seed * 1000 + distributed.rank())
     channels = recipe.model.in_chans
     return {
