@@ -140,8 +140,8 @@ def find(features: Place, images: Sequence[Place], top: int = 20, **options: Any
 
 
 def curate(features: Place, *, out: Place | None = None, **options: Any) -> Curated:
-    """`dino-ds curate`: near-duplicates (`duplicates=0.95`), clusters (`clusters=[1000, 100]`) and lists (`draw=50000`)
-    of the images of `features`, in memory and in the folder `out`. Raises UserError."""
+    """`dino-ds curate`: near-duplicates (`duplicates="auto"`), clusters (`clusters=[1000, 100]`) and lists
+    (`draw=50000`) of the images of `features`, in memory and in the folder `out`. Raises UserError."""
     curated: Curated = _run("curate", options, features=features, out=out)
     return curated
 

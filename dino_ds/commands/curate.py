@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from dino_ds.basics.durable import replacing_folder, why_not_writable
 from dino_ds.errors import ConfigError, unwritable
 from dino_ds.options.definition import Result
 from dino_ds.options.model import CurateOptions
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from dino_ds.commands.embedded import Embedded
-
 
 _MANY_ALIKE = 0.05
 """A group of near-duplicates with more than this part of the images is suspicious."""
@@ -36,7 +35,7 @@ class Curated(NamedTuple):
 def check(options: CurateOptions) -> None:
     """Refuse options that are wrong whatever the features are. Raises ConfigError."""
     if options.duplicates is None and options.clusters is None:
-        raise ConfigError("say what for: --duplicates 0.95, --clusters 1000, or both")
+        raise ConfigError("say what for: --duplicates auto, --clusters 1000, or both")
     if options.draw is not None and options.clusters is None:
         raise ConfigError(f"--draw {options.draw} is balanced over clusters: give --clusters 1000 too")
     if options.clusters and list(options.clusters) != sorted(options.clusters, reverse=True):
@@ -51,106 +50,105 @@ def check(options: CurateOptions) -> None:
 
 def _folder(options: CurateOptions) -> Path:
     features = Path(os.path.expanduser(options.features))
-    what = "drawn" if options.draw else "clusters" if options.clusters else "duplicates"
-    return Path(os.path.expanduser(options.out)) if options.out else features.with_name(f"{features.stem}-{what}")
+    kind = "drawn" if options.draw else "clusters" if options.clusters else "duplicates"
+    return Path(os.path.expanduser(options.out)) if options.out else features.with_name(f"{features.stem}-{kind}")
 
 
 def run(options: CurateOptions) -> Result:
     """Write the folder, whole or not at all, and return what is in it. Raises UserError."""
-    import numpy as np
-
     from dino_ds.commands.embedded import open_embedded
 
     check(options)
     embedded, folder = open_embedded(options), _folder(options)
-    rows, total = embedded.vectors.chosen, len(embedded.rows)
-    found = Curated(folder, np.full(total, -1), np.empty((total, 0), np.int64), np.isin(np.arange(total), rows), [])
-    found.notes.extend(embedded.notes)
+    count = len(embedded.rows)
+    listed = np.isin(np.arange(count), embedded.vectors.chosen)
+    curated = Curated(folder, np.full(count, -1), np.empty((count, 0), np.int64), listed, embedded.notes)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with replacing_folder(folder) as place:
+        with replacing_folder(folder) as unfinished:
             if options.duplicates is not None:
-                _separate(embedded, found, options.duplicates, place)
+                _separate(embedded, curated, options.duplicates, unfinished)
             if options.clusters is not None:
-                found = _cluster(embedded, found, options, place)
+                curated = _cluster(embedded, curated, options, unfinished)
             if options.duplicates is not None or options.draw is not None:
-                ending, content = embedded.listed(np.flatnonzero(found.listed))
-                (place / f"images{ending}").write_bytes(content)
-                use = "--data.root" if ending == ".txt" else "--data.balance clusters:"
-                note = f"{found.listed.sum()} of {total} images: dino-ds train {use}{' ' * (ending == '.txt')}"
-                found.notes.append(f"{note}{folder / f'images{ending}'}")
+                ending, content = embedded.listed(np.flatnonzero(listed))
+                (unfinished / f"images{ending}").write_bytes(content)
+                use = "--data.root " if ending == ".txt" else "--data.balance clusters:"
+                curated.notes.append(
+                    f"{listed.sum()} of {count} images: dino-ds train {use}{folder / f'images{ending}'}"
+                )
     except OSError as error:
         raise unwritable(folder, error, "out") from None
-    facts = {"out": str(folder), "images": total, "listed": int(found.listed.sum()), "notes": found.notes}
-    return Result(facts, "\n".join(found.notes), value=found)
+    facts = {"out": str(folder), "images": count, "listed": int(listed.sum()), "notes": curated.notes}
+    return Result(facts, "\n".join(curated.notes), value=curated)
 
 
-def _separate(embedded: Embedded, found: Curated, threshold: float, place: Path) -> None:
+def _separate(embedded: Embedded, curated: Curated, duplicates: float | str, folder: Path) -> None:
     """Find near-duplicates and keep the largest image of each group, or the first by name among equally large ones."""
-    import numpy as np
-
     from dino_ds.commands.embedded import table
-    from dino_ds.evals.curation import near_duplicates
+    from dino_ds.evals.curation import groups, pairs_of_cosine, pairs_of_pictures
 
-    rows = embedded.vectors.chosen
-    groups = near_duplicates(embedded.vectors, threshold)
+    vectors = embedded.vectors
+    if isinstance(duplicates, float):
+        pairs = pairs_of_cosine(vectors, duplicates)
+    else:
+        pairs = pairs_of_pictures(vectors, embedded.thumbnails(folder))
+    labels = groups(len(vectors), pairs)
     lines, sheet = list[tuple[object, ...]](), list[list[tuple[int, str]]]()
-    order = np.argsort(groups, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
-        if len(members) == 1:
-            continue
-        sides = {int(rows[one]): embedded.side(int(rows[one])) for one in members}
-        ordered = sorted(sides, key=lambda row: (-sides[row], embedded.source.name(row)))
-        kept, others = ordered[0], ordered[1:]
-        found.duplicate_of[others], found.listed[others] = kept, False
-        near = embedded.vectors.take(members)
-        cosines = dict(zip(sides, (near @ near[list(sides).index(kept)]).tolist(), strict=True))
-        named = [(row, f"{cosines[row]:.4f}", embedded.source.name(row), sides[row]) for row in ordered]
-        lines += [(len(sheet), "yes" if row == kept else "no", *rest) for row, *rest in named]
-        sheet.append([(row, f"kept, {sides[row]} px" if row == kept else text) for row, text, *_ in named])
-    columns = ("group", "kept", "cosine", "name", "side")
-    (place / "duplicates.csv").write_bytes(table(columns, lines))
+    order = np.argsort(labels, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        if len(members) > 1:
+            rows = vectors.chosen[members].tolist()
+            sides = [embedded.side(row) for row in rows]
+            names = [embedded.source.name(row) for row in rows]
+            ranks = sorted(range(len(rows)), key=lambda i: (-sides[i], names[i]))
+            near = vectors.take(members)
+            cosines = (near @ near[ranks[0]]).tolist()
+            kept = rows[ranks[0]]
+            lines += [(len(sheet), "no", f"{cosines[i]:.4f}", names[i], sides[i]) for i in ranks]
+            lines[-len(rows)] = (len(sheet), "yes", *lines[-len(rows)][2:])
+            sheet.append([(rows[i], f"{cosines[i]:.4f}") for i in ranks])
+            sheet[-1][0] = (kept, f"kept, {sides[ranks[0]]} px")
+            others = [rows[i] for i in ranks[1:]]
+            curated.duplicate_of[others], curated.listed[others] = kept, False
+    (folder / "duplicates.csv").write_bytes(table(("group", "kept", "cosine", "name", "side"), lines))
+    sheet.sort(key=len, reverse=True)
     if sheet:
-        sheet.sort(key=len, reverse=True)
-        (place / "duplicates.png").write_bytes(embedded.sheet(sheet))
-    gone = len(lines) - len(sheet)
-    found.notes.append(f"{found.folder}: {gone} near-duplicates of {len(sheet)} images, which are kept")
-    if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(rows)):
-        alike = f"{len(sheet[0])} of {len(rows)} images are one group: these features lie close together"
-        found.notes.append(f"warning: {alike}; look at duplicates.png, and raise --duplicates")
+        (folder / "duplicates.png").write_bytes(embedded.sheet(sheet))
+    removed = len(lines) - len(sheet)
+    curated.notes.append(f"{curated.folder}: {removed} near-duplicates of {len(sheet)} images, which are kept")
+    if sheet and len(sheet[0]) > max(10, _MANY_ALIKE * len(vectors)):
+        alike = f"{len(sheet[0])} of {len(vectors)} images are one group; look at duplicates.png"
+        curated.notes.append(f"warning: {alike}, and raise --duplicates, or use --duplicates auto")
 
 
-def _cluster(embedded: Embedded, found: Curated, options: CurateOptions, place: Path) -> Curated:
+def _cluster(embedded: Embedded, curated: Curated, options: CurateOptions, folder: Path) -> Curated:
     """Cluster the images that are still listed, and draw from them."""
-    import numpy as np
-
     from dino_ds.commands.embedded import COLUMNS, LINES, table
     from dino_ds.data.images import evenly_spaced_indices
     from dino_ds.evals.curation import cluster_levels, draw
 
-    kept, sizes = np.flatnonzero(found.listed), options.clusters or ()
+    kept, sizes = np.flatnonzero(curated.listed), options.clusters or ()
     if (most := max(sizes[0], options.draw or 0)) > len(kept):
         raise ConfigError(f"{most} are more than the {len(kept)} images that there are: give a smaller number")
-    vectors = replace(embedded.vectors, chosen=kept)
-    levels, distances = cluster_levels(vectors, sizes, options.seed)
+    levels, distances = cluster_levels(replace(embedded.vectors, chosen=kept), sizes, options.seed)
     clusters = np.full((len(embedded.rows), len(levels)), -1)
     clusters[kept] = np.stack(levels, axis=1)
     columns = ("name", "cluster", *(f"level_{number}" for number in range(2, len(levels) + 1)))
     texts = (
-        (embedded.source.name(i), *("" if one < 0 else one for one in row)) for i, row in enumerate(clusters.tolist())
+        (embedded.source.name(i), *("" if label < 0 else label for label in row))
+        for i, row in enumerate(clusters.tolist())
     )
-    (place / "clusters.csv").write_bytes(table(columns, texts))
+    (folder / "clusters.csv").write_bytes(table(columns, texts))
     counts = np.bincount(levels[0])
-    nearest = np.lexsort((distances, levels[0]))
-    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    members = np.split(kept[np.lexsort((distances, levels[0]))], np.cumsum(counts)[:-1])
     by_size = np.argsort(-counts, kind="stable")
     shown = by_size[evenly_spaced_indices(len(by_size), LINES)]
-    members = [(kept[nearest[first[one] : first[one] + counts[one]]], counts[one]) for one in shown]
-    sheet = [[(row, f"{size} images") for row in some[:COLUMNS].tolist()] for some, size in members]
-    (place / "clusters.png").write_bytes(embedded.sheet(sheet))
+    sheet = [[(row, f"{counts[i]} images") for row in members[i][:COLUMNS].tolist()] for i in shown]
+    (folder / "clusters.png").write_bytes(embedded.sheet(sheet))
     spread = f"{counts.max()} to {counts.min()} images each: dino-ds train --data.balance"
-    found.notes.append(f"{len(counts)} clusters of {spread} clusters:{found.folder / 'clusters.csv'}")
+    curated.notes.append(f"{len(counts)} clusters of {spread} clusters:{curated.folder / 'clusters.csv'}")
     if options.draw is not None:
-        found.listed[:] = False
-        found.listed[kept[draw(levels, options.draw, options.seed)]] = True
-    return found._replace(clusters=clusters)
+        curated.listed[:] = False
+        curated.listed[kept[draw(levels, options.draw, options.seed)]] = True
+    return curated._replace(clusters=clusters)

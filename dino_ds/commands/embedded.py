@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from dino_ds.basics.text_file import read_object
@@ -26,7 +29,8 @@ from dino_ds.data.mixture import Mixture
 from dino_ds.data.normalization import Normalization
 from dino_ds.data.parquet import import_parquet
 from dino_ds.errors import ConfigError, DataError, one_line
-from dino_ds.evals.curation import Vectors
+from dino_ds.evals.curation import SIDE, Vectors
+from dino_ds.evals.features import LabeledImages, Reading, load_batches
 from dino_ds.evals.model_images import find_images
 from dino_ds.options.model import CurateOptions, FindOptions
 from dino_ds.report.draw import Sheet, figure_pixels, picture_of, png_of
@@ -79,6 +83,20 @@ class Embedded:
             return np.full((_THUMBNAIL, _THUMBNAIL, 3), 0.5)
         return picture_of(pixels[None], self.normalization.mean, self.normalization.std)[0].numpy()
 
+    def thumbnails(self, folder: Path) -> np.ndarray:
+        """(n, 32 * 32) gray pixels of the images of `vectors`, in a file in `folder` that has no name and so ends with
+        the process; zeros where an image can't be read."""
+        rows = self.vectors.chosen.tolist()
+        reading = Reading(_thumbnail, None, self.about["value_range"], channels=len(self.normalization.mean))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            pixels = np.memmap(file, np.float16, "w+", shape=(len(rows), SIDE * SIDE))
+        batches = load_batches(
+            LabeledImages(self.source, rows, reading), self.source, None, "look", batch_size=reading.batch
+        )
+        for images, places, _ in batches:
+            pixels[places[:, 0].numpy()] = images.flatten(1).numpy()
+        return pixels
+
     def side(self, index: int) -> int:
         """Pixels of an image's longer side, 0 where it can't be read."""
         try:
@@ -101,6 +119,14 @@ class Embedded:
         labels, classes = self.source.labels, self.source.classes or []
         ends = [b"" if labels is None or labels[row] < 0 else b"\t" + classes[labels[row]].encode() for row in chosen]
         return ".txt", b"".join(path + end + b"\n" for path, end in zip(paths, ends, strict=True) if path)
+
+
+def _thumbnail(image: Image.Image | np.ndarray) -> Tensor:
+    """RGB image, or (h, w, c) of uint8 or of float32 in [0, 1] -> (32, 32) in [0, 255], the whole of it."""
+    values = np.asarray(image)
+    gray = torch.from_numpy(values.mean(axis=2, dtype=np.float32))[None, None]
+    small = F.interpolate(gray, (SIDE, SIDE), mode="bilinear", antialias=True)[0, 0]
+    return small if values.dtype == np.uint8 else 255 * small
 
 
 def _path_of(source: Source, index: int) -> bytes | None:
@@ -173,6 +199,8 @@ def _read_rows(place: Path, shape: tuple[int, ...], memory_gib: float) -> np.nda
         columns = range(3, 3 + shape[1])
         rows = np.loadtxt(place, np.float32, None, ",", skiprows=1, usecols=columns, ndmin=2, quotechar='"')
     else:
-        table = import_parquet().read_table(place, columns=["features"])
-        rows = table["features"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        column = import_parquet().read_table(place, columns=["features"])["features"].combine_chunks()
+        rows = column.flatten().to_numpy(zero_copy_only=False)
+        if rows.dtype.kind != "f" or {len(row) for row in column} != {shape[1]}:
+            raise ValueError(f"it has rows of other kinds or lengths than {shape[1]} numbers")
     return rows.reshape(shape)

@@ -1,20 +1,31 @@
 """Search, near-duplicates and clusters of features: every pair is compared, in blocks, so that memory does not grow.
 
-Sources: near-duplicates are connected components, as DINOv2 takes them (arXiv 2304.07193, appendix A.3), here of all
-pairs. Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling.
+Sources: near-duplicates are connected components among neighbors, as in DINOv2 (arXiv 2304.07193, appendix A.3).
+Levels of clusters and the draw down them: Vo et al. 2024 (arXiv 2405.15613), without their resampling.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+Pairs = tuple[np.ndarray, np.ndarray]
+"""First and second rows (p,) of pairs."""
+SIDE = 32
+"""Pixels of the thumbnails by which near-duplicates are told apart."""
+_INNER, _SIZES = 28, (28, 29, 30, 31, 32)
+"""Side of the window of one thumbnail that is sought in another, and sides to which that thumbnail is shrunk before."""
+_ALIKE, _ROUGHLY, _NEIGHBORS = 0.92, 0.65, 10
+"""Correlations from which on thumbnails show the same, with their details and of 8 x 8 pixels; neighbors compared."""
 _MOST_BLOCK, _BYTES_OF_A_PAIR = 8192, 64
+_SPARE, _RUN = 6, 16
+"""Candidates in FP32 beyond the neighbors wanted, and columns of which only the largest is looked at first."""
 _ROUNDS = 64
 """Rounds in which the first centers are drawn."""
 _MOST_PASSES, _ENOUGH = 100, 1e-5
@@ -43,72 +54,134 @@ class Vectors:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def take(self, places: slice | np.ndarray) -> Tensor:
-        """(places, d) in FP64."""
-        found = torch.from_numpy(self.rows[self.chosen[places]].astype(np.float64)).to(self.device)
-        return found / found.norm(dim=1, keepdim=True) if self.unit else found
+    def take(self, places: slice | np.ndarray, dtype: torch.dtype = torch.float64) -> Tensor:
+        """(places, d), computed in `dtype`."""
+        rows = torch.from_numpy(self.rows[self.chosen[places]]).to(self.device, dtype)
+        return F.normalize(rows, eps=0) if self.unit else rows
 
     def parts(self, length: int) -> Iterator[slice]:
         return (slice(start, min(start + length, len(self))) for start in range(0, len(self), length))
 
     @property
     def rounding(self) -> float:
-        """The most by which the FP32 product of two rows may miss that in FP64."""
-        return float((self.rows.shape[1] + 4) * 2.0**-23)
-
-
-def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
-
-    All in FP64, equal rows giving equal cosines; of these the first comes first.
-    """
-    blocks = (bank.take(part) for part in bank.parts(bank.block))
-    cosines = [torch.stack([(rows * query).sum(dim=1) for query in queries]).cpu().numpy() for rows in blocks]
-    found = np.concatenate(cosines, axis=1)
-    places = np.argsort(-found, axis=1, kind="stable")[:, :k]
-    return np.take_along_axis(found, places, axis=1), places
+        """The most by which the product of two rows in FP32, lengths too, may miss that in FP64."""
+        return float((2 * self.rows.shape[1] + 8) * 2.0**-23)
 
 
 @torch.no_grad()
-def near_duplicates(vectors: Vectors, threshold: float) -> np.ndarray:
-    """(n,) the first place of each row's group: rows that a chain of pairs with a cosine of at least `threshold`, in
-    FP64, connects."""
-    parent, margin = np.arange(len(vectors)), vectors.rounding
+def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The k rows of `bank` nearest to each of queries (q, d), of length 1 in FP64: cosines and places (q, k).
+
+    All in FP64, equal rows giving equal cosines; of these the first comes first. FP32 products choose candidates, and
+    a query whose candidates may lack a neighbor, by the rounding of these products, is compared with every row.
+    """
+    k, wanted = min(k, len(bank)), min(k + _SPARE, len(bank))
+    near = torch.full((len(queries), wanted), -math.inf, device=bank.device)
+    places = torch.zeros_like(near, dtype=torch.long)
+    for part in bank.parts(bank.block):
+        products = queries.float() @ bank.take(part, torch.float32).T
+        rows = (products.amax(dim=1) > near[:, -1]).nonzero().flatten()
+        values, columns = _largest(products[rows], wanted)
+        near[rows], order = torch.cat((near[rows], values), dim=1).topk(wanted)
+        places[rows] = torch.cat((places[rows], columns + part.start), dim=1).gather(1, order)
+    places = places.sort(dim=1).values
+    exact = [(bank.take(column) * queries).sum(dim=1) for column in places.T.cpu().numpy()]
+    cosines, order = torch.stack(exact, dim=1).sort(dim=1, descending=True, stable=True)
+    places = places.gather(1, order)
+    unsure = cosines[:, k - 1] < near[:, -1] + bank.rounding
+    for row in unsure.nonzero().flatten().tolist() if wanted < len(bank) else ():
+        every = torch.cat([(bank.take(part) * queries[row]).sum(dim=1) for part in bank.parts(bank.block)])
+        values, order = every.sort(descending=True, stable=True)
+        cosines[row], places[row] = values[:wanted], order[:wanted]
+    return cosines[:, :k].cpu().numpy(), places[:, :k].cpu().numpy()
+
+
+def _largest(products: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row and their columns: they lie in those k runs of columns whose maxima are largest."""
+    runs = F.pad(products, (0, -products.shape[1] % _RUN), value=-math.inf).unflatten(1, (-1, _RUN))
+    chosen = runs.amax(dim=2).topk(min(k, runs.shape[1])).indices
+    inside = runs.gather(1, chosen[:, :, None].expand(-1, -1, _RUN)).flatten(1)
+    values, order = inside.topk(min(k, inside.shape[1]))
+    return values, chosen.gather(1, order // _RUN) * _RUN + order % _RUN
+
+
+def pairs_of_cosine(vectors: Vectors, threshold: float) -> Iterator[Pairs]:
+    """All pairs of rows with a cosine of at least `threshold`, in FP64."""
     for part in vectors.parts(vectors.block):
-        left = vectors.take(part)
-        for other in vectors.parts(vectors.block):
-            if other.start < part.start:
-                continue
-            right = left if other == part else vectors.take(other)
-            products = left.float() @ right.float().T
-            if other == part:
-                products.fill_diagonal_(-math.inf)
-            rows = (products.amax(dim=1) >= threshold - margin).nonzero().flatten()
-            near = products[rows]
-            first, second = (near >= threshold - margin).nonzero(as_tuple=True)
-            doubtful = (near[first, second] < threshold + margin).nonzero().flatten()
-            first = rows[first]
-            keep = torch.ones(len(first), dtype=torch.bool, device=first.device)
-            for some in doubtful.split(vectors.block):
-                keep[some] = (left[first[some]] * right[second[some]]).sum(dim=1) >= threshold
-            _join(parent, first[keep].cpu().numpy() + part.start, second[keep].cpu().numpy() + other.start)
-    return _roots(parent, np.arange(len(vectors)))
+        rows = vectors.take(part)
+        for others in vectors.parts(vectors.block):
+            if others.start >= part.start:
+                near = (rows @ vectors.take(others).T >= threshold).triu(1 if others == part else -len(rows))
+                first, second = near.nonzero(as_tuple=True)
+                yield first.cpu().numpy() + part.start, second.cpu().numpy() + others.start
 
 
-def _join(parent: np.ndarray, first: np.ndarray, second: np.ndarray) -> None:
-    """Put the trees of both ends of each pair together, under the smaller root."""
-    while len(first):
-        first, second = _roots(parent, first), _roots(parent, second)
-        apart = first != second
-        first, second = np.minimum(first, second)[apart], np.maximum(first, second)[apart]
-        np.minimum.at(parent, second, first)
+@torch.no_grad()
+def pairs_of_pictures(vectors: Vectors, thumbnails: np.ndarray) -> Iterator[Pairs]:
+    """Pairs of rows, one among the 10 nearest of the other, whose thumbnails (n, 32 * 32) show the same.
+
+    That is so where the details of a window of one correlate with those of the other by 0.92, at any shift and with
+    either of them up to an eighth larger.
+    """
+    near = [nearest_rows(vectors.take(part), vectors, _NEIGHBORS + 1)[1] for part in vectors.parts(vectors.block)]
+    second = np.concatenate(near)
+    first = np.broadcast_to(np.arange(len(second))[:, None], second.shape)
+    pairs = np.unique(np.minimum(first, second) * len(second) + np.maximum(first, second))
+    for some in np.array_split(pairs, -(-len(pairs) // 1024)):
+        ends = np.divmod(some, len(second))
+        images = [torch.from_numpy(thumbnails[end].astype(np.float32)).view(-1, 1, SIDE, SIDE) for end in ends]
+        rough = [_unit(F.avg_pool2d(image, SIDE // 8).flatten(1)) for image in images]
+        chosen = ((rough[0] * rough[1]).sum(dim=1) >= _ROUGHLY).numpy() & (ends[0] != ends[1])
+        if not chosen.any():
+            continue
+        left, right = (_details(image[chosen]) for image in images)
+        alike = (torch.maximum(_correlation(left, right), _correlation(right, left)) >= _ALIKE).numpy()
+        yield ends[0][chosen][alike], ends[1][chosen][alike]
 
 
-def _roots(parent: np.ndarray, places: np.ndarray) -> np.ndarray:
-    roots = parent[places]
+def _details(images: Tensor) -> Tensor:
+    """Thumbnails (n, 1, 32, 32) without what is finer than 3 pixels or coarser than 9, of equal contrast everywhere, so
+    that no single edge decides; but what is fainter than 2 of 255 stays faint."""
+    band = _blurred(images, 3) - _blurred(images, 9)
+    return band / (_blurred(band.square(), 9).sqrt() + 2)
+
+
+def _blurred(images: Tensor, side: int) -> Tensor:
+    return F.avg_pool2d(images, side, 1, side // 2, count_include_pad=False)
+
+
+def _unit(rows: Tensor) -> Tensor:
+    """Rows whose products are their correlation."""
+    return F.normalize(rows - rows.mean(dim=-1, keepdim=True), dim=-1)
+
+
+def _correlation(images: Tensor, others: Tensor) -> Tensor:
+    """(n,) the highest correlation of any window of an image (n, 1, 32, 32) with the middle of the other one."""
+    windows, middles = _unit(F.unfold(images, _INNER).transpose(1, 2)), list[Tensor]()
+    for size in _SIZES:
+        shrunk = F.interpolate(others, (size, size), mode="bilinear", antialias=True)
+        middle = slice((size - _INNER) // 2, (size + _INNER) // 2)
+        middles.append(shrunk[:, 0, middle, middle].flatten(1))
+    return (windows @ _unit(torch.stack(middles, dim=1)).transpose(1, 2)).amax(dim=(1, 2))
+
+
+def groups(count: int, pairs: Iterable[Pairs]) -> np.ndarray:
+    """(count,) the first row of each row's group: rows that a chain of pairs connects."""
+    parent = np.arange(count)
+    for first, second in pairs:
+        while len(first):  # both ends' trees come together, under the smaller root
+            first, second = _roots(parent, first), _roots(parent, second)
+            apart = first != second
+            first, second = np.minimum(first, second)[apart], np.maximum(first, second)[apart]
+            np.minimum.at(parent, second, first)
+    return _roots(parent, np.arange(count))
+
+
+def _roots(parent: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    roots = parent[rows]
     while (parent[roots] != roots).any():
         roots = parent[roots]
-    parent[places] = roots
+    parent[rows] = roots
     return roots
 
 
@@ -160,7 +233,7 @@ def _assign(vectors: Vectors, centers: Tensor) -> tuple[np.ndarray, np.ndarray]:
     labels, distances = np.empty(len(vectors), np.int64), np.empty(len(vectors))
     lengths = centers.square().sum(dim=1) / 2
     for part in vectors.parts(max(16, min(vectors.block, vectors.block**2 // len(centers)))):
-        rows = vectors.take(part).float()
+        rows = vectors.take(part, torch.float32)
         value, near = torch.addmm(lengths, rows, centers.T, alpha=-1).min(dim=1)
         labels[part] = near.cpu().numpy()
         distances[part] = (2 * value.double() + rows.double().square().sum(dim=1)).clamp_min(0).cpu().numpy()

@@ -81,8 +81,8 @@ class CurateOptions:
     """lists without near-duplicates, clusters and balanced lists, from the features of images"""
 
     features: _Features
-    duplicates: Annotated[float, Field(gt=0, le=1)] | None = option(
-        None, "keep one of images that pairs of at least this cosine connect, such as 0.95"
+    duplicates: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None = option(
+        None, "keep one of near-duplicates: neighbors whose images show the same (auto), or pairs of this cosine"
     )
     clusters: Listed[Count] | None = option(None, "clusters; with further numbers clusters of these, as 1000,100,10")
     draw: Count | None = option(None, "images of a list that is balanced over the clusters")

@@ -19,7 +19,17 @@ from dino_ds.commands.curate import check
 from dino_ds.config.loading import load_recipe
 from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, UserError
-from dino_ds.evals.curation import Vectors, cluster_levels, draw, first_centers, k_means, near_duplicates, nearest_rows
+from dino_ds.evals.curation import (
+    Vectors,
+    cluster_levels,
+    draw,
+    first_centers,
+    groups,
+    k_means,
+    nearest_rows,
+    pairs_of_cosine,
+    pairs_of_pictures,
+)
 from dino_ds.options.model import CurateOptions
 from dino_ds.weights.export import FORMATS
 from tests.weights.test_weights import _backbone
@@ -49,14 +59,14 @@ def test_neighbors_and_groups_are_those_of_brute_force(features, memory_gib):
     wanted = np.argsort(-cosines[:60].round(12), axis=1, kind="stable")[:, :10]
     assert (places == wanted).all()
     np.testing.assert_allclose(found, np.take_along_axis(cosines[:60], wanted, axis=1), rtol=1e-12)
-    for threshold in (0.62, float(cosines[0, 1:].max())):  # the second is a pair's own: FP32 can't tell
+    for threshold in (0.62, float(cosines[0, 1:].max()) - 1e-12):  # the second is a pair's own: FP32 can't tell
         group = np.arange(len(unit))
         for _ in group:  # the smallest number spreads along pairs
             new = np.where(cosines >= threshold, group, len(group)).min(axis=1)
             if (new == group).all():
                 break
             group = new
-        assert (near_duplicates(vectors, threshold) == group).all()
+        assert (groups(len(unit), pairs_of_cosine(vectors, threshold)) == group).all()
 
 
 @pytest.mark.parametrize("memory_gib", [SMALL, LARGE])
@@ -116,9 +126,10 @@ def _gray_patches(images):
     return torch.nn.functional.adaptive_avg_pool2d(images.mean(dim=1, keepdim=True), 8).flatten(1)
 
 
-def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path):
+@pytest.mark.parametrize("duplicates", [0.95, "auto"])
+def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path, duplicates):
     """Of each pair the image with the longer side stays, of equal ones the first name; names are bytes."""
-    found = dino_ds.curate(place / "npy.npy", duplicates=0.95, out=tmp_path / "out")
+    found = dino_ds.curate(place / "npy.npy", duplicates=duplicates, out=tmp_path / "out")
     rows = list(csv.DictReader((tmp_path / "out/duplicates.csv").open()))
     gone = {Path(row["name"]).name for row in rows if row["kept"] == "no"}
     assert gone == {"copy0.png", "copy1.png", "copy2.jpg", "03.png", "copy4.png", "copy5.jpg"}
@@ -127,6 +138,21 @@ def test_planted_near_duplicates_are_found_and_the_list_trains(place, tmp_path):
     source = training_source(load_recipe("vits16", {"data.root": str(tmp_path / "out/images.txt")}).data)
     assert len(source) == 60 and len(source.classes) == 2
     assert Image.open(tmp_path / "out/duplicates.png").width > 200
+
+
+def test_thumbnails_find_copies_among_look_alikes():
+    """Shifted crops and brighter copies of textures whose features are all alike, and nothing else."""
+    draws = np.random.default_rng(0)
+    textures = draws.integers(0, 200, (40, 1, 12, 12)).astype(np.float32)
+    pictures = torch.nn.functional.interpolate(torch.from_numpy(textures), (32, 32), mode="bicubic")
+    crops = torch.nn.functional.interpolate(pictures[:3, :, 2:32, 1:31], (32, 32), mode="bicubic")
+    rows = torch.cat([pictures, crops, 1.15 * pictures[3:6]]).flatten(1).numpy().astype(np.float16)
+    vectors = Vectors.of(draws.normal(size=(46, 2)).astype(np.float32), LARGE, CPU)
+    vectors.rows[40:] = vectors.rows[:6] + 0.01
+    pairs = [
+        tuple(pair) for first, second in pairs_of_pictures(vectors, rows) for pair in zip(first, second, strict=True)
+    ]
+    assert pairs == [(row, 40 + row) for row in range(6)]
 
 
 def test_the_three_forms_give_the_same_clusters_which_balance_training(place, tmp_path):
@@ -237,7 +263,7 @@ def test_other_files_and_images_are_refused_in_one_line(place, tmp_path, what):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "--duplicates 0.95, --clusters 1000, or both"),
+        ({}, "--duplicates auto, --clusters 1000, or both"),
         ({"duplicates": 0.9, "draw": 3}, "--draw 3 is balanced over clusters"),
         ({"clusters": (10, 100)}, "each level has fewer"),
         ({"clusters": (3,), "out": "/dev"}, "/dev is there already"),
