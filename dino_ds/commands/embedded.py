@@ -111,8 +111,8 @@ class Embedded:
         chosen = sorted(rows)
         paths = [_path_of(self.source, row) for row in chosen]
         if None in paths:
-            one, names = set(chosen), map(self.source.name, range(len(self.source)))
-            lines = ((name, 0 if row in one else "") for row, name in enumerate(names))
+            kept, names = set(chosen), map(self.source.name, range(len(self.source)))
+            lines = ((name, 0 if row in kept else "") for row, name in enumerate(names))
             return ".csv", table(("name", "cluster"), lines)
         if odd := next((path for path in paths if path and {10, 13, 9} & set(path)), None):
             raise DataError(f"{odd!r} has a line break or a tab in its name, which no list can hold: rename it")
@@ -148,58 +148,58 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> bytes:
 
 def open_embedded(options: FindOptions | CurateOptions) -> Embedded:
     """Open features as `embed` has written them, and the images that they are of, unchanged."""
-    place = Path(os.path.expanduser(options.features))
-    if place.suffix not in (".npy", ".parquet", ".csv"):
-        raise ConfigError(f"{place} is not .npy, .parquet or .csv: give what dino-ds embed --out has written")
-    beside = place.with_name(f"{place.name}.json")
+    path = Path(os.path.expanduser(options.features))
+    if path.suffix not in (".npy", ".parquet", ".csv"):
+        raise ConfigError(f"{path} is not .npy, .parquet or .csv: give what dino-ds embed --out has written")
+    beside = path.with_name(f"{path.name}.json")
     try:
         about = read_object(beside)
-        what, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
+        kind, shape, _ = about["what"], (about["rows"], *about["shape"]), [about[name] for name in _DESCRIBED]
         images = [about["origin"][name] for name in ("model", "source", "root")]
-        files = {place.with_suffix(ending): record for ending, record in about["files"].items()}
+        files = {path.with_suffix(ending): record for ending, record in about["files"].items()}
         changed = next((file for file, record in files.items() if vars(checksum(file)) != record), None)
-        if what == "patches":
-            raise ConfigError(f"{place} has maps of patches: embed with --what cls or mean, a vector an image")
-        if changed is not None or place not in files:
+        if kind == "patches":
+            raise ConfigError(f"{path} has maps of patches: embed with --what cls or mean, a vector an image")
+        if changed is not None or path not in files:
             raise DataError(
-                f"{changed or place} is not the file that embed has written with {beside.name}: cut off, joined with "
+                f"{changed or path} is not the file that embed has written with {beside.name}: cut off, joined with "
                 "another or changed; embed again"
             )
-        rows = _read_rows(place, shape, options.memory_gib)
+        rows = _read_rows(path, shape, options.memory_gib)
     except OSError as error:
         raise DataError(
-            f"{error.filename or place} can't be read: {error.strerror or error}; features are known by the files that "
-            f"dino-ds embed writes, {place.name} and {beside.name} among them: bring them, or embed again"
+            f"{error.filename or path} can't be read: {error.strerror or error}; features are known by the files that "
+            f"dino-ds embed writes, {path.name} and {beside.name} among them: bring them, or embed again"
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{place} and {beside.name} are not as embed writes them: {one_line(error)}") from None
+        raise DataError(f"{path} and {beside.name} are not as embed writes them: {one_line(error)}") from None
     source = find_images(images[0], images[1], options.root or images[2])
     notes = list(getattr(source, "notes", ()))
     changes = changed_images(about, facts_of_images(source))
     if changes != "":
-        raise DataError(f"the images have changed since {place} was made ({changes or 'not described'}): embed again")
-    found = Embedded(rows, source, about, options.memory_gib, notes)
-    if not len(found.vectors):
-        raise DataError(f"{place} has no row of numbers but zero: its images could not be read, or its network is dead")
-    if unread := len(rows) - len(found.vectors):
+        raise DataError(f"the images have changed since {path} was made ({changes or 'not described'}): embed again")
+    embedded = Embedded(rows, source, about, options.memory_gib, notes)
+    if not len(embedded.vectors):
+        raise DataError(f"{path} has no row of numbers but zero: its images could not be read, or its network is dead")
+    if unread := len(rows) - len(embedded.vectors):
         notes.append(f"{unread} of {len(rows)} rows are NaN or zero, as of images that can't be read: left out")
-    return found
+    return embedded
 
 
-def _read_rows(place: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndarray:
+def _read_rows(path: Path, shape: tuple[int, ...], memory_gib: float) -> np.ndarray:
     """The features (n, d): memory-mapped from an .npy, else read. Raises OSError, ValueError, ConfigError."""
-    if place.suffix == ".npy":
-        rows = np.load(place, mmap_mode="r", allow_pickle=False)
+    if path.suffix == ".npy":
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
         if rows.shape != shape or rows.dtype not in (np.float16, np.float32):
             raise ValueError(f"it has {rows.dtype} {list(rows.shape)}, and {list(shape)} are described")
         return rows
     if 4 * shape[0] * shape[1] > memory_gib * 2**30:
-        raise ConfigError(f"{place} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
-    if place.suffix == ".csv":
+        raise ConfigError(f"{path} has more than --memory_gib {memory_gib:g}: embed as .npy, or give more")
+    if path.suffix == ".csv":
         columns = range(3, 3 + shape[1])
-        rows = np.loadtxt(place, np.float32, None, ",", skiprows=1, usecols=columns, ndmin=2, quotechar='"')
+        rows = np.loadtxt(path, np.float32, None, ",", skiprows=1, usecols=columns, ndmin=2, quotechar='"')
     else:
-        column = import_parquet().read_table(place, columns=["features"])["features"].combine_chunks()
+        column = import_parquet().read_table(path, columns=["features"])["features"].combine_chunks()
         rows = column.flatten().to_numpy(zero_copy_only=False)
         if rows.dtype.kind != "f" or {len(row) for row in column} != {shape[1]}:
             raise ValueError(f"it has rows of other kinds or lengths than {shape[1]} numbers")
