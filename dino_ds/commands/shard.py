@@ -24,8 +24,9 @@ from dino_ds.data.decode import EncodedImage
 from dino_ds.data.formats import ENDINGS, EXTENSIONS
 from dino_ds.data.image_set import changed_images, facts_of_images
 from dino_ds.data.images import pillow_values
-from dino_ds.data.shards import CLASSES
+from dino_ds.data.shards import CLASSES, INDEX
 from dino_ds.data.sources import build_source
+from dino_ds.data.tar_members import index_line
 from dino_ds.data.workers import started, worker_options
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import ConfigError, DataError
@@ -101,9 +102,9 @@ def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> No
         _write_text(path, [json.dumps({**plan, _BEGUN_WITH: now}, indent=2)])
 
 
-class _Shards(Dataset[tuple[str, list[str]]]):
-    """Shards that are written as they are asked for, each whole or not at all; an item is the shard's SHA-256 and the
-    texts of its unreadable images, or ("", [why it can't be written])."""
+class _Shards(Dataset[tuple[str, list[str], str]]):
+    """Shards that are written as they are asked for, each whole or not at all; an item is the shard's SHA-256, the
+    texts of its unreadable images and its line of the index, or ("", [why it can't be written], "")."""
 
     def __init__(self, folder: Path, images: Source, shrink: int | None, per_shard: int) -> None:
         self.folder, self.images, self._shrink, self._per_shard = folder, images, shrink, per_shard
@@ -113,7 +114,7 @@ class _Shards(Dataset[tuple[str, list[str]]]):
         first = number * self._per_shard
         return range(first, min(first + self._per_shard, len(self.images)))
 
-    def __getitem__(self, number: int) -> tuple[str, list[str]]:
+    def __getitem__(self, number: int) -> tuple[str, list[str], str]:
         try:
             with replacing(self.folder / self.names[number]) as part:
                 bad = self._write(part, self.range_of(number))
@@ -121,9 +122,11 @@ class _Shards(Dataset[tuple[str, list[str]]]):
                 with part.open("rb") as file:
                     while block := file.read(2**20):
                         digest.update(block)
-            return digest.hexdigest(), bad
+                line = index_line(part, self.names[number])
+            return digest.hexdigest(), bad, line
         except (OSError, DataError) as error:  # torch would give numbers as text, and lines of code with any error
-            return "", [str(error) if isinstance(error, DataError) else f"{self.folder}: {error.strerror or error}"]
+            text = str(error) if isinstance(error, DataError) else f"{self.folder}: {error.strerror or error}"
+            return "", [text], ""
 
     def _write(self, path: Path, indices: range) -> list[str]:
         bad, taken, keys = list[str](), set[str](), dict[str, int]()
@@ -148,26 +151,29 @@ class _Shards(Dataset[tuple[str, list[str]]]):
 
 
 def _write_missing(shards: _Shards, workers: int | None) -> None:
-    """Write the shards that have no line in the checksums yet, or no file. Raises DataError."""
-    path = shards.folder / _CHECKSUMS
+    """Write the shards that have no line in the checksums or the index yet, or no file. Raises DataError."""
+    path, index = shards.folder / _CHECKSUMS, shards.folder / INDEX
+    indexed = {line.split('"')[3]: line for line in _lines(index) if line.endswith("]}")}
     done = {name: line for line in _lines(path) if (shards.folder / (name := line.partition("  ")[2])).is_file()}
-    missing = [number for number, name in enumerate(shards.names) if name not in done]
-    _write_text(path, done.values())
+    missing = [number for number, name in enumerate(shards.names) if name not in done or name not in indexed]
+    for file, lines in ((path, done), (index, indexed)):
+        _write_text(file, [lines[name] for name in done if name in indexed])
     options = worker_options(min(workers or len(usable_cores()), max(1, len(missing))))
     loader: DataLoader[Any] = DataLoader(shards, batch_size=1, sampler=missing, collate_fn=list, **options)
     todo = sum(len(shards.range_of(number)) for number in missing)
     bar = tqdm(total=len(shards.images), initial=len(shards.images) - todo, desc="sharding", unit=" images")
     with started(loader, shards.images) as records, bar:
         for number in missing:
-            digest, unreadable = _next(records)
+            digest, unreadable, line = _next(records)
             _append(shards.folder / _BAD, unreadable)
+            _append(index, [line])
             _append(path, [f"{digest}  {shards.names[number]}"])
             bar.update(len(shards.range_of(number)))
 
 
-def _next(records: Any) -> tuple[str, list[str]]:
+def _next(records: Any) -> tuple[str, list[str], str]:
     try:
-        [(digest, texts)] = next(records)
+        [(digest, texts, line)] = next(records)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
@@ -177,7 +183,7 @@ def _next(records: Any) -> tuple[str, list[str]]:
         ) from None
     if not digest:
         raise DataError(texts[0])
-    return digest, texts
+    return digest, texts, line
 
 
 def _unused(name: str, taken: set[str]) -> str:

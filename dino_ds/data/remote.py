@@ -10,6 +10,7 @@ import os
 import random
 import re
 import time
+import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -159,20 +160,19 @@ def _together(pieces: list[FilePiece]) -> list[list[FilePiece]]:
 
 
 async def _fetch(group: list[FilePiece], cache: RemoteCache | None, seconds: float) -> dict[FilePiece, bytes]:
-    (url, size, tag, begin, length), last = group[0], group[-1]
+    (url, size, tag, begin, length, _), last = group[0], group[-1]
     if length < 0:
         return {last: (await _retried(url, lambda: _get(url), seconds))[0]}
     with suppress(FileNotFoundError):
         data, state = await _retried(url, lambda: _get(url, begin, last.begin + last.length), seconds)
-        if state == [size, tag]:
-            found = {piece: data[piece.begin - begin :][: piece.length] for piece in group}
+        found = {piece: data[piece.begin - begin :][: piece.length] for piece in group}
+        if state == [size, tag] or (tag < 0 and all(zlib.crc32(found[piece]) == piece.checksum for piece in group)):
             if cache:
                 for piece, part in found.items():
                     cache.put(piece, part)
             return found
-    raise DataError(
-        f"{printable(url)} is gone or is another file than when its images were listed: put it back, or start anew"
-    )
+    listed = "index.jsonl says: copy that there again" if tag < 0 else "when its images were listed: put it back"
+    raise DataError(f"{printable(url)} is gone or is another file than {listed}, or start anew")
 
 
 async def _get(url: str, begin: int = 0, end: int | None = None) -> tuple[bytes, list[int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
-import itertools
 import os
 from array import array
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,12 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
-from dino_ds.data.tar_members import Members, size_and_time
+from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
+from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
 from dino_ds.errors import DataError
 
-CLASSES = "classes.txt"
-"""File beside the shards, whose line n is the name of class n."""
+CLASSES, INDEX = "classes.txt", "index.jsonl"
+"""Files beside the shards: line n names class n; a line for each shard has what reading that would find."""
 _VERSION = 3
 """Version of lists in the cache; others are rebuilt."""
 _OPEN_SHARDS = 128
@@ -48,15 +48,15 @@ class TarShards(ListedImages):
         cache_gib: disk for images of remote shards.
     """
 
-    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
+    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size", "_checksum")
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
         shards = shards if self.elsewhere else [os.path.abspath(shard) for shard in shards]
-        now: Sequence[list[int] | None] = find_states(shards) if self.elsewhere else [None] * len(shards)
-        build = functools.partial(_index, shards, kind, now)
-        key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION)))
-        super().__init__(find_listing("shards", key, functools.partial(_is_current, now), build))
+        index = _find_index(shards) if self.elsewhere and kind is None else None
+        build = functools.partial(_index, shards, kind, index)
+        key = "\n".join((*shards, *EXTENSIONS, kind or "", str(_VERSION), *map(str, index or ())))
+        super().__init__(find_listing("shards", key, _is_current, build))
         self.notes: list[str] = [*self._listing.about["notes"]]
         if not len(self):
             where = shards[0] if len(shards) == 1 else f"{len(shards)} shards, {shards[0]} ..."
@@ -70,6 +70,7 @@ class TarShards(ListedImages):
         super()._open(listing)
         self._shards, self._states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
         self._shard, self._offset, self._size = (listing.arrays[key] for key in ("shard", "offset", "size"))
+        self._checksum = listing.arrays.get("checksum")
 
     def read(self, index: int) -> bytes:
         shard, size = int(self._shard[index]), self.file_bytes(index)
@@ -96,7 +97,8 @@ class TarShards(ListedImages):
     def _piece(self, index: int) -> FilePiece:
         shard = int(self._shard[index])
         size, tag = self._states[shard].tolist()
-        return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index))
+        checksum = -1 if self._checksum is None else int(self._checksum[index])
+        return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index), checksum)
 
     def name(self, index: int) -> str:
         return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
@@ -122,27 +124,55 @@ def _open_shard(path: str, size: int, time: int) -> io.FileIO:
     return file
 
 
-def _index(shards: Sequence[str], kind: str | None, now: Sequence[list[int] | None]) -> Contents:
+def _find_index(shards: Sequence[str]) -> FilePiece | None:
+    """The index beside remote shards, if there is one."""
+    url = f"{os.path.dirname(shards[0])}/{INDEX}"
+    with suppress(DataError):
+        return FilePiece(url, *find_states([url])[0])
+    return None
+
+
+def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
+    """The shards of an index by their addresses. Raises DataError."""
+    try:
+        with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
+            shards = map(IndexedMembers, lines)
+            return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        what = "is damaged: copy it there again from the folder that dino-ds shard made, or remove it"
+        raise DataError(f"{printable(index.url)} {what}") from None
+
+
+def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:
     """Index with a row for each image (`shard`, `offset`, `size`, name, label) and each shard (name, size, time).
 
-    A damaged shard has the images before the damage, and a line in about["notes"].
+    A damaged shard has the images before the damage, and a line in about["notes"]. Remote shards of `index` are not
+    read.
     """
+    known = _read_index(index) if index else {}
+    unread = [shard for shard in shards if shard not in known]
+    states = dict(zip(unread, find_states(unread), strict=True)) if is_url(shards[0]) else {}
+
+    def members(shard: str) -> Members:
+        return known[shard] if shard in known else Members(shard, kind, states.get(shard))
+
     names, folders, packed = Packer(), FolderLabels(), Packer()
-    counts, spans, states = array("q"), array("q"), array("q")
+    counts, spans, checksums, facts = array("q"), array("q"), array("q"), array("q")
     labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
     kinds = Counter[bytes]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
     with bar, ThreadPoolExecutor(_THREADS) as pool:
-        for path, members in zip(shards, pool.map(Members, shards, itertools.repeat(kind), now), strict=True):
+        for path, members in zip(shards, pool.map(find_members, shards), strict=True):
             packed.add(os.fsencode(path))
             for name, span in members.images.items():
                 names.add(name)
                 folders.add(name.removeprefix(b"./").lstrip(b"/"))
                 spans.extend(span)
+            checksums.extend(members.checksums or [-1] * len(members.images))
             for label in members.labels():
                 labels.append(numbers.setdefault(label, len(numbers)))
             counts.append(len(members.images))
-            states.extend((members.size, members.time))
+            facts.extend((members.size, members.time))
             kinds += members.kinds()
             others += members.others
             if problem := "; ".join(filter(None, members.problems)):
@@ -158,7 +188,8 @@ def _index(shards: Sequence[str], kind: str | None, now: Sequence[list[int] | No
         "shard": np.repeat(np.arange(len(shards), dtype=np.int32), np.frombuffer(counts, np.int64)),
         "offset": np.frombuffer(spans, np.int64)[::2],
         "size": np.frombuffer(spans, np.int64)[1::2],
-        "shards.state": np.frombuffer(states, np.int64),
+        "shards.state": np.frombuffer(facts, np.int64),
+        **({"checksum": np.frombuffer(checksums, np.int64)} if known else {}),
     }
     return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *notes]})
 
@@ -196,11 +227,12 @@ def _class_arrays(
     return label_arrays([numbers[text] for text in texts], of_images, called)
 
 
-def _is_current(now: Sequence[list[int] | None], listing: Listing) -> bool:
-    """Whether no shard has changed since it was indexed; `now`: sizes and tags of remote shards."""
+def _is_current(listing: Listing) -> bool:
+    """Whether no shard has changed since it was indexed; those of an index in a bucket are compared as they are read."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
-    if now[0] is not None:
-        return states.tolist() == list(now)
+    if is_url(shards[0]):
+        tagged = np.flatnonzero(states[:, 1] >= 0)
+        return find_states([shards[i] for i in tagged]) == states[tagged].tolist()
 
     def same(i: int) -> bool:
         try:

@@ -168,12 +168,14 @@ def test_an_interrupted_job_goes_on_and_gives_the_same_shards(tmp_path, capsys):
     assert 2 <= len(done) < 20
     with records.open("a") as file:
         file.write("0" * 64 + "  00000")  # the line that was being written
+    with (tmp_path / "out/index.jsonl").open("a") as file:
+        file.write('{"shard": "00000')
     capsys.readouterr()
     make(tmp_path / "images", tmp_path / "out", shard_size=3, shrink=150)
     kept = sum(path.stat().st_mtime_ns == done.get(path.name) for path in (tmp_path / "out").glob("*.tar"))
     assert kept >= 2
     for path in (tmp_path / "whole").iterdir():
-        if path.suffix in (".tar", ".sha256"):
+        if path.suffix in (".tar", ".sha256", ".jsonl"):
             assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
     assert len(read(tmp_path / "out")) == 60
     assert not list((tmp_path / "out").glob(".*"))

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
 
+from dino_ds.basics.ports import find_free_port
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.crops import dino_groups
 from dino_ds.config.mixture import MixturePart
@@ -24,10 +31,13 @@ from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.remote import FilePiece, _driver_of
 from dino_ds.data.remote_cache import RemoteCache, _opened
 from dino_ds.data.root import open_files
+from dino_ds.data.tar_members import index_line
 from dino_ds.errors import DataError
 from tests.data.files import encoded, members, photo, png, read
 from tests.data.servers import serving
 from tests.data.test_shards import pack
+from tests.ranks import run_on_ranks
+from tests.run.harness import image_folder, losses_of, train_tiny, whole_tensors
 
 SHARDS, IN_SHARD = 12, 3
 IMAGES = SHARDS * IN_SHARD
@@ -59,8 +69,16 @@ def folder(tmp_path_factory):
             _made(folder / f"rows/{shard}.parquet"),
         )
     (folder / "set/classes.txt").write_text("cat\ndog\n")
+    shutil.copytree(folder / "set", folder / "indexed")
+    write_index(folder / "indexed")
     (folder / "list.txt").write_text("".join(f"{n}.jpg\tc{n % 2}\n" for n in range(SHARDS)))
     return folder
+
+
+def write_index(folder):
+    """As `dino-ds shard` does it."""
+    lines = [index_line(shard, shard.name) for shard in sorted(folder.glob("*.tar"))]
+    (folder / "index.jsonl").write_text("".join(f"{line}\n" for line in lines))
 
 
 def _made(path):
@@ -98,7 +116,8 @@ def check_alike(found, expected):
 
 
 @pytest.mark.parametrize(
-    "place", ["set", "set/{000..011}.tar", "set/*.tar", "list.txt", "rows", "rows/{0..11}.parquet"]
+    "place",
+    ["set", "set/{000..011}.tar", "set/*.tar", "indexed/{009..001}.tar", "list.txt", "rows", "rows/{0..11}.parquet"],
 )
 def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     local, remote = read(folder / place), read(f"{server.url}/{place}")
@@ -122,6 +141,41 @@ def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path)
         file.write_bytes(data)
     assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / place))
     assert server.requests
+
+
+def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp_path):
+    remote, local = open_files(f"{server.url}/indexed", 1.0), read(folder / "set")
+    assert (members(remote), remote.labels, remote.classes) == (members(local), local.labels, local.classes)
+    assert not [path for path in server.requests if path.endswith(".tar")]
+    server.bytes_sent = 0
+    prepare_images(remote, range(0, IMAGES, 5))
+    assert [remote.read(index) for index in range(0, IMAGES, 5)] == contents(local)[::5]
+    assert server.bytes_sent == sum(remote.file_bytes(index) for index in range(0, IMAGES, 5))
+    server.requests.clear()
+    assert read(f"{server.url}/indexed").read(1) == local.read(1)
+    assert server.requests - Counter({"/indexed/": 3}) == Counter({"/indexed/index.jsonl": 1, "/indexed/000.tar": 1})
+
+
+def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_path):
+    folder = tmp_path / "set"
+    for name in ("0.tar", "1.tar"):
+        pack(folder / name, {"a.png": png(1), "b.png": png(2)})
+    write_index(folder)
+    pack(folder / "2.tar", {"c.png": png(5)})
+    with serving(tmp_path) as server:
+        remote = read(f"{server.url}/set")
+        assert contents(remote) == contents(read(folder))
+        pack(folder / "1.tar", {"a.png": png(3), "b.png": png(4)})  # of the same size
+        for source in (remote, read(f"{server.url}/set"), open_files(f"{server.url}/set", 1.0)):
+            assert source.read(0) == remote.read(0)
+            with pytest.raises(DataError, match=r"1\.tar is gone or is another file than index\.jsonl says"):
+                source.read(2)
+        write_index(folder)
+        assert contents(open_files(f"{server.url}/set", 1.0)) == contents(read(folder))
+        for damage in ("[]", "{", '{"shard": "0.tar", "bytes": 9, "images": [["a.png", 0, 10, 0, null]]}'):
+            (folder / "index.jsonl").write_text(f"{damage}\n")
+            with pytest.raises(DataError, match=r"index\.jsonl is damaged: copy it there again"):
+                read(f"{server.url}/set")
 
 
 def test_the_cache_keeps_to_its_size_and_drops_what_is_oldest(tmp_path):
@@ -166,12 +220,18 @@ def test_an_epoch_asks_for_little_more_than_its_images_and_for_neighbors_togethe
 
 
 @pytest.mark.parametrize(
-    "faults", [[503, 429], ["drop"] * 2, ["cut"], [500, "cut", "drop", 503]], ids=["status", "drop", "cut", "several"]
+    ("faults", "seconds"),
+    [([503, 500], 0), ([429], 1), (["drop"] * 2, 0), (["cut"], 0), ([500, "cut", "drop", 503], 0), ([30.0], 1)],
+    ids=["status", "throttled", "drop", "cut", "several", "no answer"],
 )
-def test_faults_that_pass_change_nothing(server, folder, faults):
+def test_faults_that_pass_change_nothing(server, folder, faults, seconds, monkeypatch):
+    """Also a server that asks for a second, and one that gives no answer within one."""
+    monkeypatch.setattr("dino_ds.data.remote._REQUEST_SECONDS", 1.0)
     local, remote = read(folder / "set"), read(f"{server.url}/set")
-    server.faults = [*faults]
+    server.faults, server.retry_after = [*faults], "1" if 429 in faults else "0"
+    begin = time.monotonic()
     assert remote.read(4) == local.read(4)
+    assert seconds <= time.monotonic() - begin < 20
     assert not server.faults
 
 
@@ -183,12 +243,54 @@ def test_a_server_that_dies_and_returns_changes_nothing(server, folder):
     assert server.requests.total() > SHARDS
 
 
-def test_a_server_that_asks_for_time_gets_it(server):
-    remote = read(f"{server.url}/set")
-    server.faults, server.retry_after = [429], "1"
-    begin = time.monotonic()
-    assert remote.read(4)
-    assert 1 <= time.monotonic() - begin < 10
+def test_two_ranks_whose_server_is_killed_and_returns_learn_as_from_a_copy(tmp_path):
+    """A process that is killed in the middle of training, and another one on its port three seconds later."""
+    images = sorted(image_folder(tmp_path / "images", 32).iterdir())
+    for shard in range(4):
+        content = {path.name: path.read_bytes() for path in images[shard::4]}
+        pack(tmp_path / f"set/{shard}.tar", content)
+    changes = {"length": "24 steps", "crops.num_local": "1"}
+    port = find_free_port()
+    url = f"http://127.0.0.1:{port}/set/{{0..3}}.tar"
+    servers = [_serve_alone(tmp_path, port)]
+    steps = list[int]()
+
+    def interrupt():
+        while (done := _lines(tmp_path / "remote/metrics.jsonl")) < 5 and servers[0].poll() is None:
+            time.sleep(0.01)
+        servers[0].kill()
+        time.sleep(3)
+        steps.extend((done, _lines(tmp_path / "remote/metrics.jsonl")))
+        servers.append(_serve_alone(tmp_path, port))
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        assert run_on_ranks(train_tiny, url, tmp_path / "remote", changes=changes) == [None, None]
+        thread.join()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    assert run_on_ranks(train_tiny, tmp_path / "set", tmp_path / "local", changes=changes) == [None, None]
+    assert 5 <= steps[0] <= steps[1] < 20
+    assert losses_of(tmp_path / "remote") == losses_of(tmp_path / "local")
+    expected, found = (whole_tensors(tmp_path / run, 24) for run in ("local", "remote"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _serve_alone(folder, port):
+    process = subprocess.Popen([sys.executable, "-m", "tests.data.servers", str(folder), str(port)])
+    while process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return process
+        time.sleep(0.02)
+    raise AssertionError("the server has ended")
+
+
+def _lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def test_what_does_not_come_ends_the_loader_with_place_and_count(server):
