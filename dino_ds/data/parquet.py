@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
-from dino_ds.data.remote import find_states, open_remote, remote_with_room
+from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
@@ -22,8 +23,19 @@ _OPEN_FILES = 32
 """Most files that a process keeps open, with their footers."""
 _MOST_BYTES = 1 << 30
 """Most bytes of a row group's column: each loader process reads an image with its whole group."""
+_MOST_AHEAD = 256 << 20
+"""Bytes of row groups that are fetched before they are read."""
 _LOOKED_AT, _NUMBERS = 64, 1 << 16
 """Rows of a read that looks for bytes, and of a read of plain numbers."""
+
+
+@dataclass(eq=False)
+class _RemoteParquet:
+    """A file that is elsewhere; its footer is read once, and travels to loader processes."""
+
+    remote: Remote
+    state: Sequence[int]
+    footer: Any = None
 
 
 class ParquetImages(RowImages):
@@ -37,11 +49,11 @@ class ParquetImages(RowImages):
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
         import_parquet()
         super().__init__(files)
-        self._elsewhere = list[tuple[Any, ...]]()
-        if is_url(files[0]):
-            states = find_states(files)
-            remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
-            self._elsewhere = [(remote, *state) for state in states]
+        self.elsewhere = is_url(files[0])
+        states = find_states(files) if self.elsewhere else []
+        if self.elsewhere:
+            self._remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
+        self._elsewhere = [_RemoteParquet(self._remote, state) for state in states]
         first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
         for number, file in enumerate(self._files):
             try:
@@ -95,9 +107,24 @@ class ParquetImages(RowImages):
             raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
 
-    def _location(self, number: int) -> tuple[Any, ...]:
-        """Path of a file; of a remote file its address, `Remote`, size and tag."""
-        return (self._files[number], *(self._elsewhere[number] if self._elsewhere else ()))
+    def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
+        """Begin to fetch the row groups of images that will be read next, of files that are elsewhere."""
+        numbers = np.searchsorted(self._groups[:, 0], np.asarray(indices, np.int64), side="right") - 1
+        pieces = [self._piece(*self._groups[number].tolist()) for number in dict.fromkeys(numbers.tolist())]
+        ends = itertools.accumulate(piece.length for piece in pieces)
+        self._remote.prepare((piece for piece, end in zip(pieces, ends, strict=True) if end <= _MOST_AHEAD), seconds)
+
+    def _piece(self, first: int, group: int) -> FilePiece:
+        """The image column in a row group, which begins with row `first` of all files."""
+        number, _ = self._find(first)
+        size, tag = self._elsewhere[number].state
+        chunks = _chunks_of(self._elsewhere[number].footer, group, self._column)
+        begins = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+        ends = [begin + chunk.total_compressed_size for begin, chunk in zip(begins, chunks, strict=True)]
+        return FilePiece(self._files[number], size, tag, min(begins), max(ends) - min(begins))
+
+    def _location(self, number: int) -> tuple[str, _RemoteParquet | None]:
+        return self._files[number], self._elsewhere[number] if self.elsewhere else None
 
 
 def import_parquet() -> Any:
@@ -110,7 +137,7 @@ def import_parquet() -> Any:
 
 
 @lru_cache(maxsize=1)  # neighboring rows cost one read; more groups would be too much memory in each worker
-def _read_group(location: tuple[Any, ...], group: int, column: str) -> Any:
+def _read_group(location: tuple[str, _RemoteParquet | None], group: int, column: str) -> Any:
     import pyarrow
 
     return pyarrow.chunked_array(_read_parts(_open_parquet(location), group, column))
@@ -131,13 +158,14 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
     """Uncompressed bytes of a row group's column, by the footer."""
-    metadata = opened.metadata.row_group(group)
+    chunks = _chunks_of(opened.metadata, group, column)
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.physical_type == "BYTE_ARRAY")
+
+
+def _chunks_of(footer: Any, group: int, column: str) -> list[Any]:
+    metadata = footer.row_group(group)
     chunks = [metadata.column(number) for number in range(metadata.num_columns)]
-    return sum(
-        chunk.total_uncompressed_size
-        for chunk in chunks
-        if chunk.physical_type == "BYTE_ARRAY" and f"{chunk.path_in_schema}.".startswith(f"{column}.")
-    )
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}.")]
 
 
 def _has_bytes(opened: Any, group: int, column: str) -> bool:
@@ -148,9 +176,14 @@ def _has_bytes(opened: Any, group: int, column: str) -> bool:
     return any(part.null_count < len(part) for part in values)
 
 
-def _parquet_file(location: tuple[Any, ...]) -> Any:
-    file, *elsewhere = location
-    return import_parquet().ParquetFile(open_remote(elsewhere[0], file, elsewhere[1:], 0) if elsewhere else file)
+def _parquet_file(location: tuple[str, _RemoteParquet | None]) -> Any:
+    file, elsewhere = location
+    if elsewhere is None:
+        return import_parquet().ParquetFile(file)
+    opened = open_remote(elsewhere.remote, file, elsewhere.state, 0)
+    parquet = import_parquet().ParquetFile(opened, metadata=elsewhere.footer)
+    elsewhere.footer = parquet.metadata
+    return parquet
 
 
 _open_parquet = lru_cache(maxsize=_OPEN_FILES)(_parquet_file)

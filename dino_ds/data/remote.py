@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import functools
+import glob
 import hashlib
 import io
 import os
@@ -26,8 +28,9 @@ _DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub",
 """The package with which fsspec reads addresses of a scheme."""
 _REQUESTS, _REQUEST_SECONDS = 32, 60.0
 """Requests that a process has under way at most, and the longest wait for one answer."""
-_OPEN_SECONDS, _READ_SECONDS = 30.0, 120.0
-"""Time for all tries when files are looked up, and when they are read where no loader says how long it waits."""
+_OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
+"""Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
+are listed, which takes many answers."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 15.0
 _GAP, _MOST_TOGETHER, _WINDOW = 4096, 8 << 20, 4 << 20
 """Bytes between two pieces that are one request, of such a request, and of one where a file is read from end to end."""
@@ -50,9 +53,22 @@ def check_url(url: str, key: str) -> None:
 def find_files(pattern: str) -> dict[str, list[int]]:
     """Addresses that a pattern with * stands for, sorted, each with its size and tag. Raises DataError."""
     scheme = pattern.partition("://")[0]
-    found = _wait(_retried(pattern, lambda: _call(pattern, "glob", detail=True), _OPEN_SECONDS))
-    files = {name if is_url(name) else f"{scheme}://{name}": facts for name, facts in found.items()}
-    return {url: _state(facts) for url, facts in sorted(files.items()) if facts.get("type") != "directory"}
+    folder, name = os.path.split(pattern)
+
+    async def find() -> list[dict[str, Any]]:
+        if glob.has_magic(folder) or "**" in name:
+            return [*(await _call(pattern, "glob", detail=True)).values()]
+        with suppress(FileNotFoundError):  # once: glob lists a folder twice
+            return [file for file in await _call(f"{folder}/", "ls", detail=True) if _has_name(file, name)]
+        return []
+
+    found = _wait(_retried(pattern, find, _LIST_SECONDS, _LIST_SECONDS))
+    files = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in found}
+    return {url: _state(facts) for url, facts in sorted(files.items()) if facts["type"] != "directory"}
+
+
+def _has_name(file: dict[str, Any], pattern: str) -> bool:
+    return fnmatch.fnmatchcase(os.path.basename(file["name"]), pattern)
 
 
 def find_states(urls: Sequence[str]) -> list[list[int]]:
@@ -91,15 +107,27 @@ class Remote:
         self._ahead = {piece: before[piece] for piece in wanted if piece in before}
         for future in set(before.values()) - set(self._ahead.values()):
             future.cancel()
-        kept = self._cache.has if self._cache else lambda _: False
-        for group in _together([piece for piece in wanted if piece not in self._ahead and not kept(piece)]):
+        missing = list[FilePiece]()
+        for piece in wanted.keys() - self._ahead.keys():
+            if self._cache and (kept := self._cache.get(piece)):
+                self._ahead[piece] = Future()
+                self._ahead[piece].set_result({piece: kept})
+            else:
+                missing.append(piece)
+        for group in _together(missing):
             self._ahead |= dict.fromkeys(group, self._begin(group))
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece. Raises DataError with its place; FileNotFoundError for a whole file."""
-        if (future := self._ahead.get(piece)) is None and self._cache and (kept := self._cache.get(piece)):
+        """The bytes of a piece, or of a part of one that was prepared.
+
+        Raises DataError with its place; FileNotFoundError for a whole file.
+        """
+        if (whole := next(filter(piece.is_in, self._ahead), None)) is not None:
+            begin = piece.begin - whole.begin
+            return self._ahead[whole].result()[whole][begin:][: piece.length]
+        if self._cache and (kept := self._cache.get(piece)):
             return kept
-        return (future or self._begin([piece])).result()[piece]
+        return self._begin([piece]).result()[piece]
 
     def _begin(self, group: list[FilePiece]) -> Future[dict[FilePiece, bytes]]:
         return asyncio.run_coroutine_threadsafe(_fetch(group, self._cache, self._seconds), _loop())
@@ -207,8 +235,8 @@ def _state(facts: Any) -> list[int]:
     return [facts["size"] or 0, int.from_bytes(hashlib.blake2b(tag.encode(), digest_size=8).digest(), "big") >> 1]
 
 
-async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float) -> Any:
-    """The result of `act`, which is called again after an error until `seconds` are over.
+async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, most: float | None = None) -> Any:
+    """The result of `act`, which is called again after an error until `seconds` are over; most: seconds of one try.
 
     Raises FileNotFoundError for a file that is not there, and DataError with the address and the number of tries.
     """
@@ -217,7 +245,7 @@ async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float) 
         tries += 1
         try:
             async with _driver(url).gate:
-                return await asyncio.wait_for(act(), min(_REQUEST_SECONDS, seconds))
+                return await asyncio.wait_for(act(), min(most or _REQUEST_SECONDS, seconds))
         except (DataError, ConfigError, FileNotFoundError):
             raise
         except Exception as error:  # each driver has its own family of errors

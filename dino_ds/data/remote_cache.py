@@ -38,6 +38,11 @@ class FilePiece(NamedTuple):
     length: int = -1
     checksum: int = -1
 
+    def is_in(self, other: FilePiece) -> bool:
+        """Whether another piece is this one, or has all its bytes."""
+        inside = 0 <= self.begin - other.begin <= other.length - self.length
+        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
+
 
 class RemoteCache:
     """At most `size` bytes of pieces, of all images and runs together.
@@ -70,18 +75,14 @@ class RemoteCache:
             what = f"data.remote_cache_gib: nothing can be kept in {self.folder} ({error.strerror})"
             raise ConfigError(f"{what}: set DINO_DS_CACHE to a folder with room") from None
 
-    def has(self, piece: FilePiece) -> bool:
-        """Whether a piece is kept, though perhaps damaged."""
-        return bool(self.get(piece, check=False))
-
-    def get(self, piece: FilePiece, check: bool = True) -> bytes | None:
-        """A piece as it was put, or None; without `check` any bytes that stand for it."""
+    def get(self, piece: FilePiece) -> bytes | None:
+        """A piece as it was put, or None."""
         with suppress(OSError, struct.error):
             file = _opened(self._path(piece))
             length, checksum = _MARK.unpack(os.pread(file.fileno(), _MARK.size, _mark_place(piece)))
-            data = os.pread(file.fileno(), piece.length if check else 1, piece.begin)
-            if length == piece.length and (not check or zlib.crc32(data) == checksum):
-                return data
+            if length == piece.length:
+                data = os.pread(file.fileno(), length, piece.begin)
+                return data if zlib.crc32(data) == checksum else None
         return None
 
     def put(self, piece: FilePiece, data: bytes) -> None:

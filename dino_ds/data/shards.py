@@ -153,7 +153,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
     unread = [shard for shard in shards if shard not in known]
     states = dict(zip(unread, find_states(unread), strict=True)) if is_url(shards[0]) else {}
 
-    def members(shard: str) -> Members:
+    def find_members(shard: str) -> Members:
         return known[shard] if shard in known else Members(shard, kind, states.get(shard))
 
     names, folders, packed = Packer(), FolderLabels(), Packer()
@@ -228,7 +228,7 @@ def _class_arrays(
 
 
 def _is_current(listing: Listing) -> bool:
-    """Whether no shard has changed since it was indexed; those of an index in a bucket are compared as they are read."""
+    """Whether no shard has changed since it was indexed; those of an index in a bucket are compared when read."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
     if is_url(shards[0]):
         tagged = np.flatnonzero(states[:, 1] >= 0)
