@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dino_ds.basics.names import as_written, nearest, suggestion, unquoted, words_elsewhere
-from dino_ds.basics.text_file import unusable_text
+from dino_ds.basics.text_file import is_url, unusable_text
 from dino_ds.config.ds_check import wrong_key
 from dino_ds.config.ds_schema import key_names
 from dino_ds.config.loading import ds_home, nearest_knobs, recipe_options, unknown_key
@@ -161,7 +161,9 @@ def _pairs(command: Command, words: list[str], problems: list[str]) -> Iterator[
             bare = bare[not known[bare[0]].takes_words :]
             continue
         if not _is_flag(word):
-            strays.append(f"unexpected word {as_written(word)}: {stray_word(word, read, command, first=not strays)}")
+            secret = unusable_text(word) if is_url(word) else ""
+            answer = secret or stray_word(word, read, command, first=not strays)
+            strays.append(f"unexpected word{'' if secret else f' {as_written(word)}'}: {answer}")
             continue
         name, equals, value = word.lstrip("-").partition("=")
         if not word.startswith("--"):
