@@ -7,7 +7,6 @@ import fnmatch
 import functools
 import glob
 import hashlib
-import io
 import os
 import random
 import re
@@ -32,8 +31,8 @@ _OPEN_SECONDS, _READ_SECONDS, _LIST_SECONDS = 30.0, 120.0, 600.0
 """Time for all tries when a file is looked up, when it is read where no loader says how long it waits, and when files
 are listed, which takes many answers."""
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 15.0
-_GAP, _MOST_TOGETHER, _WINDOW = 4096, 8 << 20, 4 << 20
-"""Bytes between two pieces that are one request, of such a request, and of one where a file is read from end to end."""
+_GAP, _MOST_TOGETHER = 4096, 8 << 20
+"""Most bytes between two pieces of one request, and of such a request."""
 _ASKED = 8
 """Files of a folder that are asked for one by one; more are listed."""
 _TAGS = ("ETag", "etag", "generation", "blob_id", "LastModified", "last_modified", "updated", "mtime")
@@ -143,35 +142,6 @@ def remote_with_room(
     cache = RemoteCache(int(gib * 2**30))
     cache.make_room([FilePiece(url, *state) for url, state in zip(urls, states, strict=True)], needed)
     return Remote(cache), [f"{what}: {min(1, cache.size / max(needed, 1)):.0%} of them stay in {cache.folder}"]
-
-
-class _RemoteFile(io.RawIOBase):
-    def __init__(self, remote: Remote, url: str, state: Sequence[int]) -> None:
-        self._remote, self._url, self._state, self._place = remote, url, state, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + (0, self._place, self._state[0])[whence]
-        return self._place
-
-    def readinto(self, buffer: Any) -> int:
-        length = max(0, min(len(buffer), self._state[0] - self._place))
-        if length:
-            size, tag = self._state
-            buffer[:length] = self._remote.read(FilePiece(self._url, size, tag, self._place, length))
-        self._place += length
-        return length
-
-
-def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = _WINDOW) -> Any:
-    """A remote file for libraries that read files; at least `window` bytes are fetched at a time."""
-    file = _RemoteFile(remote, url, state)
-    return io.BufferedReader(file, window) if window else file
 
 
 def _together(pieces: list[FilePiece]) -> list[list[FilePiece]]:

@@ -20,7 +20,8 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
+from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
+from dino_ds.data.remote_file import open_remote
 from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
 from dino_ds.errors import DataError
 

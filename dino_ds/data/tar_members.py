@@ -18,7 +18,8 @@ from typing import BinaryIO
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
-from dino_ds.data.remote import Remote, open_remote
+from dino_ds.data.remote import Remote
+from dino_ds.data.remote_file import open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
