@@ -208,13 +208,13 @@ def slow_start(rank: int) -> None:
 def other_images(rank: int) -> None:
     """Rank 1 finds other images at the same place."""
     train = importlib.import_module("dino_ds.train")
-    original = train.build_source
+    original = train.training_images
 
-    def build_source(source: str, root: str, *args: Any) -> Any:
-        return original(source, f"{root}_of_rank_1", *args)
+    def training_images(data: Any, *args: Any) -> Any:
+        return original(data.model_copy(update={"root": f"{data.root}_of_rank_1"}), *args)
 
     if rank == 1:
-        train.build_source = build_source
+        train.training_images = training_images
 
 
 # Acts.
