@@ -13,7 +13,7 @@ __all__ = ["Run", "curate", "embed", "evaluate", "find", "load", "plan", "report
 
 
 def __getattr__(name: str) -> Any:
-    """The Python API, imported when it is asked for: most commands need no torch."""
+    """Import the Python API on first use: most commands need no torch."""
     if name == "load":
         from dino_ds.weights.load import load
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
 class _Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
-        # `dino_ds.train` is the function, also after an import of the module of that name, which Python puts there.
+        # `dino_ds.train` stays the function: an import of the module dino_ds.train would set the attribute to it.
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -1,8 +1,8 @@
 """The commands as Python functions: `dino_ds.train`, `embed`, `evaluate` and one for every other command.
 
-Keywords are a command's options and the recipe's keys. They are read and checked as a command line is, and go to the
-same function: nothing is decided here. What ends a command with a message and an exit code is an exception of
-dino_ds.errors.
+Keywords are a command's options and the recipe's keys. They are read and checked as on a command line, and passed to
+the function that the command runs: nothing is decided here. Where a command ends with a message and an exit code, its
+function raises an exception of dino_ds.errors.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _TRAINING = threading.Lock()
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, or of a checkpoint of it; the other functions take it in place of the folder's name.
+    """The folder of a run, or of one of its checkpoints; the other functions take a Run in place of the folder's path.
 
-    Raises ConfigError where there is no such folder.
+    Raises ConfigError if there is no such folder.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl, in order: steps and evaluations. Raises ConfigError where there is none."""
+        """The complete lines of metrics.jsonl, in order: steps and evaluations. Raises ConfigError without the file."""
         try:
             return [json.loads(line) for line in read_lines(self.path / "metrics.jsonl") if line.endswith(b"\n")]
         except OSError as error:
@@ -70,7 +70,7 @@ class Run:
             raise ConfigError(f"{self.path}/metrics.jsonl has a damaged line ({one_line(error)}): remove it") from None
 
     def load(self, device: str = "cpu", weights: str = "newest") -> Backbone:
-        """The teacher, as `dino_ds.load` has it: newest, best or step_N. Raises CheckpointError if there is none."""
+        """Load the teacher as `dino_ds.load` does: newest, best or step_N. Raises CheckpointError if there is none."""
         from dino_ds.weights.load import load
 
         return load(self.path, device=device, weights=weights)
@@ -81,7 +81,7 @@ class Run:
 
 
 class Embeddings(NamedTuple):
-    """`features` (images, ...); of each row the image's name and its label, a place in `classes` or -1."""
+    """`features` (images, ...); for each row the image's name and its label, an index into `classes` or -1."""
 
     features: np.ndarray
     names: list[str]
@@ -101,13 +101,13 @@ def train(
 ) -> Run:
     """`dino-ds train`: train in this process, and return the run.
 
-    options: the command's others and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`;
-    keys of the ds JSON begin with "ds.". A callback gets the step and the line, for each line of metrics.jsonl as soon
-    as it is written; if it raises an error or SystemExit, the run is stopped and saved, and that comes out of here.
+    options: other options and the recipe's keys, as `**{"data.root": "/images"}` or `data={"root": "/images"}`; keys of
+    the ds JSON begin with "ds.". A callback is called with the step and the line as soon as a line of metrics.jsonl is
+    written; if it raises an error or SystemExit, the run is stopped and saved, and `train` raises the same.
 
-    Raises UserError, of a class by the exit code that the command has: ConfigError, DataError, ... and Stopped after
-    Ctrl-C (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, when all is saved; a
-    second Ctrl-C is a KeyboardInterrupt, and saves nothing.
+    Raises the UserError that belongs to the command's exit code: ConfigError, DataError, ... and Stopped after Ctrl-C
+    (in a notebook: interrupt the kernel), SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or RUN/stop, once the run is saved; after a
+    second Ctrl-C KeyboardInterrupt, without saving.
     """
     named = {"config": config, "ds_config": ds_config, "run_dir": run_dir, "max_steps": max_steps, "resume": resume}
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
@@ -118,8 +118,8 @@ def train(
 def embed(
     model: Place, root: Place | Sequence[Place] | None = None, out: Place | None = None, **options: Any
 ) -> Embeddings | Path:
-    """`dino-ds embed`: a vector for every image, in memory or, with constant memory, in the file `out`, whose path is
-    returned then. root: images as data.root, or a list of image files, one row for each in its order. Raises UserError;
+    """`dino-ds embed`: return a vector for every image, or write them to the file `out` with constant memory and return
+    its path. root: images as for data.root, or a list of image files, for rows in the same order. Raises UserError;
     warns of images that can't be read: their rows are NaN."""
     with tempfile.TemporaryDirectory() as folder:
         images = _listed(root, Path(folder)) if isinstance(root, list | tuple) else root
@@ -153,8 +153,8 @@ def evaluate(
     test_root: Place | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`dino-ds eval`: what it prints with --json. Its "metrics" are the numbers by name; "results" has those of each
-    evaluation, with what they were made of. Raises UserError."""
+    """`dino-ds eval`: return what it prints with --json. "metrics" has the numbers by name; "results" has those of each
+    evaluation, with its images, the step and the date. Raises UserError."""
     results: dict[str, Any] = _run("eval", options, model=model, evals=evals, root=root, test_root=test_root)
     return results
 
@@ -174,15 +174,15 @@ def plan(
     ds_config: Place | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """`dino-ds plan`: what it prints with --json. Raises ConfigError."""
+    """`dino-ds plan`: return what it prints with --json. Raises ConfigError."""
     named = {"config": config, "gpu": gpu, "gpus": gpus, "nodes": nodes, "ds_config": ds_config}
     facts: dict[str, Any] = _run("plan", options, **named)
     return facts
 
 
 def __getattr__(name: str) -> Callable[..., Any]:
-    """The function of any other command, such as `look_data` and `bench_step`: its options are keywords, its bare words
-    come first, and it returns what the command prints with --json."""
+    """The function of any other command, such as `look_data` and `bench_step`: its keywords are the command's options,
+    its positional arguments the words without a name; it returns what the command prints with --json."""
     command = next((c for c in COMMANDS.values() if re.sub(r"[- ]", "_", c.name) == name and not c.takes_train), None)
     if command is None:
         raise AttributeError(f"module 'dino_ds' has no attribute {name!r}")
@@ -197,7 +197,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
 
 def _run(name: str, options: Mapping[str, Any], **named: Any) -> Any:
-    """The result of a command in this process; `named` are options that have the value None where they are not set."""
+    """Run a command in this process and return its result; in `named`, None stands for an option that is not set."""
     command = COMMANDS[name]
     with torch_as_it_was() if command.loads_torch else nullcontext():
         result = call(command, *prepare(command, flags_of_call(command, {**named, **options})))
@@ -232,7 +232,7 @@ def _train_here(keywords: Mapping[str, Any], callbacks: Sequence[Callable[[int, 
 
 
 def _listed(files: Sequence[Place], folder: Path) -> Path:
-    """A text file in `folder` of the paths, as data.root takes it. Raises ConfigError."""
+    """Write the paths to a text file in `folder`, as data.root takes it, and return it. Raises ConfigError."""
     odd = next((file for file in files if not isinstance(file, str | os.PathLike)), None)
     paths = [] if odd is not None else [os.path.abspath(os.path.expanduser(file)) for file in files]
     if not paths:
@@ -246,7 +246,7 @@ def _listed(files: Sequence[Place], folder: Path) -> Path:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Two runs in one process would draw from the same random generators. Raises ConfigError."""
+    """Raises ConfigError if this process is training already: both runs would use the same random generators."""
     if not _TRAINING.acquire(blocking=False):
         raise ConfigError("this process is training already: wait for the end, or start another process")
     try:

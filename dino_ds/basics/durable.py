@@ -11,16 +11,16 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to a temporary file, put it on the disk, then into place. Raises OSError."""
+    """Write `content` to a temporary file, sync it to the disk, and rename it to `path`. Raises OSError."""
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
-    """Give a temporary path to write to, which then replaces `path`; it is removed after an error. Raises OSError.
+    """Yield a temporary path for a file that then replaces `path`, or is removed after an error. Raises OSError.
 
-    Without `on_disk` nothing waits for the disk: safe if the process dies, not if the machine does.
+    Without `on_disk` the file is not synced: safe if the process dies, not if the machine does.
     """
     temporary = path.with_name(f"{path.name}.tmp"[-255:])
     try:
@@ -37,7 +37,7 @@ def replacing(path: Path, on_disk: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder to write files into, which then gets the name `path`; that must not exist."""
+    """Yield a temporary folder to write files into, which is then renamed to `path`; `path` must not exist."""
     temporary = path.with_name(f".{path.name[-200:]}.tmp")  # hidden: NAME.tmp may be the user's
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -51,10 +51,10 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def append_whole(descriptor: int, content: bytes) -> None:
-    """Append all of `content` to a file that is open for appending, or none. Raises OSError."""
+    """Append all of `content` to a file that is open for appending, or nothing of it. Raises OSError."""
     size, written = os.fstat(descriptor).st_size, 0
     try:
-        while written < len(content):  # a disk that gets full takes a part
+        while written < len(content):  # a disk that fills up takes only a part
             written += os.write(descriptor, content[written:])
     except OSError:
         with contextlib.suppress(OSError):
@@ -90,13 +90,13 @@ def why_not_writable(path: Path) -> str:
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Rename a file or folder that is on the disk already, and put the new name on the disk too."""
+    """Rename a file or folder that is synced already, and sync the new name too."""
     os.replace(temporary, path)
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Put a file's content, or the names in a folder, on the disk."""
+    """Flush a file's content, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -105,8 +105,8 @@ def sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """The folder for what can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a user
-    without a home, such as a container's, dino_ds-UID among the temporary files, if nobody else has made that."""
+    """The folder for files that can be made again: DINO_DS_CACHE, else dino_ds in XDG_CACHE_HOME or ~/.cache. For a
+    user without a home, as in a container: dino_ds-UID in the temporary folder, or a new one if that is another's."""
     if named := os.environ.get("DINO_DS_CACHE"):
         return Path(os.path.expanduser(named))
     if cache := os.environ.get("XDG_CACHE_HOME"):

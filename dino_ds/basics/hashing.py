@@ -13,7 +13,7 @@ _SIGNED_GOLDEN, _SIGNED_MIX1, _SIGNED_MIX2 = (number - (1 << 64) for number in (
 
 
 def crop_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits that differ for any two (seed, epoch, index): crops depend on nothing else, no worker and no rank."""
+    """A 64-bit hash of (seed, epoch, index): crops depend on nothing else, neither on the worker nor on the rank."""
     value = 0
     for part in (seed, epoch, index):
         value = ((value ^ (part & _MASK)) + _GOLDEN) & _MASK
@@ -32,5 +32,5 @@ def mix(x: Tensor) -> Tensor:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
-    """The logical shift of int64: torch has none for unsigned numbers."""
+    """Logical right shift of int64: torch's own keeps the sign, and it has none for unsigned numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Memory of the machine or container that this process runs in, and what the process and its children have of it."""
+"""Memory of the machine or container of this process, and how much of it the process and its descendants use."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CONTAINERS = (
 """Control groups of version 2 and 1: folder, files of the limit and of the memory in use, prefix of names in
 memory.stat."""
 _CACHES = ("inactive_file", "active_file")
-"""Files' contents, which the kernel gives up when somebody needs the memory."""
+"""Names in memory.stat of cached file content, which the kernel frees when memory is needed."""
 
 
 def host_memory_gib() -> tuple[float, float]:
-    """(all, free) memory of the machine, or of the container where that has less."""
+    """(total, free) memory in GiB of the machine, or of the container where that has less."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     for folder, limit_file, used_file, prefix in _CONTAINERS:
@@ -34,9 +34,9 @@ def host_memory_gib() -> tuple[float, float]:
 
 
 def resident_gib() -> float:
-    """Resident memory of this process and of all that it has started, in GiB.
+    """Resident memory of this process and all its descendants, in GiB.
 
-    Pages of files and shared memory count once, as this process has them: code, batches, cached images.
+    Pages of files and shared memory (code, batches, cached images) count only as far as this process has them.
     """
     process, *children = own_processes()
     resident = process.memory_info().rss
@@ -48,15 +48,15 @@ def resident_gib() -> float:
 
 
 def own_processes() -> list[psutil.Process]:
-    """This process and all that it has started, directly or not.
+    """This process and all its descendants.
 
-    The kernel's own lists of children are read where it has them: psutil looks at every process of the machine, of
-    which a node with many cores has thousands.
+    Children are read from the kernel's own lists where it has them: psutil would look at every process of the machine,
+    thousands on a node with many cores.
     """
     processes, pids = list[psutil.Process](), [os.getpid()]
     if not os.path.exists(f"/proc/{pids[0]}/task/{pids[0]}/children"):
         return [psutil.Process(), *psutil.Process().children(recursive=True)]
-    for pid in pids:  # which grows meanwhile
+    for pid in pids:  # grows in the loop
         with suppress(psutil.Error, OSError):  # it has ended meanwhile
             processes.append(psutil.Process(pid))
             for thread in os.listdir(f"/proc/{pid}/task"):

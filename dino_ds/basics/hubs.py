@@ -1,4 +1,4 @@
-"""Answers to addresses that are not local paths: of the Hugging Face Hub, torch.hub or a bucket. Nothing is fetched."""
+"""Recognizes names of the Hugging Face Hub and torch.hub, and says how to get their weights. Nothing is fetched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = {"s": "small", "b": "base", "l": "large", "h": "huge", "g": "giant", "7b
 
 
 def hub_id(text: str) -> str | None:
-    """The name of a repository on the Hugging Face Hub, OWNER/NAME, where `text` looks like one and is not a path."""
+    """The repository on the Hugging Face Hub, OWNER/NAME, that `text` looks like; None for another text or a path."""
     name = re.sub(r"^(hf://|hf[-_]hub:|https?://(www\.)?huggingface\.co/)?(datasets/)?", "", text).rstrip("/")
     # "runs/mine" is a run that is missing.
     looks_so = re.fullmatch(r"(?!runs/)[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
@@ -20,7 +20,7 @@ def hub_id(text: str) -> str | None:
 
 
 def weights_elsewhere(text: str) -> str | None:
-    """Say how to get weights by another hub's name; None if `text` is no such name, or a path that exists."""
+    """How to get the weights that `text` names on a hub, in words; None if it names none, or is a path that exists."""
     if os.path.lexists(os.path.expanduser(text)):
         return None
     repository = hub_id(text)

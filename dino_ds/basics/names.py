@@ -1,4 +1,4 @@
-"""The nearest names for a mistyped one, values as they stand in files, and what to say about a missing file."""
+"""Text for error messages: the names nearest to a mistyped one, values as YAML has them, hints on missing files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BEST_TEACHER = "best_teacher.safetensors"
 """The file in a run folder with the teacher that was the best by one metric."""
 _MOST_QUOTED = 100
 MOST_PROBLEMS = 100
-"""Problems that are looked for in one file: finding the nearest names of more takes too long, and nobody reads them."""
+"""Most problems reported for one file: finding the nearest names for more takes too long, and nobody reads them."""
 
 
 @functools.cache
 def words_elsewhere(section: str) -> dict[str, str]:
-    """Each word of a section of elsewhere.yaml -> its answer; an option of one command alone is "COMMAND OPTION"."""
+    """Each word of a section of elsewhere.yaml -> its answer; the key of one command's option is "COMMAND OPTION"."""
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built in
@@ -31,7 +31,7 @@ def words_elsewhere(section: str) -> dict[str, str]:
 
 
 def as_written(value: object) -> str:
-    """A value of a YAML file as it stands there, for an error: `[32, 64]`, and text in quotes."""
+    """A value as it is written in a YAML file, for an error: `[32, 64]`, and text in quotes."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(unquoted, value))}]"
     if isinstance(value, dict):
@@ -42,7 +42,7 @@ def as_written(value: object) -> str:
 
 
 def unquoted(value: object) -> str:
-    """A value as it stands in a YAML file; unlike in `as_written`, text has no quotes."""
+    """A value as it is written in a YAML file; unlike in `as_written`, text has no quotes."""
     if value is None:
         return "null"
     return value if isinstance(value, str) else as_written(value)
@@ -64,8 +64,8 @@ def _listed(words: list[str]) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.6, slack: float = 0.08) -> list[str]:
     """At most `count` of `known`, the nearest first: likeness >= `cutoff` and within `slack` of the best.
 
-    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; a beginning of three
-    letters is near, so that `run` finds `run_dir`.
+    Dotted names are compared whole and by their last part, so that `lr` finds `optimizer.lr`; three or more letters
+    that begin a known name are near it, so that `run` finds `run_dir`.
     """
     if len(name) > _MOST_QUOTED:
         return []  # a word of thousands of letters is no slip, and takes seconds to compare
@@ -86,7 +86,7 @@ def _likeness(name: str, other: str) -> float:
 
 
 def missing_file(path: str, endings: tuple[str, ...]) -> str:
-    """The sentence about a file that is not there, with the nearest of its folder's files that have these endings."""
+    """The sentence about a missing file, with the nearest files of its folder that have one of these endings."""
     folder = Path(path).parent
     if not folder.is_dir():
         return f"{path} does not exist: there is no folder {folder}."
@@ -102,10 +102,10 @@ def missing_file(path: str, endings: tuple[str, ...]) -> str:
 
 
 def sidecar_of(weights: Path) -> Path:
-    """The JSON next to a file of weights: teacher.json of teacher.safetensors, but vit.pth.json of vit.pth."""
+    """The JSON next to a file of weights: teacher.json for teacher.safetensors, but vit.pth.json for vit.pth."""
     return weights.with_suffix(".json") if weights.suffix == ".safetensors" else Path(f"{weights}.json")
 
 
 def step_name(step: int) -> str:
-    """The name of the folder with what was saved or drawn after a step."""
+    """The name of the folder for the checkpoint or the pictures of a step."""
     return f"step_{step:08d}"

@@ -1,4 +1,4 @@
-"""Finds the classes and functions of the user's that a recipe names, and tells what else they have changed."""
+"""Imports the user's classes and functions that a recipe names, and reports if their code changes torch's dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dino_ds.errors import ConfigError, one_line
 
 
 def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) -> Any:
-    """Import the object that `path`, MODULE:NAME, names, from Python's path or the current folder.
+    """Import the object that `path` names as MODULE:NAME, from Python's path or the current folder.
 
-    key: the recipe's that names it; kind: the objects that `is_kind` accepts, in words: nothing else is ever called.
+    key: the recipe's key with this path; kind: words for the objects that `is_kind` accepts: no others are ever called.
     Raises ConfigError.
     """
     module_name, _, name = path.partition(":")
@@ -26,7 +26,7 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
             f"a .py file in {os.getcwd()}, and name that, such as my_module:{name}"
         )
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit it
+        sys.path.append(os.getcwd())  # a console script has its own folder there instead; workers inherit sys.path
     before = default_dtype()
     try:
         module = importlib.import_module(module_name)
@@ -49,15 +49,15 @@ def find_own(key: str, path: str, kind: str, is_kind: Callable[[object], bool]) 
 
 
 def by_name(path: str) -> Any:
-    """The object MODULE:NAME of dino_ds itself, whose module is imported now: one that not every run needs."""
+    """Import an object MODULE:NAME of dino_ds that not every run needs."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"dino_ds.{module}"), name)
 
 
 @contextmanager
 def explaining_interrupted(*packages: str) -> Iterator[None]:
-    """Wraps an import of `packages`. Raises ConfigError where it fails since an earlier one in this process was
-    interrupted: Python then keeps parts of a package that is not there itself."""
+    """Wrap an import of `packages`. Raises ConfigError if it fails because an earlier import in this process was
+    interrupted: Python then keeps submodules of a package that is not imported itself."""
     absent = [package for package in packages if package not in sys.modules]
     interrupted = [package for package in absent if any(name.startswith(f"{package}.") for name in sys.modules)]
     try:
@@ -72,13 +72,13 @@ def explaining_interrupted(*packages: str) -> Iterator[None]:
 
 
 def default_dtype() -> Any:
-    """The type of torch's new tensors, or None as long as torch is not imported."""
+    """torch's default dtype, or None as long as torch is not imported."""
     torch = sys.modules.get("torch")
     return torch.get_default_dtype() if torch else None
 
 
 def put_back(before: Any) -> str:
-    """Put torch's default dtype back to `before`. Returns what the user's code has done to it, "" for nothing."""
+    """Restore torch's default dtype to `before`. Returns how the user's code changed it, in words, or ""."""
     now = default_dtype()
     torch = sys.modules.get("torch")
     if torch is None or now == (before or torch.float32):
@@ -88,5 +88,5 @@ def put_back(before: Any) -> str:
 
 
 def _loaders_find_main(key: str) -> bool:
-    """Whether loader processes see what the main program defines: they run its script again, for a source alone."""
+    """Whether the main program may define the object: loader processes import a source from a script, no notebook."""
     return key != "data.source" or os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")

@@ -1,4 +1,4 @@
-"""Finds free TCP ports of this machine, and short names for the sockets of its processes."""
+"""Finds free TCP ports of this machine, and keeps the paths of sockets between processes short."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from multiprocessing import util
 from dino_ds.errors import ConfigError
 
 _LONGEST_TMPDIR = 60
-"""Longest folder, in bytes, that leaves room for a socket's name: the whole path may have 107."""
-_random = random.SystemRandom()  # a seed must not make two jobs of a machine choose alike
+"""Longest TMPDIR, in bytes, that leaves room for a socket's name: the whole path may have 107."""
+_random = random.SystemRandom()  # a fixed seed would give two jobs of a machine the same port
 
 
 def port_is_free(port: int) -> bool:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 PARTS = ("data", "teacher", "targets", "student", "loss", "backward", "optimizer", "center", "ema")
-"""Names of the parts of one step, in order. data: the wait for the batch; targets: centering or Sinkhorn-Knopp;
-student: with the cross-entropies over prototypes, which its heads make; loss: the other terms, and the sum; center: its
-commit over all ranks."""
+"""Names of the parts of one step, in order. data: waiting for the batch; targets: centering or Sinkhorn-Knopp;
+student: also the cross-entropies over prototypes, which its heads compute; loss: the other terms, and the sum; center:
+the center's commit over all ranks."""
 AUGMENTATION = "augmentation"
 """The range of the augmentation: within "data" on a CPU, on a stream of its own parallel to the step on a GPU."""
 
@@ -20,7 +20,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def named_range(name: str) -> AbstractContextManager[Any]:
-    """Marks what runs inside as the part `name`."""
+    """Mark the code inside as the part `name`."""
     for observer in _observers:
         observer(name)
     return _entered_by_all(name) if _listeners else _NOTHING
@@ -38,7 +38,7 @@ def listen(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def tell(observer: Callable[[str], None]) -> Iterator[None]:
-    """Call `observer(name)` at the beginning of every named range: cheaper than `listen`, it may always be on."""
+    """Call `observer(name)` at the beginning of every named range: cheaper than `listen`, so it may always be on."""
     _observers.append(observer)
     try:
         yield

@@ -11,12 +11,12 @@ _making_once: list[None] = []
 
 
 def rehearsing() -> bool:
-    """Whether this process rehearses a step: it is then a rank alone, and reads no weights."""
+    """Whether this process rehearses a step: it is then the only rank, and reads no weights."""
     return bool(_devices)
 
 
 def device_kind(of: str) -> str:
-    """The type of device whose sizes of tiles count for tensors on `of`: the rehearsed one, or theirs."""
+    """The device type whose tile sizes apply to tensors on `of`: the rehearsed one, else `of`."""
     return _devices[-1] if _devices else of
 
 
@@ -42,7 +42,7 @@ def tell_of_collectives(observer: Callable[[str, int], None]) -> Iterator[None]:
 
 @contextmanager
 def making_once() -> Iterator[None]:
-    """A context that makes what later steps find made."""
+    """A context for work that only the first step does, as later steps reuse its results."""
     _making_once.append(None)
     try:
         yield
@@ -51,7 +51,7 @@ def making_once() -> Iterator[None]:
 
 
 def is_made_once() -> bool:
-    """Whether `making_once` is entered: a step's cost does not include this."""
+    """Whether the code runs inside `making_once`: the cost of a step does not include it."""
     return bool(_making_once)
 
 

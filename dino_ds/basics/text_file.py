@@ -16,13 +16,13 @@ from dino_ds.errors import ConfigError
 MAX_BYTES = 1 << 18
 MAX_JSON_BYTES = 64 << 20
 MAX_LINES_BYTES, MAX_LINE_BYTES = 4 << 30, 1 << 20
-"""Most bytes of a file that a run has appended to for years, and of one line of it."""
+"""Most bytes of a file that a run may append to for years, and of one line of it."""
 _MOST_TEXT, _MOST_NAME = 4096, 255
-"""Bytes that Linux takes as a path and as a name in it."""
+"""Most bytes of a path on Linux, and of a name in it."""
 
 
 def read_text(path: str, kind: str) -> str:
-    """The UTF-8 text of a regular file of at most 256 KiB; `kind` is what it should be, for the ConfigError."""
+    """The UTF-8 text of a regular file of at most 256 KiB; `kind`: what the file should be, for the ConfigError."""
     try:
         return read_bytes(path, MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError:
@@ -49,7 +49,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 
 def read_step(path: str | Path) -> int:
-    """The step that a JSON object names. Raises OSError, and ValueError for no or an impossible one."""
+    """The "step" of the JSON object in a file. Raises OSError, and ValueError if it is missing or impossible."""
     step = read_object(path).get("step")
     if type(step) is not int or not 0 <= step < 10**12:
         raise ValueError("it does not say the step")
@@ -57,7 +57,7 @@ def read_step(path: str | Path) -> int:
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a regular file, each cut after 1 MiB. Raises ConfigError for a pipe and more than 4 GiB; OSError."""
+    """Yield the lines of a regular file, each cut after 1 MiB. Raises OSError; ConfigError for a pipe or over 4 GiB."""
     try:
         with opened(path, MAX_LINES_BYTES) as file:
             while line := file.readline(MAX_LINE_BYTES):
@@ -70,7 +70,7 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
 
 @contextmanager
 def opened(path: str | Path, most: int) -> Iterator[BinaryIO]:
-    """Opens a file without waiting for a pipe's writer. Raises ValueError for a larger or not a regular file."""
+    """Open a file without waiting for a pipe's writer. Raises ValueError if it is not regular, or over `most` bytes."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         state = os.fstat(file.fileno())
         if not stat.S_ISREG(state.st_mode):
@@ -90,13 +90,13 @@ def is_file(path: str) -> bool:
 
 
 def is_url(text: str) -> bool:
-    """Whether a place is an address, such as s3://bucket/file, and not a path."""
+    """Whether `text` is a URL, such as s3://bucket/file, and not a path."""
     return re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
 
 
 def unusable_text(text: str) -> str:
-    """Why `text` cannot be a path, for a message; "" if it can. An address must hold no password and no signature: it
-    goes into recipes, logs and checkpoints."""
+    """Why `text` cannot be a path, for a message; "" if it can. A URL must hold no password and no signature, as it is
+    written into recipes, logs and checkpoints."""
     if is_url(text) and re.search(r"://[^/]*@|[?#]", text):
         return (
             f"an address of {text.partition(':')[0]}:// has a password, a query or a fragment (@ ? #), which would be "

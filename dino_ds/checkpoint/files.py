@@ -1,9 +1,9 @@
-"""Writes tensors to disk so that damage is noticed: summed, synced and read back; a rank's side of a save.
+"""Writes tensors to disk so that damage is noticed: with a checksum, synced, read back; one rank's side of a save.
 
 The files are safetensors (8 bytes with the header's length, a JSON header, raw data): any reader of that format opens
 them, and nothing in them can run. They are written here and not by the library's `save_file`, which copies all tensors
 first and holds Python's lock while it writes: training would stand still for as long as the disk takes. Here the bytes
-go from the tensors' own memory to the file, piece by piece; writing, syncing and summing all let other threads run.
+go from the tensors' own memory to the file, piece by piece; writing, syncing and checksums all let other threads run.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def file_bytes(tensors: Mapping[str, Tensor]) -> int:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> FileRecord:
     """Write a safetensors file of tensors on any device, with `about` in its header, and verify it by reading it back.
 
-    Raises OSError if the disk is full, can't be written to, or gives other bytes back than it got.
+    Raises OSError if the disk is full, can't be written to, or returns other bytes than were written.
     """
     size = crc = 0
     with path.open("wb", buffering=0) as file:
         for piece in _content(tensors, about):
             crc = zlib.crc32(piece, crc)
             written = 0
-            while written < len(piece):  # a disk that gets full takes a part
+            while written < len(piece):  # a disk that fills up takes only a part
                 written += os.write(file.fileno(), piece[written:])
             size += len(piece)
         os.fsync(file.fileno())
@@ -107,7 +107,7 @@ def _content(tensors: Mapping[str, Tensor], about: dict[str, str]) -> Iterator[m
 
 
 Files = dict[str, dict[str, Tensor]]
-"""Tensors by the name of their file."""
+"""File name -> the tensors in the file by name."""
 
 
 def rank_file(rank: int) -> str:
@@ -119,8 +119,8 @@ def whole_file(rank: int) -> str:
 
 
 def files_of_this_rank(tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Files:
-    """This rank's own part, and its share of `whole`, which all ranks hold: each tensor goes to one rank, large ones
-    first."""
+    """The files that this rank writes: its own `tensors`, and its share of `whole`, which all ranks hold. Each tensor
+    of `whole` is assigned to one rank, large ones first."""
     rank = distributed.rank()
     loads = [0] * distributed.world_size()
     share = {}
@@ -137,7 +137,7 @@ def bytes_of(files: Files) -> int:
 
 
 class HostCopies:
-    """Memory for one copy of this rank's files, kept from save to save; page-locked for tensors on a GPU."""
+    """Host memory for one copy of this rank's files, reused by all saves; page-locked for tensors on a GPU."""
 
     def __init__(self) -> None:
         self._host: dict[str, Tensor] = {}
@@ -147,7 +147,7 @@ class HostCopies:
         return sum(tensor.nbytes for tensor in self._host.values())
 
     def reserve(self, files: Files) -> float:
-        """Allocate what is missing; returns the seconds, which only the first save takes."""
+        """Allocate the memory that is missing; returns the seconds that this takes, close to 0 after the first save."""
         begun = time.perf_counter()
         for name, file in files.items():
             for key, tensor in file.items():
@@ -157,7 +157,7 @@ class HostCopies:
         return time.perf_counter() - begun
 
     def take(self, files: Files) -> Files:
-        """Copy the tensors as they are now into the memory of `reserve`."""
+        """Copy the tensors as they are now into the memory that `reserve` allocated."""
         copies = {
             name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
             for name, file in files.items()
@@ -169,10 +169,10 @@ class HostCopies:
 
 @dataclass
 class PendingSave:
-    """A save that is being written by a thread. `number` tells it from others; `manifest`, `layout`: see Saving.save.
+    """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save.
 
-    bytes: size on all ranks; begun: time in seconds; stalled: seconds that training has waited for it, `reserved` of
-    them to allocate host memory, which later saves reuse; records: the written files, or else there is an `error`.
+    bytes: size on all ranks; begun: start by the performance counter; stalled: seconds that training waited, `reserved`
+    of them to allocate host memory, which later saves reuse; records: the written files; error: why writing failed.
     """
 
     number: int
@@ -191,7 +191,7 @@ class PendingSave:
         return int(self.manifest["step"])
 
     def start(self, folder: Path, files: Files, on_end: Callable[[bool], None]) -> None:
-        """Start a thread that writes and verifies `files`, then calls `on_end` with whether it could."""
+        """Start a thread that writes and verifies `files`, then calls `on_end` with whether that succeeded."""
         self._thread = threading.Thread(target=self._write, args=(folder, files, on_end), name="save", daemon=True)
         self._thread.start()
         self.stalled = time.perf_counter() - self.begun

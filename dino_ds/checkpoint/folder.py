@@ -1,8 +1,8 @@
 """The checkpoints of a run, complete or absent: RUN/checkpoints/step_00000500/ ..., and `latest` names the newest.
 
-A checkpoint is written under another name (`dino_ds.checkpoint.saving`); renaming the folder makes it one. It is
-trusted again only when every byte is as its manifest says. No random-number state: data, augmentation and stochastic
-depth follow from (seed, epoch, index).
+A checkpoint is written under another name (`dino_ds.checkpoint.saving`), and valid once its folder is renamed. It is
+used only if every byte is as its manifest says. It has no random-number state: data, augmentation and stochastic depth
+follow from (seed, epoch, index).
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Choice:
 
 
 class Checkpoints:
-    """Checkpoints of a run: the last `keep` good ones stay, every one whose step is a multiple of `keep_every`, and the
-    one that the newest knows as KEPT."""
+    """The checkpoints of a run. Kept are the last `keep` good ones, those whose step is a multiple of `keep_every`, and
+    the one whose step the newest manifest has under KEPT."""
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
         self.folder = run_dir / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
 
     def choose(self, wanted: int | None, run_id: str | None, accept: Callable[[Manifest], None]) -> Choice:
-        """The checkpoint of step `wanted`, or the newest that is whole, of the run `run_id`; every rank must call it.
+        """Choose the checkpoint of step `wanted` or the newest intact one, of the run `run_id`; all ranks must call it.
 
-        `accept` raises CheckpointError for one that cannot be resumed. Raises CheckpointError on all ranks if there
-        are checkpoints and none is whole, or `wanted` is absent or damaged.
+        `accept` raises CheckpointError for a checkpoint that cannot be resumed. Raises CheckpointError on all ranks if
+        there are checkpoints and none is intact, or `wanted` is absent or damaged.
         """
         steps = distributed.gather_objects(self._steps())[0]
         if wanted is not None and wanted not in steps:
@@ -78,11 +78,11 @@ class Checkpoints:
     ) -> tuple[Manifest | None, str]:
         """The manifest of an intact checkpoint, else a description of the damage; the same on all ranks.
 
-        Each rank reads the manifest; the sums of the files are shared out over them.
+        Every rank reads the manifest; the files are divided among the ranks to verify their checksums.
         """
         folder, manifest, problem = self.folder / step_name(step), None, ""
         try:
-            # Unlike Path.resolve it raises nothing for a link to itself.
+            # Unlike Path.resolve, realpath raises nothing for a link to itself.
             if os.path.dirname(os.path.realpath(folder)) != os.path.realpath(self.folder):
                 raise CheckpointError(f"checkpoint step {step} is a link that leads out of {self.folder}: refused")
             manifest = read_manifest(folder)
@@ -124,7 +124,7 @@ class Checkpoints:
         return [f"checkpoints of later steps are put aside as {_ASIDE}step_*: {_list(later)}"] if later else []
 
     def free_bytes(self) -> int:
-        """Free space on the disk, with what `tidy` will give back."""
+        """Free space on the disk, including the space that `tidy` will free."""
         existing = next(path for path in (self.folder, *self.folder.parents) if path.is_dir())
         disk = os.statvfs(existing)
         left = [path for path in self.folder.glob("*") if path.name.startswith((_WRITING, _REMOVING))]
@@ -134,7 +134,7 @@ class Checkpoints:
         """Make an empty folder to write a checkpoint into, on rank 0. Raises OSError."""
         folder = self.writing_folder(step)
         discard(folder)
-        self.folder.mkdir(exist_ok=True)  # its parent is there: a run folder that was renamed must not come back
+        self.folder.mkdir(exist_ok=True)  # without parents: a renamed run folder must not be made again
         folder.mkdir()
         return folder
 
@@ -146,14 +146,14 @@ class Checkpoints:
         discard(self.writing_folder(step))
 
     def _point_to(self, step: int) -> None:
-        """Make `latest`, a hint for people that nothing follows, name this step, unless it is 0. Raises OSError."""
+        """Write this step, unless it is 0, into `latest`, a hint for people; no run resumes by it. Raises OSError."""
         if step and not (self.folder / "latest").is_dir():
             replace_file(self.folder / "latest", step_name(step) + "\n")
 
     def commit(self, manifest: Manifest) -> Path:
-        """Make the written folder, all files of which are verified, the newest checkpoint, on rank 0. Raises OSError.
+        """Make the written folder, whose files are verified, the newest checkpoint, on rank 0. Raises OSError.
 
-        If the process dies here, `latest` is the new checkpoint or the one before.
+        If the process dies here, `latest` names the new checkpoint or the one before.
         """
         written, folder = self.writing_folder(manifest.step), self.folder / step_name(manifest.step)
         replace_file(written / MANIFEST, manifest.seal())
@@ -164,7 +164,7 @@ class Checkpoints:
         return folder
 
     def rotate(self, newest: int) -> None:
-        """Remove the checkpoints before `newest` that need not stay, on rank 0. Only good ones are counted."""
+        """Remove the checkpoints before `newest` that are not kept, on rank 0. Only good ones count towards `keep`."""
         good = [step for step in self._steps() if step <= newest and self._looks_good(step)]
         oldest = good[: self._keep][-1]
         best = read_manifest(self.folder / step_name(newest)).state.get(KEPT)
@@ -185,7 +185,7 @@ class Checkpoints:
         return True
 
     def _remove(self, folder: Path) -> None:
-        """Rename the folder, then remove it: a death in the middle leaves no checkpoint with holes."""
+        """Rename the folder, then remove it: if the process dies meanwhile, no incomplete checkpoint is left."""
         doomed = self.folder / (_REMOVING + folder.name)
         discard(doomed)
         folder.rename(doomed)
@@ -193,7 +193,7 @@ class Checkpoints:
         discard(doomed)
 
     def _steps(self) -> list[int]:
-        """Steps of everything that is called a checkpoint, newest first."""
+        """Steps of all entries of the folder that have a checkpoint's name, newest first."""
         if not self.folder.is_dir():
             return []
         matches = [match for name in os.listdir(self.folder) if (match := STEP_NAME.fullmatch(name))]
@@ -201,7 +201,7 @@ class Checkpoints:
 
 
 def find_damage(folder: Path, manifest: Manifest, names: Sequence[str], read: Read = checksum) -> str:
-    """Read these files of a checkpoint by `read`; a description of the first damage, or ""."""
+    """Read these files of a checkpoint with `read`; returns a description of the first damage, or ""."""
     total = sum(manifest.files[name].bytes for name in names)
     quiet = distributed.rank() != 0 or not sys.stderr.isatty()
     title = f"verifying {folder.name}"

@@ -1,7 +1,7 @@
 """Reads a checkpoint folder, and checks that every byte is as its manifest says.
 
 step_00000500/  manifest.json  rank_00000.safetensors ...  whole_00000.safetensors ...
-rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor once, dealt out over ranks.
+rank_*: each rank's part of student and optimizer; whole_*: teacher and center, each tensor in the file of one rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WHOLE = "whole_"
 """Beginning of the names of the files that hold the teacher, its heads and the centers."""
 STEP_NAME = re.compile(r"step_(\d{8,12})")
 KEPT = "kept"
-"""The key of `Manifest.state` with the step of an older checkpoint that stays, since its teacher is the best so far."""
+"""The key of `Manifest.state` with the step of an older checkpoint that is kept: its teacher is the best so far."""
 _MOST_BYTES = 2**28
 FileName = Annotated[str, StringConstraints(pattern=r"^(rank|whole)_\d{5,7}\.safetensors$")]
 Whole = Annotated[int, Field(ge=0)]
@@ -35,10 +35,10 @@ Whole = Annotated[int, Field(ge=0)]
 class Manifest(BaseModel):
     """Everything about a checkpoint but its tensors.
 
-    recipe and gradient_clipping: what was learned, config_hash: the hash of both; images: what it was learned from (see
-    `dino_ds.data.image_set`), or None in checkpoints of earlier versions; frozen_teacher: source and digest of the
-    teacher that is distilled, or None without one; state: position and counters of the run; layouts: one for each
-    rank's tensors (see `dino_ds.engine.saved_state`); files: lengths and checksums by name.
+    config_hash: hash of the settings in recipe and gradient_clipping that change what is learned; images: the training
+    images (see `dino_ds.data.image_set`), or None in checkpoints of earlier versions; frozen_teacher: source and digest
+    of the teacher that is distilled, or None; state: position and counters of the run; layouts: one per rank, of its
+    tensors (see `dino_ds.engine.saved_state`); files: lengths and checksums by name.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -115,7 +115,7 @@ def check_content(folder: Path, name: str, manifest: Manifest, record: FileRecor
 
 
 class SavedCheckpoint:
-    """A verified checkpoint: a `dino_ds.engine.saved_state.SavedState`, its whole tensors, and the manifest."""
+    """A verified checkpoint: a `dino_ds.engine.saved_state.SavedState`, the tensors of whole_*, and the manifest."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -161,7 +161,7 @@ def content_sum(body: dict[str, Any]) -> int:
 
 
 def _seal(body: dict[str, Any]) -> bytes:
-    """JSON in one way of writing it, with the CRC32 of all the rest."""
+    """The JSON of `body`, always written in the same way, with the CRC32 of its other keys."""
     return _dump({**body, "crc32": content_sum(body)})
 
 

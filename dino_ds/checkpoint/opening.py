@@ -1,4 +1,4 @@
-"""Opens a checkpoint in any folder, only to read it; nothing unverified comes out of it."""
+"""Opens a checkpoint in any folder for reading, after verifying the files that may be read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dino_ds.config.begun_with import ENVIRONMENT, read_run_id
 from dino_ds.errors import CheckpointError
 
 _SETTLED_SECONDS = 2.0
-"""File systems have clocks with coarse ticks: a file that was changed a moment ago may change again unseen."""
+"""File systems have coarse clocks: a second change soon after the first may leave a file's times as they are."""
 _known_sums: dict[tuple[object, ...], FileRecord] = {}
 
 
 def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
-    """The checkpoint in any `folder`, verified by this process alone: every file is there and as long as it should be,
-    and every byte is right in the files whose names begin with `only`, the ones that may be read then. A checkpoint in
-    the folder of a run must belong to that run. Raises CheckpointError."""
+    """Open the checkpoint in any `folder`. This process alone verifies that every file exists with the right length,
+    and every byte of the files whose names begin with `only`: no others may be read then. A checkpoint in the folder of
+    a run must belong to that run. Raises CheckpointError."""
     run = folder.absolute().parent.parent
     try:
         manifest = read_manifest(folder)
@@ -37,8 +37,8 @@ def open_checkpoint(folder: Path, only: str = "") -> SavedCheckpoint:
 
 
 def checksum_once(path: Path, progress: Callable[[int], object] = lambda _bytes: None) -> FileRecord:
-    """Length and CRC32 of a file, as `checksum`; a file that this process has read before, and that has not changed, is
-    not read again. Raises OSError."""
+    """Length and CRC32 of a file, as by `checksum`, but a file that has not changed since this process read it is not
+    read again. Raises OSError."""
     at = path.stat()
     key = (os.path.realpath(path), at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
     if key in _known_sums:

@@ -1,7 +1,7 @@
 """Saves checkpoints in the background: a copy in host memory, a thread that writes it, a commit at the end.
 
-Whether a rank has written travels with the flags of each step, without a collective of its own. All ranks decide on the
-commit after the same step, with two small host gathers.
+A rank reports that it has written by the flags that each step exchanges anyway. All ranks decide on the commit after
+the same step, with two small host gathers.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class SaveCost:
 class Saving:
     """Saves checkpoints; every rank calls the same methods after the same steps, and at most one save is being written.
 
-    Args: `flags` with "saved" and "save_failed"; `background` False writes from the tensors themselves while training
-    waits, without a second copy in host memory. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.
+    Args: `flags` has "saved" and "save_failed"; without `background` the tensors themselves are written while training
+    waits, and no copy in host memory is made. Rank 0 runs `finish(folder)`, in a thread, for each new checkpoint.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Saving:
         manifest: dict[str, Any],
         wait: bool,
     ) -> list[str]:
-        """Save this rank's `tensors` and `whole`, which all ranks hold; lines to say.
+        """Save this rank's `tensors` and `whole`, which all ranks hold; returns lines for the log.
 
-        `manifest`: fields of Manifest but for layouts and files. With `wait` it is committed on return. Raises
+        `manifest`: fields of Manifest without layouts and files. With `wait` the save is committed on return. Raises
         StorageError on all ranks if that fails, or if it was the third save in a row that failed.
         """
         lines: list[str] = []
@@ -107,7 +107,7 @@ class Saving:
         return lines
 
     def poll(self) -> list[str]:
-        """After each applied step: commits a save that all ranks have written; lines to say. Raises StorageError."""
+        """After an applied step, commit a save that all ranks have written; returns log lines. Raises StorageError."""
         lines, pending = self._background_tasks.ended(), self._pending
         if pending is not None:
             written = self._flags.count("saved") + self._flags.count("save_failed")
@@ -116,9 +116,9 @@ class Saving:
         return lines
 
     def finish(self, must: bool = False) -> list[str]:
-        """Wait for the save that is being written, if any; lines for the log. All ranks must call it.
+        """Wait for the save that is being written, if any; returns lines for the log. All ranks must call this.
 
-        With `must` its failure is a StorageError on all ranks, else a line until it is the third in a row.
+        With `must` a failure raises StorageError on all ranks; else it is a line, unless it is the third in a row.
         """
         return self._wait_and_commit(must) + self._background_tasks.wait(must)
 
@@ -126,7 +126,7 @@ class Saving:
         begun, step, size, reserved = time.perf_counter(), int(manifest["step"]), bytes_of(files), 0.0
         lines: list[str] = []
         total, problem = self._make_room(step, size)
-        if problem:  # older checkpoints may be about to go
+        if problem:  # older checkpoints may be about to be removed
             lines += self._background_tasks.wait()
             total, problem = self._make_room(step, size)
             if problem:
@@ -144,7 +144,7 @@ class Saving:
         return lines
 
     def _make_room(self, step: int, size: int) -> tuple[int, str]:
-        """Make the folder, on rank 0; the bytes of all ranks' files, and why they can't be written, agreed by all."""
+        """Make the folder, on rank 0; on all ranks, return the bytes of all files, and why they can't be written."""
         free, error = 0, ""
         try:
             if distributed.rank() == 0:
@@ -158,7 +158,7 @@ class Saving:
         return total, error or (self._no_space(step, needed, free) if needed > free else "")
 
     def _wait_and_commit(self, must: bool) -> list[str]:
-        """Wait until all ranks have written, and commit. In slices, so that no collective waits for a slow disk."""
+        """Wait until all ranks have written, in slices so that no collective waits for a slow disk; then commit."""
         pending = self._pending
         if pending is None:
             return []
@@ -177,7 +177,7 @@ class Saving:
         self._pending = None
         self._flags.set("saved", 0)
         self._flags.set("save_failed", 0)
-        pending.is_written(_WAIT_SECONDS)  # its flag is set: it is about to end
+        pending.is_written(_WAIT_SECONDS)  # the thread has set its flag, and is about to end
         mine = self._reason(pending, pending.error) if pending.error else None
         answers = distributed.gather_objects((pending.records, pending.layout, mine))
         reason = next((type(why)(f"{why} (rank {rank})") for rank, (*_, why) in enumerate(answers) if why), None)
@@ -187,7 +187,7 @@ class Saving:
             try:
                 manifest = Manifest(**pending.manifest, layouts=[layout for _, layout, _ in answers], files=files)
                 folder = self._checkpoints.commit(manifest)
-            except Exception as error:  # of whatever kind: the other ranks wait to hear of it
+            except Exception as error:  # of any kind: the other ranks wait for the outcome
                 reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
         stalled = pending.stalled + now - begun
@@ -212,7 +212,7 @@ class Saving:
         return f"cannot save step {step}: {needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free in {where}"
 
     def _failed(self, step: int, reason: UserError, must: bool) -> list[str]:
-        """Remove the files of the save; on all ranks the same line or error."""
+        """Remove the files of the failed save; return a line for the log or raise an error, the same on all ranks."""
         if distributed.rank() == 0:
             self._checkpoints.give_up(step)
         self._failures += 1
@@ -248,7 +248,7 @@ class _BackgroundTasks:
             self._error = as_os_error(error, folder)
 
     def ended(self) -> list[str]:
-        """Lines to say once the work has ended, [] before."""
+        """Lines for the log once the work has ended, [] before."""
         return [f"warning  {error}" for error in self._failure()]
 
     def _failure(self) -> list[UserError]:
@@ -258,7 +258,7 @@ class _BackgroundTasks:
         return [] if error is None else [_explained("after a save", error)]
 
     def wait(self, must: bool = False) -> list[str]:
-        """Wait for the end of the work; `must` makes its failure an error of all ranks, which then all call it."""
+        """Wait for the work to end. With `must`, a failure is raised on all ranks, and all must call this."""
         if self._thread is not None:
             self._thread.join()
         if must:
@@ -269,7 +269,7 @@ class _BackgroundTasks:
 
 
 def _explained(task: str, error: OSError, where: Path | None = None) -> UserError:
-    """The error as one that users can act upon: OutOfMemory, whose exit code is another, or StorageError."""
+    """The error as one that users can act upon: OutOfMemory, which has its own exit code, or StorageError."""
     text = f"{task}: {error.strerror}: {error.filename or where}"
     if error.errno == errno.ENOMEM:
         return OutOfMemory(

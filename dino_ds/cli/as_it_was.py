@@ -1,4 +1,4 @@
-"""Leaves a Python program as it was before a run in it: environment, paths, torch's settings and generators."""
+"""Restores what a run changes in a Python program: environment, sys.path, torch's settings and random generators."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dino_ds.errors import ConfigError
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Make this process train alone, and leave its environment, Python's path of modules and hook for errors, and
-    DeepSpeed's logger as they were. Raises ConfigError in a process of a launcher."""
+    """Make this process train alone, and restore its environment, sys.path, sys.excepthook and DeepSpeed's logger
+    afterwards. Raises ConfigError in one of several processes that a launcher has started."""
     before, logger = dict(os.environ), logging.getLogger("DeepSpeed")
     hook, path = sys.excepthook, sys.path[:]
     logged = logger.level, logger.propagate, logger.handlers[:], logger.filters[:]
@@ -39,9 +39,9 @@ def as_it_was() -> Iterator[None]:
 
 @contextmanager
 def torch_as_it_was() -> Iterator[None]:
-    """Leave torch's settings and generators too as they were, and the process group that was joined meanwhile.
+    """Also restore torch's settings and random generators, and leave a process group that was joined meanwhile.
 
-    Inside, gradients, mixed precision and new tensors' type and device are as in a process of a command.
+    Inside, gradients, autocast, and the default dtype and device are as in the process of a command.
     """
     import torch
     import torch.distributed as dist
@@ -56,7 +56,7 @@ def torch_as_it_was() -> Iterator[None]:
     exact = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if cuda:
-        torch.cuda.reset_peak_memory_stats()  # a run counts what it finds in use, not the peak of the one before
+        torch.cuda.reset_peak_memory_stats()  # a run's peak begins at the memory in use, not the last peak
     with (
         as_it_was(),
         torch.random.fork_rng(range(torch.cuda.device_count()) if cuda else ()),
@@ -88,7 +88,7 @@ def torch_as_it_was() -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Free what an error's frames hold: a notebook keeps the last error, and the next cell needs an engine's memory."""
+    """Free the variables in an error's frames: a notebook keeps the last error, and the next cell needs the memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

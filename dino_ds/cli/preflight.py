@@ -22,7 +22,7 @@ from dino_ds.method.specs.base import StepImages
 from dino_ds.method.specs.of_recipe import check_images_together
 
 _OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# Names of the same variables by programs that start ranks without setting ours.
+# The same variables as they are named by programs that start ranks without setting ours.
 _RANK_VARIABLES = {
     "mpirun": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
@@ -30,14 +30,14 @@ _RANK_VARIABLES = {
 
 
 def forget_empty_ranks(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables of ranks that are set to nothing, as a shell script leaves them: they say nothing."""
+    """Remove variables of ranks that are empty strings, as a shell script may leave them: they count as unset."""
     for name in (*_OURS, *itertools.chain.from_iterable(_RANK_VARIABLES.values())):
         if environment.get(name) == "":
             del environment[name]
 
 
 def adopt_ranks(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of torch's launchers under `mpirun` and `srun`; else every process would train by itself.
+    """Set the variables of torch's launchers from those of `mpirun` or `srun`; else each process would train alone.
 
     Raises ConfigError if MASTER_ADDR is missing.
     """
@@ -61,7 +61,7 @@ def adopt_ranks(environment: MutableMapping[str, str]) -> None:
 def check_hostfile() -> None:
     """Raises ConfigError if the hostfile that DeepSpeed's launcher was given is missing or has a wrong line.
 
-    Without one the launcher only warns and trains on this machine alone. It is an ancestor of this process.
+    Without the file the launcher, an ancestor of this process, only warns and trains on this machine alone.
     """
     import psutil
 
@@ -85,7 +85,7 @@ def check_hostfile() -> None:
 
 
 def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
-    """Check what else would stop a start half a minute later: values and places. Raises UserError."""
+    """Check values and paths that would otherwise stop the start half a minute later. Raises UserError."""
     from dino_ds.data.root import check_photos
 
     check_photos(recipe.data.source, recipe.data.root)
@@ -96,14 +96,14 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
             raise CheckpointError(f"{key} {name} does not exist; {answer}")
-    # Ranks of other machines look later, all together: the first ones would wait for them.
+    # Ranks of other machines check later, when all do: if one failed here, the first machine would wait for it.
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
         _check_images(recipe, Path(run_dir))
     RunLock(Path(run_dir)).check_free(int(os.environ.get("RANK", 0)))
 
 
 def _check_images(recipe: Recipe, run_dir: Path) -> None:
-    """Raises DataError for images of the user's that are not there."""
+    """Raises DataError if images of the user's are missing."""
     from dino_ds.data.mixture import place_of
     from dino_ds.data.root import check_root, check_split
 
@@ -112,7 +112,7 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
         return
     for root_or_part in [place_of(part, root) for part in data.parts] or [root or ""]:
         check_root(root_or_part)
-        if not holds_run(run_dir):  # it goes on with the images it began with
+        if not holds_run(run_dir):  # a run continues with the images it began with
             check_split(root_or_part)
     for key, other in {"eval.root": recipe.eval.root, "eval.val_root": recipe.eval.val_root}.items():
         if other is not None and recipe.eval.every.value:
@@ -120,13 +120,13 @@ def _check_images(recipe: Recipe, run_dir: Path) -> None:
 
 
 def hostfile_of(command: Sequence[str]) -> str | None:
-    """The --hostfile that a command line gives to DeepSpeed's launcher, or None for none or for another program."""
+    """The --hostfile in a command line of DeepSpeed's launcher; None without one, or for another program."""
     start = next((i + 1 for i, word in enumerate(command[:4]) if _is_launcher(word)), None)
     if start is None:
         return None
-    # What follows the script is for us.
+    # Options after the script are ours.
     words = itertools.takewhile(lambda word: not word.endswith(".py"), command[start:])
-    parser = argparse.ArgumentParser(add_help=False)  # as DeepSpeed's, which takes beginnings of a long option too
+    parser = argparse.ArgumentParser(add_help=False)  # accepts abbreviated long options, as DeepSpeed's does
     parser.add_argument("-H", "--hostfile")
     return parser.parse_known_args(list(words))[0].hostfile
 
@@ -140,8 +140,8 @@ def _is_launcher(word: str) -> bool:
 
 
 def check_torchvision() -> None:
-    """Raises ConfigError if torchvision was built for another torch: it then fails to load with a cryptic error; or if
-    an import of them was interrupted in this process."""
+    """Raises ConfigError if torchvision was built for another torch, which would be a cryptic error when it loads, or
+    if an import of one of the two was interrupted in this process."""
     try:
         with explaining_interrupted("torch", "torchvision"):
             import torchvision  # noqa: F401

@@ -1,4 +1,4 @@
-"""Statistics of a data set: sizes, modes, formats, unreadable files and classes, as numbers and as text."""
+"""Statistics of a dataset: sizes, modes, formats, unreadable files and classes, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from dino_ds.errors import DataError
 
 _BATCH = 16
 _ROWS = 256
-"""The least rows of an image whose values are averaged."""
+"""At least this many rows of a large image are averaged."""
 _FAR = 0.5
 _NAMED = 20
-"""Unreadable files that are named; --json names all."""
+"""Most unreadable files that are named; --json names all."""
 _NO_FORMAT = "none"
 """Format of images that do not come from files."""
 
@@ -33,9 +33,9 @@ _NO_FORMAT = "none"
 class ImageFacts:
     """Facts of one image: upright size in pixels, mode and format of its file.
 
-    `type` of the values as stored, `low` and `high` if they are deeper than 8 bits; means of each channel's values and
-    of their squares; `own_range`: black and white of its source, in a mixture where that has its own. `problem` is why
-    it can't be read; then the rest means nothing.
+    `type`: dtype of the stored values; `low`, `high`: their extremes if deeper than 8 bits; `mean`, `square`: means of
+    each channel's values and of their squares; `own_range`: black and white, where the image's source in a mixture has
+    its own. `problem`: why the image can't be read; the other fields then mean nothing.
     """
 
     index: int
@@ -55,7 +55,7 @@ class ImageFacts:
 def look_at(
     source: Source, count: int, seed: int, workers: int | None, max_pixels: int, channels: int = 3
 ) -> list[ImageFacts]:
-    """Facts of `count` images drawn at random (0: all), in the source's order, each decoded once; `workers` as for
+    """Decode `count` images, drawn at random (0: all), and return their facts in the source's order; `workers` as for
     `worker_options`, `channels` as for `open_image`."""
     count = min(count or len(source), len(source))
     chosen = np.sort(np.random.default_rng(seed).choice(len(source), count, replace=False)).tolist()
@@ -90,7 +90,7 @@ class _FactsOf(Dataset[ImageFacts]):
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
-    """Moments, and type and extremes of values deeper than 8 bits."""
+    """The moments of the values, and the type and extremes of values deeper than 8 bits."""
     about: dict[str, Any] = _moments(values)
     if values.dtype != np.uint8:
         low, high = extremes(values, "")
@@ -99,7 +99,7 @@ def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
 
 
 def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
-    """Moments of (h, w) or (h, w, c) by channel, of some rows of large images."""
+    """Means of (h, w) or (h, w, c) values and of their squares, by channel; of large images only of some rows."""
     some = values[:: max(1, len(values) // _ROWS)]
     planes = some.reshape(-1, some.shape[2] if some.ndim == 3 else 1).astype(np.float64)
     return {"mean": tuple(planes.mean(0).tolist()), "square": tuple(np.square(planes).mean(0).tolist())}
@@ -108,9 +108,9 @@ def _moments(values: np.ndarray) -> dict[str, tuple[float, ...]]:
 def measure_channels(
     facts: Sequence[ImageFacts], channels: int, value_range: ValueRange | None
 ) -> Normalization | None:
-    """Mean and standard deviation as a recipe takes them: every readable image counts the same; 4 digits.
+    """Mean and standard deviation as a recipe takes them, to 4 digits; all readable images have the same weight.
 
-    Grey images have their values in all `channels`; images of another number are left out. None if none is left.
+    Gray images count in all `channels`; images with another number of channels are left out. None if none is left.
     """
     moments = []
     for fact in facts:
@@ -124,9 +124,9 @@ def measure_channels(
 
 
 def advise_normalization(measured: Normalization, used: Normalization, is_given: bool) -> str:
-    """A judgement of `measured` statistics next to those that a run would use.
+    """Advice whether a run should use the `measured` statistics instead of those `used` so far.
 
-    Far (a rule of thumb): a mean half a standard deviation away, or a standard deviation 1.5 times as large or small.
+    Far, by a rule of thumb: a mean half a standard deviation away, or a standard deviation 1.5 times as large or small.
     """
     if len(measured.mean) != 3 and not is_given:
         return f"give these: the default is the average of ImageNet's, {used.mean[0]:.3g} and {used.std[0]:.3g}"
@@ -138,7 +138,7 @@ def advise_normalization(measured: Normalization, used: Normalization, is_given:
 
 
 def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
-    """Statistics for `dino-ds look-data --json`, sizes of readable images. Raises DataError if none is."""
+    """Statistics for `dino-ds look-data --json`; sizes are of readable images. Raises DataError if none is readable."""
     good, bad = ([fact for fact in facts if (fact.problem is None) == readable] for readable in (True, False))
     if not good:
         first = f"{source.name(bad[0].index)} ({bad[0].problem})"
@@ -161,7 +161,7 @@ def summarize(facts: Sequence[ImageFacts], source: Source) -> dict[str, Any]:
 
 
 def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
-    """Numbers of images by type of the stored values, and the extremes of types deeper than uint8."""
+    """The number of images by type of their stored values, and the extremes of types deeper than uint8."""
     by_type: dict[str, Any] = {name: {"images": images} for name, images in _counts(fact.type for fact in good).items()}
     for name in by_type.keys() - {"uint8"}:
         some = [fact for fact in good if fact.type == name]
@@ -170,7 +170,7 @@ def _values(good: Sequence[ImageFacts]) -> dict[str, Any]:
 
 
 def _classes(source: Source) -> dict[str, Any] | None:
-    """Classes of the whole data set: labels are at hand without reading an image."""
+    """Classes of the whole dataset: labels are known without reading an image."""
     if source.labels is None or source.classes is None:
         return None
     labels = np.asarray(source.labels)
@@ -196,7 +196,7 @@ def _counts(values: Iterator[str]) -> dict[str, int]:
 
 
 def report(statistics: dict[str, Any]) -> str:
-    """Text for a terminal: what `summarize` found, with source, root, value_range, misfits, sheet."""
+    """Text for a terminal from the result of `summarize` with source, root, channels, value_range, misfits, sheet."""
     return "\n".join(f"{head:<14}{text}".rstrip() for head, text in _lines(statistics))
 
 
@@ -206,7 +206,7 @@ def _channel_flags(channels: dict[str, Any]) -> str:
 
 
 def _lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines of the text, each with its heading, or ""."""
+    """Yield the lines of the text as (heading or "", text)."""
     yield "images", f"{statistics['images']:,} in {statistics['root'] or statistics['source']}"
     if statistics["looked_at"] < statistics["images"]:
         yield "looked at", f"{statistics['looked_at']:,} of them, drawn at random (--sample 0: all)"
@@ -241,7 +241,7 @@ def _class_lines(classes: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _value_lines(statistics: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Lines on values of images, if some are deeper than 8 bits."""
+    """Yield lines on the images' values: on those deeper than 8 bits, and on misfits."""
     deep = {name: each for name, each in statistics["values"].items() if "min" in each}
     for number, (name, each) in enumerate(deep.items()):
         span = f"{each['min']:.10g} to {each['max']:.10g}"

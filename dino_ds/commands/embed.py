@@ -1,7 +1,7 @@
-"""`dino-ds embed`: the features of every image, one row an image, in one file.
+"""`dino-ds embed`: writes the features of all images to one file, one row per image.
 
 Each rank writes parts of a few thousand images beside the file, and rank 0 puts them together: memory does not grow
-with the images, and what was done before an interruption is not done again.
+with the number of images, and parts that were written before an interruption are not computed again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENDINGS = (".parquet", ".npy", ".csv", ".pt")
 
 
 def check(options: EmbedOptions) -> None:
-    """Refuse options that are wrong without a look at images or weights. Raises ConfigError."""
+    """Refuse options that are wrong whatever the images and weights are. Raises ConfigError."""
     path = Path(os.path.expanduser(options.out))
     if path.suffix not in _ENDINGS:
         raise ConfigError(f"--out {path} must end in {', '.join(_ENDINGS)}: the ending says what is written")
@@ -47,20 +47,20 @@ def check(options: EmbedOptions) -> None:
 
 
 def _files_of(path: Path) -> tuple[Path, ...]:
-    """All files of an embedding: beside it what it was made of, and the names of an array's rows."""
+    """All files of an embedding: for .npy the .csv that names its rows, the .json that describes it, and `path`."""
     return (*[path.with_suffix(".csv")] * (path.suffix == ".npy"), path.with_name(f"{path.name}.json"), path)
 
 
 def _parts_of(path: Path) -> Path:
-    """The folder that is there until an embedding is whole: the same command goes on with its parts."""
+    """The folder of parts, which exists until the embedding is complete: the same command continues with them."""
     return path.with_name(f"{path.name}.parts")
 
 
 def run(options: EmbedOptions) -> Result:
-    """Write the file; its description. Every rank calls it. Raises UserError.
+    """Write the file and return its description. All ranks must call this. Raises UserError.
 
-    Rows are in the order of the source's images, a folder's by their sorted paths; an image that can't be read has a
-    row of NaN and is named.
+    Rows are in the order of the source's images, which for a folder is that of sorted paths; an image that can't be
+    read has a row of NaN, and a note names it.
     """
     from dino_ds.commands.embedding_parts import Parts, put_together
     from dino_ds.data.cutting import EvalCrop
@@ -126,7 +126,7 @@ def facts_of_network(model: Backbone, kind: str, size: int, value_range: ValueRa
 def _origin(options: EmbedOptions) -> dict[str, str | None]:
     """Names of the network and the images, paths made absolute for commands that start in another folder.
 
-    The root of a user's own class (module:Class) and an address stay as they are.
+    The root of a user's own class (module:Class) and URLs stay as they are.
     """
     model, root = os.path.expanduser(options.model), options.root
     is_path = root is not None and ":" not in (options.source or "") and not is_url(root)
@@ -138,7 +138,7 @@ def _origin(options: EmbedOptions) -> dict[str, str | None]:
 
 
 def _shape(model: Backbone, kind: str, size: int) -> tuple[int, ...]:
-    """The shape of one row. Raises ConfigError for patches of a network that gives none."""
+    """The shape of one row. Raises ConfigError for patches of a network without features of patches."""
     if kind == "cls":
         return (model.width,)
     if not model.has_patches:
@@ -152,7 +152,7 @@ def _shape(model: Backbone, kind: str, size: int) -> tuple[int, ...]:
 
 
 def describing(model: Backbone, kind: str) -> Callable[[Tensor], Tensor]:
-    """Images (b, c, h, w) -> (b, *shape)."""
+    """The function from images (b, c, h, w) to features (b, *shape)."""
     if kind == "cls":
         return model.features
     if kind == "patches":

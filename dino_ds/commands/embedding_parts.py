@@ -1,4 +1,4 @@
-"""The parts of an embedding, which ranks write on their own, and the files that are made of them."""
+"""The parts of an embedding, of which each rank writes its own, and the final files that are made of them."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from dino_ds.evals.features import LabeledImages, Reading, load_batches
 
 Rows = npt.NDArray[Any]
 _PART, _PART_BYTES = 4096, 256 * 2**20
-"""Images of a part, and bytes of one of maps, at most: what an interruption costs a rank."""
+"""Most images of a part, and most bytes of a part: an interruption costs each rank one part."""
 _FEW, _PARTS = 64, 64
-"""The least images of a part, and the parts into which few images are cut for ranks to share."""
+"""Fewest images of a part, and the number of parts into which few images are divided, for all ranks to get some."""
 _OPAQUE = dict.fromkeys(("images", "times", "weights"))
-"""Facts of an embedding that are told in words of their own."""
+"""Facts of an embedding whose differences are described separately."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The folder of parts of one embedding: `images` rows of `shape` and numpy's `dtype`, a few thousand in a file."""
+    """The folder of parts of one embedding: `images` rows of `shape` in NumPy's `dtype`, a few thousand in a file."""
 
     folder: Path
     images: int
@@ -56,11 +56,11 @@ class Parts:
         return max(1, min(most, max(_FEW, -(-self.images // _PARTS))))
 
     def begin(self, facts: dict[str, Any]) -> None:
-        """Make the folder, or take up an earlier one. Raises ConfigError, with what differs, where it was begun with
-        other `facts`."""
+        """Make the folder, or continue an earlier one. Raises ConfigError that names the differences if that one was
+        begun with other `facts`."""
         text = json.dumps({**facts, "rows": self.images, "shape": list(self.shape), "dtype": self.dtype}, indent=1)
         try:
-            # A folder with a half description alone is of a process that was killed before it had any part.
+            # A folder with only a temporary description is of a process that was killed before it wrote any part.
             is_begun = self.folder.exists() and any(p.name != "about.json.tmp" for p in self.folder.iterdir())
             if is_begun and (differ := self._differences(json.loads(text))):
                 raise ConfigError(
@@ -93,8 +93,8 @@ class Parts:
     def write(
         self, describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
     ) -> tuple[list[str], list[str]]:
-        """Write this rank's parts that are not there yet, or damaged. Returns texts that name the unreadable images of
-        all its parts, and notes on the damaged ones."""
+        """Write this rank's parts that are missing or damaged. Returns texts that name the unreadable images of all
+        parts of this rank, and notes on the damaged parts."""
         mine = range(distributed.rank(), -(-self.images // self.length), distributed.world_size())
         known = {part: self._unreadable(part) for part in mine}
         damaged = [part for part in mine if known[part] is None and self._file(part).exists()]
@@ -106,7 +106,7 @@ class Parts:
         return [text for bad in known.values() for text in bad or ()], notes
 
     def _unreadable(self, part: int) -> list[str] | None:
-        """The texts that name the unreadable images of a part; None where it is not there as it was written."""
+        """The texts that name the unreadable images of a part; None if the part is missing or damaged."""
         try:
             sealed = read_object(self._file(part, "json"))
             whole = is_plain_file(self._file(part)) and sealed == self._sealed(part, sealed["unreadable"])
@@ -115,14 +115,14 @@ class Parts:
             return None
 
     def _sealed(self, part: int, bad: list[str]) -> dict[str, Any]:
-        """Content of the JSON next to a part: CRC32s of its file and of all that it belongs to. Raises OSError."""
+        """The JSON next to a part: `bad`, the CRC32 of its file, and that of all that it belongs to. Raises OSError."""
         of = zlib.crc32(f"{self.about.read_text()}{part}{bad}".encode(errors="surrogatepass"))
         return {"of": of, "crc32": checksum(self._file(part)).crc32, "unreadable": bad}
 
     def _computed(
         self, missing: list[int], describe: Callable[[Tensor], Tensor], source: Source, reading: Reading
     ) -> Iterator[tuple[int, Rows, list[str]]]:
-        """(part, its rows, what could not be read)."""
+        """Yield (part, its rows, texts that name its unreadable images) for the missing parts."""
         indices = [index for part in missing for index in self._rows(part)]
         images = LabeledImages(source, indices, reading)
         loading = load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
@@ -166,7 +166,7 @@ class Parts:
             raise unwritable(self.folder, error, "out") from None
 
     def __iter__(self) -> Iterator[tuple[range, Rows]]:
-        """(rows, their features) of every part, in order."""
+        """Yield (indices of rows, their features) of every part, in order."""
         for part in range(-(-self.images // self.length)):
             yield self._rows(part), np.load(self._file(part))
 
@@ -174,11 +174,10 @@ class Parts:
 def put_together(
     path: Path, files: Sequence[Path], parts: Parts, source: Source, origin: dict[str, str | None]
 ) -> None:
-    """Write `files`, `path` and what belongs to it, as the ending says, and remove the parts. Raises StorageError.
+    """Write `files`: `path`, in the format of its ending, and those beside it; remove the parts. Raises StorageError.
 
-    The .json among them has all that the rows depend on, the `origin` of it, and checksums of the others.
-
-    They are made in the folder of the parts: whenever the command was killed, the same one makes them again.
+    The .json among them has all settings that the rows depend on, `origin`, and checksums of the other files. They are
+    made in the folder of parts: after the command was killed, it makes them again when it is repeated.
     """
     write = {".npy": _write_npy, ".pt": _write_pt, ".csv": _write_csv, ".parquet": _write_parquet}[path.suffix]
     made = {parts.folder / f"written{file.suffix}": file for file in files}
@@ -192,7 +191,7 @@ def put_together(
             put_in_place(file, final)
         discarded = path.with_name(f".{parts.folder.name}"[:255])
         shutil.rmtree(discarded, ignore_errors=True)
-        os.replace(parts.folder, discarded)  # at once: half a folder would be taken for one to go on with
+        os.replace(parts.folder, discarded)  # in one step: a half-removed folder would be continued
     except OSError as error:
         raise unwritable(path, error, "out") from None
     shutil.rmtree(discarded, ignore_errors=True)
@@ -221,7 +220,7 @@ def _fill(path: Path, parts: Parts) -> None:
 
 
 def _write_pt(path: Path, parts: Parts, source: Source) -> None:
-    """torch.load gives {"features": (n, ...), "names", "labels", "classes"}."""
+    """Write what torch.load reads as {"features": (n, ...), "names", "labels", "classes"}."""
     about = {
         "names": [source.name(i) for i in range(parts.images)],
         "labels": torch.tensor([_label_of(source, i)[0] for i in range(parts.images)]),

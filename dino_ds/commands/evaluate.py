@@ -1,4 +1,4 @@
-"""`dino-ds eval`: how good frozen features are, by the evaluations of the papers."""
+"""`dino-ds eval`: measures how good frozen features are, by the evaluations of the papers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _CONCERNS = {
     "workers": (*_OF_IMAGES, "oxford", "paris"),
     "benchmark_root": BENCHMARKS,
 }
-"""Option -> the evaluations that it changes something of; others are of all."""
+"""Option -> the evaluations that it affects; options that are not listed affect all."""
 
 
 def run(options: EvalOptions) -> Result:
-    """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is there.
+    """Run every evaluation of `evals`, on all ranks of the launcher; each result is written as soon as it is computed.
 
-    The result has those before an evaluation that fails, and its error. Raises ConfigError, DataError, CheckpointError.
+    If one fails, the Result has those before it, and the error. Raises ConfigError, DataError, CheckpointError.
     """
     settings = _settings(options)
     init_distributed()
     with distributed.raise_on_all_ranks():
         _check_places(options.model, options.out)
-    for name in set(options.evals) & set(BENCHMARKS):  # first: who gives --root for one is told what it wants
+    for name in set(options.evals) & set(BENCHMARKS):  # first: the error for a --root then says what they need
         preflight_eval(name, settings, lambda: (None, None))
     _check_unused(options)
     began = time.monotonic()
@@ -73,7 +73,7 @@ def run(options: EvalOptions) -> Result:
             with distributed.raise_on_all_ranks():
                 if distributed.rank() == 0:
                     _write({name: results[name]}, options.model, options.out)
-    except BaseException as error:  # an evaluation that fails takes nothing from those before it
+    except BaseException as error:  # the results before a failed evaluation are kept
         if not results:
             raise
         failure = error
@@ -85,7 +85,7 @@ def run(options: EvalOptions) -> Result:
 
 
 def _check_unused(options: EvalOptions) -> None:
-    """Raises ConfigError for an option that changes nothing of the chosen evaluations."""
+    """Raises ConfigError for an option that affects none of the chosen evaluations."""
     for name, concerned in _CONCERNS.items():
         if getattr(options, name) is not None and not set(concerned) & set(options.evals):
             raise ConfigError(
@@ -112,8 +112,8 @@ def _timed(name: str, context: EvalContext, about: dict[str, Any], options: Eval
 
 
 def _data(options: EvalOptions) -> tuple[Source, Source | None]:
-    """Training and test images: the named ones, else the run's. A folder alone has no test images but those that the
-    run holds out."""
+    """Training and test images: those that the options name, else the run's. A folder alone has no test images, except
+    those that the run holds out."""
     source, root, test_root = options.source, options.root, options.test_root
     if recipe := recipe_of(options.model, source, root):
         data, share = recipe.data, recipe.eval.val_share
@@ -138,7 +138,7 @@ def _write(results: dict[str, Any], model: str, out: str | None) -> None:
 
 
 def _check_places(model: str, out: str | None) -> None:
-    """An evaluation may take hours: a problem with its file is reported before. Raises ConfigError."""
+    """Check that results can be written, before evaluations that may take hours. Raises ConfigError."""
     paths = _places(model, out)
     for path in paths:
         try:
@@ -152,7 +152,7 @@ def _check_places(model: str, out: str | None) -> None:
 
 
 def _places(model: str, out: str | None) -> list[Path]:
-    """`out`, and of a run the file in its folder, of a checkpoint one of its own there; other results in them stay."""
+    """Files for results: `out`, and in a run's folder that of the run or checkpoint; other results in them are kept."""
     places, home = [Path(os.path.expanduser(out))] if out else [], home_of(model)
     result = Path(RESULTS)
     return [*places, home.place(result.stem, result.suffix)] if home.is_run else places
@@ -166,7 +166,7 @@ def _not_written(path: Path, reason: object) -> ConfigError:
 def _page(results: dict[str, Any], context: EvalContext, model: str, seconds: float) -> str:
     train, test = context.image_counts
     sets = [f"{count} {which} images" for count, which in ((train, "training"), (test, "test")) if count]
-    # Of the source, not of its features, which may not have been wanted.
+    # Classes of the source, not of its features, which may not have been computed.
     chance = [f"chance {100 / len(context.train_source.classes or ()):.1f} %"] if train else []
     lines = [f"{model}: {', '.join(sets + chance) or 'images of a protocol'}"]
     for name, result in results.items():

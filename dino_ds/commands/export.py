@@ -23,7 +23,7 @@ _OURS = ("safetensors", "adapters")
 
 
 def check(options: ExportOptions) -> None:
-    """Whether `out` can be written; without torch, so that the answer comes at once. Raises ConfigError."""
+    """Check that `out` can be written; without torch, so that an error comes at once. Raises ConfigError."""
     if options.out is not None:
         _check_place(Path(os.path.expanduser(options.model)), options.format, Path(os.path.expanduser(options.out)))
 
@@ -31,7 +31,7 @@ def check(options: ExportOptions) -> None:
 def run(options: ExportOptions) -> Result:
     """Write `model` as `format`, a key of FORMATS, to `out`.
 
-    Raises ConfigError, CheckpointError. Nothing that is there is overwritten.
+    Raises ConfigError, CheckpointError. No existing file is overwritten.
     """
     from dino_ds.weights.export import FORMATS
     from dino_ds.weights.load import load
@@ -56,7 +56,7 @@ def run(options: ExportOptions) -> Result:
 
 
 def _notes_on_images(model: Backbone, format: str, path: Path) -> list[str]:
-    """A note on preparing images if the program that loads the export does not, or does it in another way."""
+    """A note on how to prepare images, if the program that loads the export does not, or does it differently."""
     if format == "timm":
         return [
             f"timm and transformers enlarge and cut images whose shorter side is {model.image_size} pixels or less, "
@@ -71,7 +71,7 @@ def _check_place(source: Path, format: str, path: Path) -> None:
         raise ConfigError(f"{path} is what is to be exported: name another file with --out")
     if format in _OURS and path.suffix != ".safetensors":
         raise ConfigError(f"--out {path} does not end in .safetensors, by which such a file is known: name it so")
-    # What an export that was killed leaves: a description, and weights that have not got their name.
+    # An export that was killed leaves a description, and weights under a temporary name.
     is_left_over = not path.exists() and path.with_name(f"{path.name}.tmp").exists()
     for made in (path,) if format == "timm" or is_left_over else (path, sidecar_of(path)):
         if made.exists():
@@ -81,7 +81,7 @@ def _check_place(source: Path, format: str, path: Path) -> None:
 
 
 def _results(home: Home) -> dict[str, Any]:
-    """Lines of a model card on a run or checkpoint: how its teacher was evaluated, on which images. Raises
+    """Facts for the model card of a run or checkpoint: how its teacher was evaluated, on which images. Raises
     ConfigError."""
     if not home.is_run:
         return {}

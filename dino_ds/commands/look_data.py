@@ -1,4 +1,4 @@
-"""`dino-ds look-data`: what the network sees of some images, and what the whole data set is made of."""
+"""`dino-ds look-data`: shows what the network sees of some images, and statistics of the whole dataset."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _NAME = 90
 
 
 def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
-    """Draw a sheet of `images` images with their crops in `out` (.png); statistics of `sample` images drawn at random
-    (0 = all).
+    """Draw a sheet of `images` images with their crops into `out` (.png), and return statistics of `sample` images
+    drawn at random (0 = all).
 
-    The images are the first that a run of this recipe meets, with the crops that it makes of them in its first epoch.
-    Raises ConfigError for impossible arguments, DataError where there are no readable images.
+    The sheet has the first images that a run of this recipe trains on, with their crops in its first epoch.
+    Raises ConfigError for impossible arguments, DataError without readable images.
     """
     png = _check(options.out)
     data = recipe.data
@@ -83,7 +83,7 @@ def run(options: LookDataOptions, *, recipe: Recipe) -> Result:
 
 
 def _with_some_range(recipe: Recipe, source: Source) -> tuple[Recipe, str]:
-    """`recipe` with a range for images deeper than 8 bits, if need be what was measured, and a line about it."""
+    """`recipe` with a range for images deeper than 8 bits, if need be the measured one, and a line about it."""
     try:
         ranged, notes = with_value_range(recipe, source)
         was_found = ranged.data.known_range != recipe.data.known_range
@@ -110,7 +110,7 @@ def _check(out: str) -> Path:
 
 
 def _unless_skipped(fact: ImageFacts, wanted: int) -> ImageFacts:
-    """A file of other channels than training takes as one that can't be read: it is skipped there."""
+    """`fact`, marked as unreadable if training would skip the file for its number of channels."""
     there = 3 if len(fact.mean) == 1 != wanted else len(fact.mean)
     return fact if fact.problem or there == wanted else replace(fact, problem=f"{there} channels, {wanted} are wanted")
 
@@ -118,7 +118,7 @@ def _unless_skipped(fact: ImageFacts, wanted: int) -> ImageFacts:
 def _unless_beyond(
     facts: list[ImageFacts], source: Source, value_range: ValueRange | None
 ) -> tuple[list[ImageFacts], list[str]]:
-    """`facts`, with files beyond the range as ones that can't be read; and what to say of images it does not fit."""
+    """`facts`, with files beyond the range marked as unreadable; and lines on images that the range does not fit."""
     deep = {
         position: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
         for position, fact in enumerate(facts)
@@ -145,7 +145,7 @@ def _describe(facts: list[ImageFacts], source: Source, recipe: Recipe) -> dict[s
 
 
 def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
-    """Readable images in the order of a run's first epoch, with the crops that it makes of them."""
+    """Yield the readable images in the order of a run's first epoch, with their crops in that epoch."""
     data, channels = recipe.data, recipe.model.in_chans
     multicrop = MultiCrop.of(recipe)
     options = LoaderOptions.of(recipe, global_batch=1)
@@ -172,7 +172,7 @@ def _seen(source: Source, recipe: Recipe) -> Iterator[Seen]:
 
 
 def _picture(pixels: torch.Tensor, like: torch.Tensor) -> Image.Image:
-    """Pixels (c, h, w), uint8 or in [0, 1], as RGB; stretched as `like`, the whole image, where they are not RGB."""
+    """Pixels (c, h, w), uint8 or in [0, 1], as RGB; other channels are stretched like those of the whole image."""
     levels = (visible(pixels, like) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
@@ -203,7 +203,7 @@ class Seen:
 
 
 def draw_sheet(rows: Sequence[Seen], title: str, note: str = "") -> Figure:
-    """Draw one row an image, crops of one kind in one size, and below them a `note`."""
+    """Draw one row per image, all crops of a kind in one size, and a `note` below the rows."""
     large = rows[0].num_global
     small = (len(rows[0].crops) - large + 1) // 2
     columns = _ORIGINAL + _GLOBAL * large + small
@@ -255,7 +255,7 @@ def _tag(axes: Axes, left: float, top: float, crop: int, row: Seen) -> None:
 
 
 def _show(axes: Axes, picture: Image.Image) -> Axes:
-    """Pixels of small images stay visible: they are enlarged without smoothing."""
+    """Show a picture; a small one is enlarged without smoothing, so that its pixels stay visible."""
     axes.imshow(picture, interpolation="nearest" if max(picture.size) < 100 * _LINE else "antialiased")
     axes.set_axis_off()
     axes.set_anchor("NW")

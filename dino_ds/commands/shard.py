@@ -1,4 +1,4 @@
-"""`dino-ds shard`: the images of any source as tar shards in WebDataset's layout, with checksums."""
+"""`dino-ds shard`: writes the images of any source as tar shards in WebDataset's layout, with checksums."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _CHECKSUMS, _BAD, _PLAN = "checksums.sha256", "unreadable.txt", "shards.json"
 _BEGUN_WITH = "begun_with"
 """The plan's key for `facts_of_images`."""
 _MAX_PIXELS = 178956970
-"""Pillow's own limit: shrinking is how images come below the recipe's."""
+"""Pillow's own limit, not the recipe's: shrinking is a way to bring images below the recipe's."""
 _QUALITY = 90
 _MOST_PARTS = 64
-"""Folders deeper than this can't be made everywhere."""
+"""Most parts of a path in a shard: not every file system takes deeper folders."""
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.items()}
 
@@ -49,7 +49,7 @@ _ENDINGS = {"MPO": ".jpg"} | {name: endings[0] for name, endings in ENDINGS.item
 def run(options: ShardOptions) -> Result:
     """Write the shards into `out`; the same command after an interruption continues where it stopped.
 
-    Raises ConfigError for options that can't be, DataError for images or a disk that can't be used.
+    Raises ConfigError for impossible options, DataError for images or a disk that can't be used.
     """
     begin = time.monotonic()
     if is_url(options.out):
@@ -83,7 +83,7 @@ def run(options: ShardOptions) -> Result:
 
 
 def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> None:
-    """Write down what is made, if nothing is there. Raises ConfigError for a folder of other shards."""
+    """Write `plan` into a new folder, or check that its plan is the same. Raises ConfigError for other shards."""
     folder.mkdir(parents=True, exist_ok=True)
     path, now = folder / _PLAN, facts_of_images(images)
     if path.is_file():
@@ -103,8 +103,8 @@ def _begin_or_continue(folder: Path, plan: dict[str, Any], images: Source) -> No
 
 
 class _Shards(Dataset[tuple[str, list[str], str]]):
-    """Shards that are written as they are asked for, each whole or not at all; an item is the shard's SHA-256, the
-    texts of its unreadable images and its line of the index, or ("", [why it can't be written], "")."""
+    """Writes a shard when its item is requested, whole or not at all; the item is the shard's SHA-256, texts that name
+    its unreadable images, and its line of the index, or ("", [why the shard can't be written], "")."""
 
     def __init__(self, folder: Path, images: Source, shrink: int | None, per_shard: int) -> None:
         self.folder, self.images, self._shrink, self._per_shard = folder, images, shrink, per_shard
@@ -124,7 +124,7 @@ class _Shards(Dataset[tuple[str, list[str], str]]):
                         digest.update(block)
                 line = index_line(part, self.names[number])
             return digest.hexdigest(), bad, line
-        except (OSError, DataError) as error:  # torch would give numbers as text, and lines of code with any error
+        except (OSError, DataError) as error:  # from a worker, torch would raise it with a traceback as its text
             text = str(error) if isinstance(error, DataError) else f"{self.folder}: {error.strerror or error}"
             return "", [text], ""
 
@@ -187,7 +187,7 @@ def _next(records: Any) -> tuple[str, list[str], str]:
 
 
 def _unused(name: str, taken: set[str]) -> str:
-    """`name`, with a number where it is taken: a list may name an image twice."""
+    """`name`, with a number if it is taken already: a list may name an image twice."""
     stem, ending = os.path.splitext(name)
     number = 1
     while name in taken:
@@ -218,10 +218,10 @@ def _write_text(path: Path, lines: Iterable[str]) -> None:
 
 
 def repack(source: Source, index: int, shrink: int | None) -> tuple[str, bytes]:
-    """Name and bytes: the source's own file, PNG where it has none; where its shorter side has more than `shrink`
-    pixels a JPEG of that size.
+    """The name and bytes of an image in a shard: the source's own file, or a PNG if it has none; if the shorter side
+    has more than `shrink` pixels, a JPEG of that size.
 
-    Raises UnreadableImage, DataError for an array that is not an RGB image.
+    Raises UnreadableImage, and DataError for an array that is not an RGB image.
     """
     name = _member_of(source, index)
     read = getattr(source, "read", None)
@@ -269,7 +269,7 @@ def _shrunk(data: bytes, side: int, name: str) -> bytes | None:
         return None
     if image.width * image.height > _MAX_PIXELS:
         raise UnreadableImage(name, f"{image.width} x {image.height} pixels are more than {_MAX_PIXELS}")
-    # At least twice the pixels wanted, so that the resampling decides what is seen.
+    # Decoded to at least twice the wanted side, so that LANCZOS, not the decoder, decides what is seen.
     upright = Image.fromarray(image.decode(max((n for n in (2, 4, 8) if shorter >= 2 * side * n), default=1)))
     factor = side / min(upright.size)
     size = (max(side, round(upright.width * factor)), max(side, round(upright.height * factor)))

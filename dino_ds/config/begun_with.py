@@ -1,4 +1,4 @@
-"""The run that a start continues: its recipe, its settings compared, and the run that a stage of training began with.
+"""Reads the run that a start continues: its recipe, changes of its settings, and the run that its stage began with.
 
 `dino_ds.data.image_set` compares the images. No torch.
 """
@@ -26,7 +26,7 @@ ORIGIN = "from"
 ENVIRONMENT = "environment.json"
 """Name of the file in a run folder with the run's id, its origin and its starts."""
 HELD_OUT_BY = "held_out_by"
-"""The key of environment.json that says by what images of a list are held out: absent in runs of earlier versions."""
+"""The key of environment.json with the rule that holds images of a list out: absent in runs of earlier versions."""
 STARTED_IN = "folder"
 """The key of a start in environment.json with the folder in which it was made."""
 
@@ -47,7 +47,7 @@ class Origin:
 
     @staticmethod
     def read(run_dir: Path) -> Origin | None:
-        """The origin of the run in this folder, or None if it began with nothing or its environment.json can't be
+        """The origin of the run in this folder, or None if it began with no other run, or its environment.json can't be
         read."""
         recorded = read_environment(run_dir, ORIGIN)
         try:
@@ -68,9 +68,9 @@ class Origin:
         return origin
 
     def check_is(self, run: Path, step: int | None) -> None:
-        """Raises CheckpointError where the run in this folder, or its step if one is named, is another than this one.
+        """Raises CheckpointError if the run in the folder `run`, or `step` if it is given, is not that of this origin.
 
-        A folder that is gone may be the one that is recorded, under its name.
+        A folder without a readable run id, such as one that is gone, is compared by its path.
         """
         run_id = read_run_id(run)
         is_same = str(run) == self.run if run_id is None else run_id == self.run_id
@@ -85,7 +85,7 @@ class Origin:
 
 
 def read_environment(run_dir: Path, key: str) -> Any:
-    """The value of a key of a folder's environment.json, or None if it is not there or can't be read."""
+    """The value of a key of a folder's environment.json, or None if it is missing or can't be read."""
     try:
         return read_object(run_dir / ENVIRONMENT)[key]
     except (OSError, ValueError, KeyError):
@@ -93,7 +93,7 @@ def read_environment(run_dir: Path, key: str) -> Any:
 
 
 def read_run_id(run_dir: Path) -> str | None:
-    """The run id in environment.json of a folder, or None if it is not there or can't be read."""
+    """The run id in environment.json of a folder, or None if it is missing or can't be read."""
     run_id = read_environment(run_dir, "run_id")
     return run_id if isinstance(run_id, str) and re.fullmatch("[0-9a-f]{1,64}", run_id) else None
 
@@ -109,21 +109,21 @@ def is_free(key: str) -> bool:
 
 
 def _fact(key: str, name: str, default: Any) -> Any:
-    """A fact that `option` of config.fields was given of a key, or `default`."""
+    """The fact `name` that a key of the recipe was declared with (see config.fields.option), or `default`."""
     declared = options_of(Recipe).get(key)
     return default if declared is None else declared.fact(name, default)
 
 
 def holds_out_by_line(run_dir: Path) -> bool:
-    """Whether the run in this folder holds images of a list out by their lines as they are written, as earlier versions
-    did, and not by the places that these name."""
+    """Whether the run in this folder chooses the held-out images of a list by its lines as they are written, as earlier
+    versions did, and not by the files that the lines name."""
     return (run_dir / ENVIRONMENT).is_file() and read_environment(run_dir, HELD_OUT_BY) is None
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], began_in: str | None = None) -> dict[str, str]:
-    """The differences between two recipes in what changes learning: words such as "seed 0 -> 1", by dotted name.
+    """The differences between two recipes that change what is learned: words such as "seed 0 -> 1", by dotted name.
 
-    A path that is only spelled otherwise is none; relative ones of `before` begin in the folder `began_in`.
+    The same path in another spelling is no difference; relative paths of `before` start in the folder `began_in`.
     """
     old, new = learned(before), learned(now)
     changes = differences(old, new)
@@ -152,7 +152,7 @@ def path_keys() -> tuple[str, ...]:
 
 
 def split_place(value: str) -> tuple[str, str]:
-    """A value of one of `path_keys` -> what stands before its path, and the path; "" for a word that is none."""
+    """A value of one of `path_keys` -> the prefix before its path, and the path; "" for a word that is no path."""
     kind, colon, file = value.partition(":")
     if kind == "clusters":
         return kind + colon, file
@@ -170,11 +170,11 @@ def check_settings(changed: Mapping[str, str], since: str, allowed: Collection[s
 
 
 def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag: str = "--data.root") -> Recipe:
-    """The recipe of the run in `run_dir`, whose relative paths begin in the folder in which that was started.
+    """The recipe of the run in `run_dir`; its relative paths start in the folder in which the run was started.
 
-    replaced: keys whose values here are others; flag: the option that names other images. `notes` gets a line
-    for each path that is so found elsewhere.
-    Raises ConfigError for a file that is not a recipe, and for images that are in neither folder.
+    replaced: keys whose values are not used; flag: the option that names other images. `notes` gets a line for each
+    path that is taken from that folder instead of the current one.
+    Raises ConfigError if config.yaml is not a recipe, or if the images are in neither folder.
     """
     recipe = load_recipe(str(run_dir / "config.yaml"), {})
     folder = started_in(run_dir)
@@ -198,7 +198,7 @@ def own_recipe(run_dir: Path, replaced: Collection[str], notes: list[str], flag:
 
 
 def started_in(run_dir: Path) -> str | None:
-    """The working folder of the run's newest start, or None if it is gone or not written down."""
+    """The working folder of the run's newest start, or None if it is gone or not recorded."""
     try:
         folder = read_environment(run_dir, "starts")[-1][STARTED_IN]
     except (LookupError, TypeError):

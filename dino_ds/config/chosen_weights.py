@@ -1,5 +1,5 @@
-"""Which of a run's weights are meant: the newest teacher, the best one, or that of a step. One vocabulary for all
-commands that take a run. No torch."""
+"""Chooses weights of a run by name: the newest teacher, the best one, or that of a step. All commands that take a run
+have the same names. No torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WeightsName = Annotated[str, AfterValidator(_check_name)]
 
 
 def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
-    """The path of the weights of a run that are meant: the run itself for its newest teacher, a checkpoint, or the file
-    of the best teacher if no checkpoint of its step is there. Raises ConfigError, CheckpointError."""
+    """The path of the chosen weights of a run: the run itself for its newest teacher, a checkpoint, or the file of the
+    best teacher if there is no checkpoint of its step. Raises ConfigError, CheckpointError."""
     path, home = os.fspath(model), home_of(os.fspath(model))
     if _check_named(weights) == NEWEST:
         return path
@@ -50,7 +50,7 @@ def chosen_model(model: str | os.PathLike[str], weights: str) -> str:
 
 
 def missing_model(model: str) -> CheckpointError:
-    """The error of a model that is not there, with where it may be had or the nearest name."""
+    """The error for a missing model, with a hint where to get it, or the nearest name."""
     near = near_run(model) or f".{did_you_mean(model, BACKBONES)}"
     return CheckpointError(
         f"{one_line(model, 300)} does not exist; {weights_elsewhere(model) or f'give {MODEL_FORMS}{near}'}"
@@ -58,14 +58,14 @@ def missing_model(model: str) -> CheckpointError:
 
 
 def check_model_path(model: str) -> None:
-    """Raises CheckpointError for a model that is not in the folder that it names, before torch is loaded."""
+    """Raises CheckpointError for a path to a missing model in a folder that exists, before torch is loaded."""
     path = Path(os.path.expanduser(model))
     if "/" in model and path.parent.is_dir() and not os.path.lexists(path):
         raise missing_model(model)
 
 
 def step_of_weights(run: Path, weights: str) -> int:
-    """The step of a run's weights that are not the newest. Raises CheckpointError where no best teacher was kept."""
+    """The step of the weights "best" or "step_N" of a run. Raises CheckpointError if no best teacher was kept."""
     if weights != BEST:
         return int(weights.removeprefix("step_"))
     about = sidecar_of(run / BEST_TEACHER)

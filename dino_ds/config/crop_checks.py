@@ -1,4 +1,4 @@
-"""Crops of a recipe: the sizes that fit images, and a line for each that can't be, or has no effect. No torch here."""
+"""Checks a recipe's crops for settings that can't be or have no effect, and finds sizes that fit images. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dino_ds.models.specs.backbones import FROM_SOURCE
 
 
 def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    """Sizes, colors and masks that crops can't have, a line each."""
+    """Lines about sizes, colors and masks that crops can't have."""
     several, patch = parse_resolutions(crops.resolutions), model.side_multiple
     sizes = [("crops.global_size", crops.global_size)]
     problems = _color_problems(crops, model)
@@ -29,7 +29,7 @@ def crop_problems(crops: CropsSection, model: ModelSection) -> list[str]:
 
 
 def side_problems(sizes: Iterable[tuple[str, int]], backbone: str, patch: int) -> list[str]:
-    """Sides of crops, by what names them, that are not multiples of what a backbone's must be."""
+    """Lines about (key, side) of crops whose sides are not multiples of the backbone's patch size."""
     return [
         f"{name} {size} is not a multiple of the patch size {patch} (model.backbone {backbone}): "
         f"use {' or '.join(str(s) for s in (size // patch * patch, size // patch * patch + patch) if s)}"
@@ -51,7 +51,7 @@ def _mask_problems(crops: CropsSection, several: Iterable[Resolution], patch: in
 
 
 def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
-    """Problems of operations on colors where images have none."""
+    """Problems of color augmentations for images that are not RGB."""
     if model.in_chans == 3 or model.backbone == FROM_SOURCE:
         return []
     why = f"no effect on images of {model.in_chans} channels (model.in_chans), which are not RGB"
@@ -64,8 +64,8 @@ def _color_problems(crops: CropsSection, model: ModelSection) -> list[str]:
 
 
 def fitting_sizes(side: int, patch: int, most: int) -> tuple[int, int]:
-    """(global, local) crops of images of `side` pixels, multiples of the patch: global ones of `most` pixels at most,
-    local ones in DINO's ratio of 96 to 224, of small crops half."""
+    """(global, local) sizes of crops for images of `side` pixels, multiples of the patch: global ones of `most` pixels
+    at most, local ones in DINO's ratio of 96 to 224, or half of the global ones if `most` is below 224."""
     large = max(2, min(most, side) // patch) * patch
     share = 0.5 if most < 224 else 96 / 224
     return large, min(max(1, round(share * large / patch)) * patch, large - patch)

@@ -17,7 +17,7 @@ _REQUIRED = [name for name, option in KEYS.items() if option.info.is_required()]
 
 
 def problems_of(config: dict[str, Any]) -> list[Problem]:
-    """All problems of `config`. In place, whole numbers written as 5e7 or 2.0 become integers, and what is off goes."""
+    """All problems of `config`, changed in place: 5e7 and 2.0 become integers, and keys that are off are removed."""
     _drop_what_is_off(config, "")
     problems = list(islice(_check_section(config, ""), MOST_PROBLEMS))
     if not problems:
@@ -27,7 +27,7 @@ def problems_of(config: dict[str, Any]) -> list[Problem]:
 
 
 def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
-    """Remove keys that DeepSpeed knows, that are refused or optional here, and that ask for nothing."""
+    """Remove keys of DeepSpeed's that are refused or optional here, and whose values turn nothing on."""
     known, recipe_keys = words_elsewhere("refused_ds_keys"), words_elsewhere("recipe_keys")
     for key, value in [*content.items()]:
         name = _join(section, key)
@@ -43,7 +43,7 @@ def _drop_what_is_off(content: dict[str, Any], section: str) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether the value of a key means that DeepSpeed is to do nothing."""
+    """Whether the value of a key turns the key's feature off."""
     if name == "zero_optimization.compute_grad_norm":
         return value is True  # what DeepSpeed does anyway; false would take the norm away
     if isinstance(value, dict):
@@ -55,7 +55,7 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def wrong_key(section: str, key: str) -> str:
-    """The message for a key that is not allowed in `section` ("" = top level): its reason, home or nearest names."""
+    """The message for a key that is not allowed in `section` ("" = top level): why, where it belongs, or near names."""
     name = _join(section, key)
     refused = words_elsewhere("refused_ds_keys")
     parents = [".".join(name.split(".")[:i]) for i in range(1, name.count(".") + 2)]
@@ -71,7 +71,7 @@ def wrong_key(section: str, key: str) -> str:
 
 
 def override(config: dict[str, Any], name: str, value: Any) -> str | None:
-    """Write `value`, text of a command line or a value of Python, under the dotted `name` into `config`; returns the
+    """Set the key with the dotted `name` in `config` to `value`, text of a command line or a Python value; returns the
     problem with it, if any."""
     *sections, leaf = name.split(".")
     prefix = ".".join(sections)
@@ -125,7 +125,7 @@ def _missing(key: str) -> str:
 
 
 def _check_stages(config: dict[str, Any]) -> Iterator[Problem]:
-    """Keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
+    """Yield problems of keys that DeepSpeed accepts at any stage, but that have an effect only at some."""
     zero = config.get("zero_optimization", {"stage": 0})
     stage = zero["stage"]
     for key in zero:
@@ -187,7 +187,7 @@ def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> It
 
 
 def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
-    """Options that may give other bits in another run."""
+    """Yield problems of options with which another run may get other bits."""
     name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
     if performance.get("compile", "off") != "off":
         yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"

@@ -22,16 +22,16 @@ from dino_ds.errors import ConfigError, one_line
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = _PACKAGE.parent
-# At most. DeepSpeed's 5e8 elements are more than a ViT-L has: one bucket, a gigabyte, and nothing to overlap.
+# Largest bucket. DeepSpeed's default, 5e8, is more than a ViT-L has: one bucket of a gigabyte, and no overlap.
 BUCKET_ELEMENTS = 50_000_000
-# Of a small network on several ranks: while one is reduced, the backward pass fills the next.
+# Buckets of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 
 
 def find_ds_config(path: str) -> str:
-    """`path` as given, or a shipped one: [ds_configs/]NAME[.json]. Raises ConfigError with the nearest file name."""
+    """`path` as given, or the shipped file [ds_configs/]NAME[.json]. Raises ConfigError with the nearest file name."""
     if path.endswith((".yaml", ".yml")):
         raise ConfigError(f"--ds_config {path} is not a ds JSON: a recipe is given with --config")
     if is_file(path):
@@ -51,7 +51,7 @@ def find_ds_config(path: str) -> str:
 
 
 def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON at `path` with `overrides` (dotted key without "ds." -> text or a value of Python), every key checked.
+    """Load the JSON at `path` with `overrides` (dotted key without "ds." -> text or a Python value); check every key.
 
     Raises ConfigError with one line per problem.
     """
@@ -59,7 +59,7 @@ def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config`, read from `path`, with `overrides`, checked as by `load_ds_config`."""
+    """A copy of `config`, which was read from `path`, with `overrides`; checked as by `load_ds_config`."""
     config, problems = copy.deepcopy(config), list[str]()
     for name, value in overrides.items():
         if problem := override(config, name, value):
@@ -80,7 +80,7 @@ def resolve_ds_config(
     fp16_supported: bool = True,
     parameters: int | None = None,
 ) -> DsConfig:
-    """`config` of `load_ds_config` with every "auto" decided for `world_size` ranks and a network of `parameters`.
+    """Decide every "auto" in `config` of `load_ds_config`, for `world_size` ranks and a network of `parameters`.
 
     Raises ConfigError if the batch sizes do not multiply to `global_batch`, or for fp16 on a device without it.
     """
@@ -183,7 +183,7 @@ def _disagreement(micro: int, accumulation: int, path: str, global_batch: int, w
 
 
 def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
-    """(blocks that are recomputed, saved tensors on the host); DeepSpeed itself does not read this section."""
+    """(blocks to recompute, whether saved tensors go to the host); DeepSpeed itself does not read this section."""
     section = raw.get("activation_checkpointing")
     if section is None:
         return 0, False
@@ -193,7 +193,7 @@ def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
 
 
 def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:
-    """ZeRO 1 and 2 shard nothing on one process; in FP32, where the weights are their own masters, they only copy."""
+    """Replace ZeRO 1 or 2 by stage 0 for one process in FP32: it would shard nothing, and only copy. Returns notes."""
     zero = raw["zero_optimization"]
     stage = zero["stage"]
     if stage not in (1, 2) or precision != "fp32" or world_size > 1 or offloads_optimizer(zero):
@@ -211,7 +211,7 @@ def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> 
     for key, (stages, size) in sizes.items():
         if stage in stages and zero.get(key, "auto") == "auto":
             zero[key] = min(size, BUCKET_ELEMENTS)
-    # One process sends nothing: it would only wait for the device after each backward pass. Copies to the host overlap.
+    # On one process, overlap_comm only makes each backward pass wait for the device, unless copies to the host overlap.
     to_host = offloads_optimizer(zero) or offloads_weights(zero)
     if world_size == 1 and stage and not to_host:
         zero["overlap_comm"] = False
@@ -222,7 +222,7 @@ def _fill_zero(raw: dict[str, Any], parameters: int | None, world_size: int) -> 
 
 
 def _fill_accumulation_dtype(raw: dict[str, Any], precision: str, stage: int, accumulation: int) -> list[str]:
-    """DeepSpeed accumulates in the model's dtype: in low precision small gradients are lost."""
+    """Accumulate in FP32 at stages 2 and 3, as small gradients are lost in the model's dtype; returns notes."""
     if accumulation == 1 or precision == "fp32" or raw.get("data_types", {}).get("grad_accum_dtype"):
         return []
     if stage >= 2:

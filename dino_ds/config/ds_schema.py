@@ -16,7 +16,7 @@ from dino_ds.config.schema import options_of
 
 
 def _whole(value: object) -> object:
-    """5e7 and 2.0, which JSON has as real numbers, as integers."""
+    """Turn 5e7 and 2.0, which JSON reads as floats, into integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

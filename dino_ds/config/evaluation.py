@@ -1,4 +1,4 @@
-"""The recipe's section about evaluations during training, the best teacher and the end without progress. No torch."""
+"""The recipe's section on evaluations during training, the best teacher and stopping without progress. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BENCHMARKS = {
     "paris": "evals.landmarks:paris",
     "davis": "evals.davis:davis",
 }
-"""Evaluations on images of their own, as EVALUATIONS has them."""
+"""Evaluations that have their own images; the values are as in EVALUATIONS."""
 EVALUATIONS = {
     "knn": "evals.suite:knn",
     "linear": "evals.suite:linear",
@@ -45,7 +45,7 @@ EVALUATION_OF: dict[str, str] = {
     "retrieval_map": "retrieval",
     "rankme": "statistics",
 }
-"""The evaluation that gives each metric by which teachers are compared; the held-out loss is none of them."""
+"""Metric that teachers can be compared by -> the evaluation that computes it; the held-out loss needs none."""
 VAL_LOSS = "val_loss"
 """The metric that is better when smaller."""
 _KEEP_BEST = ("auto", "none", *EVALUATION_OF, VAL_LOSS)
@@ -64,7 +64,7 @@ def _parse_evaluations(value: object, info: ValidationInfo) -> tuple[str, ...] |
     words = split_words(value)
     if not isinstance(words, list | tuple) or not words:
         raise ValueError(f"{as_written(value)} is not auto, nor names of evaluations such as knn,statistics")
-    if info.context is None:  # not being asked for: the recipe of a checkpoint, which may be of an earlier version
+    if info.context is None:  # not the user's names: the recipe of a checkpoint, perhaps of an earlier version
         words = [name for name in words if name not in words_elsewhere("evaluations")] or ["knn"]
     for name in words:
         if name not in EVALUATIONS:

@@ -15,12 +15,12 @@ from dino_ds.basics.text_file import unusable_text
 
 
 def option(default: Any, description: str, **facts: Any) -> Any:
-    """A setting's default and the sentence that help has about it; without a default (...) it must be given.
+    """Declare a setting: its default (... if it must be given) and the sentence that describes it in help.
 
-    facts: more about it. shown: what help has as the default. learned: False for a key of a recipe that does not change
+    facts: more about it. shown: the default as help shows it. learned: False for a key of a recipe that does not change
     what is learned, so that a resumed run may change it. by_content: True for a key whose file a resumed run compares
-    by content, and not by name. bare: a word without a name is for this option of a command. stages: the ZeRO stages
-    at which a key of a ds JSON acts. inside_run: True for a length that the run's must reach.
+    by content, and not by name. bare: True for the option of a command that a word without a name sets. stages: the
+    ZeRO stages at which a key of a ds JSON acts. inside_run: True for a length that must not exceed the run's.
     """
     return Field(default, description=description, json_schema_extra=facts or None)
 
@@ -39,12 +39,12 @@ class Section(BaseModel):
 
 _T = TypeVar("_T")
 Resume = bool | int | Literal["auto"]
-"""Whether a run is continued; or if there is one (auto), or from the checkpoint of a step."""
+"""Whether to continue a run; "auto": if there is one; a number: from the checkpoint of that step."""
 UNITS = ("steps", "epochs", "images")
 
 
 MOST_PASSES = 2000
-"""The most often that LightlyTrain advises to see an image; `train` and `advise` say it of longer runs."""
+"""Most passes over the images that LightlyTrain advises; `train` and `advise` say so for longer runs."""
 LEAST_IMAGES, FEW_IMAGES = 100, 2000
 """The smallest number of images to learn from: `advise` refuses fewer, `train` warns."""
 
@@ -56,7 +56,7 @@ class Length:
     value: float
     unit: str
     begin: int = 0
-    """The step that it counts from: that at which a stage of training began."""
+    """The step from which the length counts: the one at which a stage of training began."""
 
     def __str__(self) -> str:
         value = int(self.value) if self.value == int(self.value) else self.value
@@ -84,7 +84,7 @@ class Length:
         return Length(value, unit, begin=int(match[3] or 0))
 
     def in_steps(self, global_batch: int, steps_per_epoch: int) -> int:
-        """The optimizer step at which it ends, rounded up, >= 0: where it counts from 0, its optimizer steps."""
+        """The optimizer step at which this length ends, rounded up; if it begins at 0, its number of steps."""
         # Exact decimals: 0.1 epochs of 30 steps are 3 steps, not 3.0000000000000004.
         value = Fraction(repr(self.value))
         per_unit = {"steps": Fraction(1), "epochs": Fraction(steps_per_epoch), "images": Fraction(1, global_batch)}
@@ -93,7 +93,7 @@ class Length:
 
 @dataclass(frozen=True)
 class Ramp:
-    """A number that moves from `start` to `end` by half a cosine over `length`, then stays; without length constant."""
+    """A number that goes from `start` to `end` by half a cosine over `length`, then stays; without `end` a constant."""
 
     start: float
     end: float | None = None
@@ -104,12 +104,12 @@ class Ramp:
         return start if self.end is None else f"{start}..{_exact(self.end)} over {self.length}"
 
     def __bool__(self) -> bool:
-        """Whether it is ever more than 0."""
+        """Whether the number is ever more than 0."""
         return self.start > 0 or bool(self.end)
 
 
 def _exact(number: float) -> str:
-    """The shortest text of a number that is read as the same one."""
+    """A short text of a number that is read back as exactly the same number."""
     short = f"{number:g}"
     return short if float(short) == number else repr(number)
 
@@ -204,7 +204,7 @@ def once(parts: tuple[Any, ...]) -> tuple[Any, ...]:
 
 LengthField = Annotated[Length, BeforeValidator(_parse_length), PlainSerializer(str)]
 StageLengthField = Annotated[Length, BeforeValidator(_parse_stage_length), PlainSerializer(str)]
-"""May count from the step at which a stage of training began."""
+"""A length that may count from the step at which a stage of training began."""
 WeightField = Annotated[Ramp, PlainValidator(parse_ramp), PlainSerializer(str)]
 AutoLength = Annotated[
     Length | Literal["auto"], PlainValidator(lambda v: v if v == "auto" else _parse_length(v)), PlainSerializer(str)
@@ -231,7 +231,7 @@ def _usable(path: str) -> str:
 Count = Annotated[int, Field(ge=1), AfterValidator(_countable)]
 Amount = Annotated[int, Field(ge=0), AfterValidator(_countable)]
 Listed = Annotated[tuple[_T, ...], BeforeValidator(split_words), AfterValidator(once)]
-"""Several with commas between them, each once."""
+"""Several values with commas between them; repeated ones are dropped."""
 Few = Annotated[int, Field(ge=0, le=1024)]
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 Seconds = Annotated[int, Field(ge=0, le=31_536_000)]
@@ -240,7 +240,7 @@ Side = Annotated[int, Field(ge=1, le=16384)]
 Width = Annotated[int, Field(ge=1, le=131072)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
 PATH = AfterValidator(_usable)
-"""Type of keys whose text is a path or a name: relative paths stay those of the folder in which the run began."""
+"""Marks keys whose text is a path or a name: relative paths always start in the folder in which the run began."""
 PathText = Annotated[str, PATH]
 Positive = Annotated[float, Field(gt=0)]
 Temperature = Annotated[float, Field(gt=0, le=100)]
@@ -257,7 +257,7 @@ ARCHIVES = {
     ".parquet": "data.parquet:ParquetImages",
     **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
 }
-"""Endings of files that hold many images, and the source, by name, that reads several such files or a part of each."""
+"""Ending of files that hold many images -> MODULE:CLASS of the source that reads several of them, or parts of each."""
 _USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
 IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
 """The forms of images that data.root takes, in words."""

@@ -30,7 +30,7 @@ from dino_ds.config.schema import (
 from dino_ds.errors import ConfigError
 
 _RUN_BEFORE = "recipe"
-"""The origin of values that stood in a recipe which is changed."""
+"""The origin of values that come from the recipe that `change_recipe` changes."""
 _UNSET: tuple[Any, ...] = (None, {}, "{}")
 _FAR, _SURE = 0.75, 0.85
 """Least similarity of a suggestion, and of a name that only other projects use."""
@@ -40,9 +40,9 @@ _FAR, _SURE = 0.75, 0.85
 class _Settings:
     """The settings of files and of the command line, before they are checked.
 
-    values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each name
-    that is not known, whose sections are `invalid`: what their other keys mean can't be judged. notes: a line for what
-    was left out.
+    values: dotted name -> (raw value, the file or the command line that it comes from). problems: a line for each
+    unknown name. invalid: the sections of these names, whose other keys can't be judged. notes: a line for each value
+    that was left out.
     """
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class _Settings:
     notes: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], origin: str) -> None:
-        """Lay values over those before; a backbone that is named without its settings drops another network's."""
+        """Add values, which replace earlier ones; a new backbone drops earlier keys that only other networks have."""
         current = self.values.get("model.backbone", (Recipe().model.backbone, ""))[0]
         if (backbone := values.get("model.backbone", current)) != current:
             others = [key for key in keys_not_of(backbone) if key in self.values and key not in values]
@@ -62,7 +62,7 @@ class _Settings:
         self.values.update({name: (value, origin) for name, value in values.items()})
 
     def leave_out_idle(self, error: ValidationError) -> bool:
-        """Whether keys that the user did not set have no effect beside his: they return to their defaults."""
+        """Reset keys without effect that the user did not set to their defaults; returns whether there were any."""
         causes = [problem.get("ctx", {}).get("error") for problem in error.errors()]
         lines = [line for cause in causes for line in getattr(cause, "args", ())]
         keys = [line for line in lines if isinstance(line, IdleKey) and line.key in self.values]
@@ -78,18 +78,18 @@ class _Settings:
         return origin != _RUN_BEFORE and Path(origin).parent != RECIPES
 
     def refuse(self, name: str, where: str) -> None:
-        """Note that `name` is no key; `where` is what the line begins with."""
+        """Note the problem that `name` is no key; `where`: the beginning of its line."""
         if len(self.problems) < MOST_PROBLEMS:
             self.problems.append(f"{where}{name}: {unknown_key(name)}")
             self.invalid.add(name.split(".")[0])
 
 
 def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[str] | None = None) -> Recipe:
-    """Load the recipe `config` with `overrides` (dotted key -> text, or a value of Python).
+    """Load the recipe `config` with `overrides` (dotted key -> text, or a Python value).
 
-    config: a shipped name, a YAML path, several of them with commas between, where each one's keys replace those of the
-    ones before, or None for the defaults. `notes` gets a line for what a recipe sets and another backbone has no use
-    for, and for keys without effect that are not a shipped recipe's. Raises ConfigError with one line per problem.
+    config: a shipped name, a YAML path, several of these with commas between them, of which later ones replace keys of
+    earlier ones, or None for the defaults. `notes` gets a line for each value that is left out, and for each key
+    without effect that the user has set. Raises ConfigError with one line per problem.
     """
     settings = _collect(config, overrides)
     recipe = _validate(settings)
@@ -99,7 +99,7 @@ def load_recipe(config: str | None, overrides: Mapping[str, Any], notes: list[st
 
 
 def change_recipe(recipe: Recipe, overrides: Mapping[str, Any], config: str | None = None) -> Recipe:
-    """Change `recipe` by the keys of `config` and by `overrides`, both as `load_recipe` has them.
+    """A copy of `recipe`, changed by the keys of `config` and by `overrides`, both as in `load_recipe`.
 
     Raises ConfigError with one line per problem.
     """
@@ -124,7 +124,7 @@ def dump_recipe(recipe: Recipe) -> str:
 def write_recipe(path: str, config: str | None, overrides: Mapping[str, Any]) -> None:
     """Write the keys that `config` (None: vits16) and `overrides` set into a new file, each with its meaning.
 
-    Raises ConfigError, also for a file that is there.
+    Raises ConfigError, also if the file exists.
     """
     config = config or "vits16"
     values, written = flatten(load_recipe(config, overrides).model_dump()), keys_set_by(config, overrides)
@@ -243,10 +243,10 @@ def by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _validate(settings: _Settings) -> Recipe:
-    """Raises ConfigError with the lines of all problems, also of what sections make of each other.
+    """Build the recipe. Raises ConfigError with the lines of all problems, also of sections that contradict each other.
 
-    pydantic compares sections only when each is right by itself: so those that are wrong are left out, and the others
-    are checked again, which says nothing of what follows from those that are `invalid`.
+    pydantic compares sections only when each is valid by itself: so invalid ones are left out, and the others are
+    checked again, without problems that only follow from the `invalid` ones.
     """
     nested = by_section({name: value for name, (value, _) in settings.values.items()})
     lines, invalid = list(settings.problems), set(settings.invalid)

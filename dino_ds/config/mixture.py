@@ -27,8 +27,8 @@ _MOST_DIGITS, _MOST_PARTS = 20, 1000
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A source of a mixture: its place, absolute or below data.root; its share of the images of an epoch; and black and
-    white of its images deeper than 8 bits, or None where data.value_range has them."""
+    """A source of a mixture: its path `place`, absolute or below data.root; its share of the images of an epoch; and
+    black and white of its images deeper than 8 bits, or None for those of data.value_range."""
 
     place: str
     share: Fraction
@@ -69,7 +69,7 @@ def _parse_part(text: str) -> MixturePart:
 
 
 def _split(value: object) -> object:
-    """The entries of a text with commas between them, of a list, or of a mapping from place to share."""
+    """The entries of a mixture: of a text with commas between them, of a list, or of a mapping from path to share."""
     if isinstance(value, Mapping):
         return tuple(f"{place}={share}" for place, share in value.items())
     if not isinstance(value, str):
