@@ -32,7 +32,7 @@ from dino_ds.models.specs.trained import TrainedPart, parse_trained
 
 
 def _parse_arguments(value: object) -> str:
-    """JSON, or a mapping of YAML whose values are JSON or words, as JSON in one spelling."""
+    """Convert JSON, or a YAML mapping whose values are JSON or words, to canonical JSON. Raises ValueError."""
     try:
         arguments = _from_json(value) if isinstance(value, str) else _from_text(value)
         if not isinstance(arguments, dict):
@@ -43,7 +43,7 @@ def _parse_arguments(value: object) -> str:
 
 
 def _from_text(value: object) -> object:
-    """Numbers, true, false and null of a YAML file, in YAML's spellings (False, .5), whose values a recipe reads as
+    """Convert YAML's spellings of numbers, true, false and null (False, .5) in a value of a YAML file, which is read as
     text; other words stay."""
     if isinstance(value, dict):
         return {key: _from_text(inner) for key, inner in value.items()}
@@ -59,7 +59,7 @@ def _from_text(value: object) -> object:
 
 
 def _from_json(text: str) -> object:
-    """Raises ValueError for a key that is given twice, and for NaN and infinities, which are not JSON."""
+    """Parse JSON. Raises ValueError, also for a duplicate key, and for NaN and infinities, which are not JSON."""
 
     def once(pairs: list[tuple[str, object]]) -> dict[str, object]:
         if len(mapping := dict(pairs)) < len(pairs):
@@ -74,7 +74,7 @@ def _from_json(text: str) -> object:
 
 _YAML_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+\.?[0-9]*)([eE][-+]?[0-9]+)?")
 ArgumentsField = Annotated[str, BeforeValidator(_parse_arguments)]
-"""Keywords: JSON, or a mapping of YAML."""
+"""Keyword arguments as JSON, or as a YAML mapping."""
 TrainedField = Annotated[str, BeforeValidator(parse_trained)]
 
 
@@ -151,7 +151,7 @@ class ModelSection(Section):
 
     @property
     def side_multiple(self) -> int:
-        """Pixels whose multiples are the sides of crops; 1 where the backbone is not known yet."""
+        """Crop sizes must be multiples of this number of pixels; 1 while the backbone is not known."""
         return 1 if self.backbone == FROM_SOURCE else self.spec().side_multiple
 
     @property
@@ -172,22 +172,22 @@ class ModelSection(Section):
 
 
 SPEC_KEYS = ("patch_size", "width", "depth", "heads", "registers", "layer_scale", "local_cls_norm")
-"""Options that replace a number of the backbone's spec."""
+"""Keys of this section that replace a value of the backbone's spec."""
 _NOT_OF_ALL = {
     **dict.fromkeys((*SPEC_KEYS, "stochastic_depth", "drop_path_growth"), "ViTs that dino_ds builds"),
     "pos_embed_interpolation": "ViTs with learned positions",
     **dict.fromkeys(("local_cls_norm", "rope_shift", "rope_jitter", "rope_rescale"), "ViTs with rotary positions"),
 }
-"""The networks that an option is for, of options that not every backbone obeys."""
+"""For each key that some backbones ignore, the networks that obey it."""
 
 
 def keys_not_obeyed(spec: BackboneSpec) -> list[str]:
-    """Options of a model that change nothing in a backbone."""
+    """Keys of the model section that have no effect on a backbone."""
     return [key for key in _NOT_OF_ALL if key not in spec.obeys]
 
 
 def keys_not_of(backbone: object) -> list[str]:
-    """Keys of a recipe for another network that `backbone` can't take over: arguments, and what it does not obey."""
+    """Keys of another network's recipe that `backbone` can't take over: arguments, and keys without effect on it."""
     keys = ["arguments"]
     with contextlib.suppress(ValueError):  # the schema refuses an unknown name
         keys += [] if backbone == FROM_SOURCE else keys_not_obeyed(backbone_spec(str(backbone)))

@@ -1,6 +1,6 @@
 """The recipe's schema: what is learned; its sections are in `dino_ds.config.sections`.
 
-This one schema makes validation, `--help` and the table of options of the site; `dino_ds.config.loading` loads it.
+Validation, `--help` and the site's table of options all come from this schema; `dino_ds.config.loading` loads recipes.
 No torch here.
 """
 
@@ -45,9 +45,9 @@ from dino_ds.method.specs.of_recipe import groups_of, name_problems, term_proble
 from dino_ds.models.specs.backbones import FROM_SOURCE
 
 INVALID_SECTIONS = "invalid"
-"""The key of a validation's context with the sections that have a problem already: checks across sections skip them."""
+"""Key of the validation context that holds the sections with problems so far: checks across sections skip these."""
 _LEAST_STD = 1e-4
-"""A fortieth of a level of 8 bits: the channel is empty."""
+"""A fortieth of an 8-bit level: with a smaller standard deviation, a channel is empty."""
 
 
 class Recipe(Section):
@@ -89,7 +89,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_fixed(cls, values: Any) -> Any:
-        """Leave out what recipes of earlier versions, as checkpoints have them, could set."""
+        """Drop keys that are fixed now, and that saved recipes of earlier versions may set."""
         for name in words_elsewhere("fixed_keys") if isinstance(values, dict) else ():
             section, _, leaf = name.rpartition(".")
             inside = values.get(section, {}) if section else values
@@ -117,14 +117,14 @@ class Recipe(Section):
 
     @property
     def peak_lr(self) -> float:
-        """The learning rate after its warm-up, scaled with the batch."""
+        """The learning rate at the end of its warm-up, scaled by the global batch size."""
         batch = self.data.global_batch
         scale = batch / 256 if self.optimizer.lr_scaling == "linear" else math.sqrt(batch / 1024)
         return self.optimizer.lr * scale
 
     @property
     def resolutions(self) -> tuple[Resolution, ...]:
-        """The sizes that optimizer steps have, and how often; one where crops.resolutions is not given."""
+        """The crop sizes of optimizer steps, and how often each is used; a single one without crops.resolutions."""
         crops = self.crops
         return parse_resolutions(crops.resolutions) or (
             Resolution(crops.global_size, crops.local_size, self.gram.own_crop_size),
@@ -132,33 +132,33 @@ class Recipe(Section):
 
     @property
     def hides_patches(self) -> bool:
-        """Whether patches are hidden from the student: it sees a learned mask token there."""
+        """Whether patches are hidden from the student, which sees a learned mask token in their place."""
         return self.crops.mask != "none" and self.crops.mask_hides
 
     @property
     def groups(self) -> tuple[CropGroup, ...]:
-        """The crops of every image, in order, and who sees them; the largest of several resolutions, which memory must
-        hold."""
+        """The crop groups of an image, in order, and the networks that see them; of several resolutions, those of the
+        largest, for which memory must suffice."""
         return max(map(self.groups_of, self.resolutions), key=lambda groups: sum(s**2 for s in crop_sizes(groups)))
 
     def groups_of(self, resolution: Resolution) -> tuple[CropGroup, ...]:
-        """The `groups` of a step of this resolution: they differ in size alone."""
+        """The `groups` of a step at `resolution`: resolutions differ only in crop sizes."""
         return groups_of(self, resolution)
 
     def batch_bytes(self, images: int) -> int:
-        """The crops of `images` images as loader processes hand them over: bytes, or FP32 where they are augmented."""
+        """Bytes of the crops of `images` images from loader processes: uint8, or FP32 if augmented there or deep."""
         pixels = sum(size**2 for size in crop_sizes(self.groups)) * self.model.in_chans
         return images * pixels * (4 if self.data.augment == "worker" or self.data.is_deep else 1)
 
     def check_learning_rates(self) -> None:
-        """Check a recipe that is to be trained; tools also look at parts of its batch. Raises ConfigError."""
+        """Raises ConfigError if min_lr exceeds the peak learning rate. For training: tools may use part of a batch."""
         peak = self.peak_lr
         if self.optimizer.schedule != "constant" and self.optimizer.min_lr > peak * (1 + 1e-9):
             low, why = f"{self.optimizer.min_lr:g}", "(optimizer.lr scaled by data.global_batch): lower it, or raise lr"
             raise ConfigError(f"optimizer.min_lr {low} is more than the peak learning rate {peak:g} {why}")
 
     def check_count(self, images: int) -> None:
-        """Raises DataError for fewer images than a global batch, with the command that suits the settings to few."""
+        """Raises DataError for fewer images than a global batch, with the command that adapts settings to them."""
         batch, source = self.data.global_batch, self.data.source
         if images < batch:
             words = [] if self.data.root is None else [self.data.root]
@@ -169,14 +169,14 @@ class Recipe(Section):
             )
 
     def check_teacher(self) -> None:
-        """Check a recipe that is to be trained. Raises ConfigError where a distillation has no teacher."""
+        """Raises ConfigError if the recipe distills and names no trained teacher. For training."""
         if self.teacher.distill is not None and self.teacher.taught_by == EMA:
             distill = f"teacher.distill {self.teacher.distill}"
             raise ConfigError(f"{distill} needs a trained teacher: name one (--teacher.source RUN), or set it none")
 
     def _length_problems(self) -> list[str]:
         if self.stage_start == "continue" or self.length.begin:
-            return []  # the length is the stage's, and the others may lie in the run before
+            return []  # length is the stage's; the other lengths may have ended in the run before
         options = options_of(type(self))
         parts = {key: value for key, value in named_values(self) if options[key].fact("inside_run")}
         longer = [
@@ -193,7 +193,7 @@ class Recipe(Section):
 
 
 def channel_problems(data: DataSection, model: ModelSection) -> list[str]:
-    """Means and deviations of channels that can't be those of the images."""
+    """Problems of data.mean and data.std, if they can't be those of the images' channels."""
     values_of = {"data.mean": data.mean, "data.std": data.std}
     known = {name: values for name, values in values_of.items() if values is not None}
     if len(known) == 1:

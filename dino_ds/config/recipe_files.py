@@ -1,5 +1,5 @@
-"""Finds the files of a recipe, a shipped one by its name or YAML files with those that they extend, and reads them as
-text, for the schema to convert."""
+"""Finds the files of a recipe: a shipped recipe by its name, or YAML files, with the files that they extend. Reads
+their values as text, which the schema converts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dino_ds.errors import ConfigError, one_line
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 EXTENDS = "extends"
-"""The key of a file that names the recipe it changes: a shipped one, or a file relative to it."""
+"""Key by which a file names the recipe that it changes: a shipped recipe, or a path relative to the file."""
 
 
 class RecipeFile(NamedTuple):
-    """A file of a recipe, and its keys without `extends`."""
+    """The path of a recipe's file, and its keys without `extends`."""
 
     path: str
     content: dict[str, Any]
@@ -32,8 +32,8 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe_files(config: str) -> list[RecipeFile]:
-    """The files of `config` (a shipped name, a YAML path, or several with commas between them), each after those that
-    it goes over. Raises ConfigError for what can't be found or read, and for files that extend each other in a circle.
+    """The files of `config` (a shipped name, a YAML path, or several separated by commas), each after those that it
+    overrides. Raises ConfigError for a file that can't be found or read, and for a circle of extended files.
     """
     names = [config] if is_file(config) else config.split(",")
     return [file for name in names for file in _read_chain(_find(name.strip(), "--config "))]
@@ -54,7 +54,7 @@ def _read_chain(path: str) -> list[RecipeFile]:
 
 
 def _find_base(base: object, path: str) -> str:
-    """The file that the one at `path` extends; relative names begin in its folder."""
+    """Find the file `base` that the file at `path` extends; relative paths start in the folder of `path`."""
     start = f"{path}: {EXTENDS}: "
     if not isinstance(base, str) or (base not in recipe_names() and "," in base):
         raise ConfigError(
@@ -67,7 +67,7 @@ def _find_base(base: object, path: str) -> str:
 
 
 def _find(config: str, start: str) -> str:
-    """The path of one recipe's file; `start` is what an error begins with."""
+    """Find the file of one recipe. Raises ConfigError, whose message begins with `start`."""
     if config.endswith((".json", ".hjson")):
         raise ConfigError(f"{start}{config} is not a recipe: a DeepSpeed JSON is given with --ds_config")
     if config not in recipe_names() and is_file(run := f"{config}/config.yaml"):
@@ -92,7 +92,7 @@ def _find(config: str, start: str) -> str:
 
 
 def read_yaml(path: str) -> dict[str, Any]:
-    """The content of a recipe. Raises ConfigError, with the line where there is one."""
+    """The keys and values of a YAML file. Raises ConfigError, with the line number if it is known."""
     text = read_text(path, "YAML")
     try:
         content = yaml.load(text, _Loader)
@@ -116,7 +116,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
 
 def _problem(message: str | None) -> str:
-    """The parser's words, plainer for a tab and for a file that ends too early."""
+    """The YAML parser's message, in plainer words for a tab and for a file that ends too early."""
     if message and message.startswith("found character '\\t'"):
         return "a tab stands where spaces belong: indent with spaces"
     return (message or "not YAML").replace("'<stream end>'", "the end of the file")

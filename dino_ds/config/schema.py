@@ -1,5 +1,5 @@
-"""Reads the classes that settings are declared in, all in one language: keys of a recipe, keys of a ds JSON and options
-of commands are pydantic fields, which say their type, range, default and help. No torch here.
+"""Reads the classes that declare settings. Keys of a recipe, keys of a ds JSON and options of commands are all pydantic
+fields, with their type, range, default and help. No torch here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dino_ds.config.fields import Length, Ramp, Section
 
 Options = TypeVar("Options")
 COMMAND_LINE = "command line"
-"""The origin of a value that no file has."""
+"""Origin of a value that comes from no file."""
 NONE_WORDS = ("none", "null")
 _NO_TERMS = ", objective.terms {}"
 _WORDS = {int: "integer", float: "number", bool: "true or false", str: "text", list: "list of text"}
@@ -44,7 +44,7 @@ class Option:
         return self.info.description or ""
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """A fact that `option` of config.fields was given, or `default`."""
+        """A fact that was passed to `config.fields.option`, or `default`."""
         facts = self.info.json_schema_extra
         return facts.get(name, default) if isinstance(facts, dict) else default
 
@@ -70,7 +70,7 @@ class Option:
 
     @property
     def type(self) -> str:
-        """The type in words, with its limits or the words that are allowed."""
+        """The type in words, with its limits or its allowed words."""
         return " or ".join(_type_text(part, limits) for part, limits in self.members)
 
     @property
@@ -81,7 +81,7 @@ class Option:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it needs no value on the command line."""
+        """Whether the option needs no value on the command line."""
         return self.members[0][0] is bool and not self.takes_none
 
     @property
@@ -90,17 +90,17 @@ class Option:
 
     @property
     def takes_words(self) -> bool:
-        """Whether all further words without a name are its value, as files that a shell lists."""
+        """Whether the option takes all further words without a name, such as files that a shell lists."""
         return bool(self.fact("bare")) and self.takes_list
 
     @property
     def takes_list(self) -> bool:
-        """Whether its value is several parts with commas between them."""
+        """Whether the option's value is a list, separated by commas."""
         return get_origin(self.members[0][0]) is tuple
 
     def read(self, value: Any, show: Callable[[Any], str] = as_written) -> Any:
-        """A value as the type has it, from what a file or the command line says. Raises ValueError that says why not;
-        `show` writes values in it."""
+        """Convert a value of a file or of the command line to the option's type. Raises ValueError with the reason, in
+        which `show` formats values."""
         if self.takes_none and isinstance(value, str) and value.strip().lower() in NONE_WORDS:
             return None
         try:
@@ -119,40 +119,40 @@ class Option:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(cls: type[Options]) -> type[Options]:
-    """Make a class a frozen dataclass of settings, whose values are checked."""
+    """Turn a class into a frozen dataclass of settings that validates its values."""
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
     return pydantic_dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)  # type: ignore[return-value]
 
 
 def fields_of(schema: object) -> dict[str, FieldInfo]:
-    """The fields that a pydantic model or dataclass declares; none of another type."""
+    """The fields that a pydantic model or dataclass declares; {} for another type."""
     fields: dict[str, FieldInfo] = getattr(schema, "model_fields", None) or getattr(schema, "__pydantic_fields__", {})
     return fields
 
 
 @functools.cache
 def options_of(schema: type) -> dict[str, Option]:
-    """The settings of a class and of its sections, by name in their order."""
+    """The settings of a class and of its sections by dotted name, in the order of declaration."""
     options: dict[str, Option] = {}
     for name, info in fields_of(schema).items():
         section: Any = info.annotation
         if fields_of(section):
             names = {f"{name}.{leaf}": inner.info for leaf, inner in options_of(section).items()}
         else:
-            names = {name.removesuffix("_"): info}  # from_: a word of Python's
+            names = {name.removesuffix("_"): info}  # from_: "from" is a keyword of Python
         options |= {name: Option(name, info) for name, info in names.items()}
     return options
 
 
 class IdleKey(str):
-    """The line of a problem: `key` is set and has no effect beside other keys. `why`: the line without the cure."""
+    """A line about a `key` that is set and has no effect beside other keys. `why`: the line without its advice."""
 
     key: str
     why: str
 
     @classmethod
     def of(cls, key: str, value: object, reason: str) -> IdleKey:
-        """The problem that `key` has this value for the `reason` in vain."""
+        """The line about `key`, whose `value` has no effect for the given `reason`."""
         why = f"{key} {f'{value:g}' if isinstance(value, float) else value} {reason}"
         problem = cls(f"{why}: leave it out")
         problem.key, problem.why = key, why
@@ -160,7 +160,7 @@ class IdleKey(str):
 
 
 def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value as the schema has it)."""
+    """Yield (dotted name, value in the schema's type) for all keys of a section."""
     for key, value in section:
         if isinstance(value, Section):
             yield from named_values(value, f"{prefix}{key}.")
@@ -169,7 +169,7 @@ def named_values(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]
 
 
 def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKey]:
-    """The keys of a recipe, other than at their defaults, that have no effect beside others, by a table of sections."""
+    """The keys of a recipe that are not at their defaults and have no effect beside others, by its sections' table."""
     values, options = dict(named_values(recipe)), options_of(type(recipe))
     idle: dict[str, IdleKey] = {}
     for _, section in recipe:
@@ -186,18 +186,18 @@ def idle_keys(recipe: Section, table: Literal["idle", "refused"]) -> list[IdleKe
 
 
 def _is_so(shown: str, words: str) -> bool:
-    """Whether the first word of a value is one of those with | between them, or none of them after "!"."""
+    """Whether the first word of the value `shown` is among `words`, separated by |, or with a leading "!" is not."""
     first = "".join(shown.split()[:1])
     return (first in words.removeprefix("!").split("|")) != words.startswith("!")
 
 
 def flat_values(recipe: Section) -> dict[str, Any]:
-    """Dotted name -> plain value."""
+    """The plain values of a recipe, by dotted name."""
     return flatten(recipe.model_dump(mode="json"))
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections -> dotted names."""
+    """Flatten nested sections to one mapping by dotted name."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -208,14 +208,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """The differences between two nested mappings, in words such as "seed 0 -> 1", by dotted name in order."""
+    """The differences between two nested mappings, in words such as "seed 0 -> 1", sorted by dotted name."""
     old, new = flatten(before), flatten(now)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return {key: f"{key} {old.get(key)} -> {new.get(key)}" for key in keys}
 
 
 def show_value(value: object) -> str:
-    """A value as one writes it in YAML and on the command line."""
+    """Format a value as in YAML and on the command line."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -226,7 +226,7 @@ def show_value(value: object) -> str:
 
 
 def problem_lines(error: ValidationError, values: Mapping[str, tuple[Any, str]]) -> list[str]:
-    """A line for each problem. given: dotted name -> (raw value, where it came from)."""
+    """A line for each problem. values: dotted name -> (raw value, its origin)."""
     return [line for problem in error.errors() for line in _lines(problem, values)]
 
 
@@ -239,7 +239,7 @@ def _lines(problem: Any, values: Mapping[str, tuple[Any, str]]) -> list[str]:
 
 
 def _say(problem: Any, show: Callable[[Any], str] = as_written) -> str:
-    """pydantic's error in our words: what was given, what is allowed."""
+    """Describe an error of pydantic in our words: the given value, and what is allowed."""
     value, kind, context = problem["input"], problem["type"], problem.get("ctx", {})
     if kind == "value_error":
         return "\n".join(map(str, context["error"].args))

@@ -1,6 +1,6 @@
-"""The recipe of a stage of training, which begins with another run: that run's, with what the stage sets. No torch.
+"""The recipe of a stage of training, which begins with another run: that run's recipe, changed by the stage. No torch.
 
-What a stage sets counts from the step at which it began; what it leaves goes on.
+Lengths and ramps that a stage sets count from the step at which the stage began; the others continue.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _OF_A_RUN = {"stage_start": "none", "model.init_from": "none"}
 
 @dataclass(frozen=True)
 class Given:
-    """A recipe as it was given: the names, and the options of the command line. notes: lines for people, of what was
-    understood otherwise than it is written."""
+    """A recipe as the user gave it: the names in `config`, and the options of the command line. notes: lines for the
+    user about values that are understood otherwise than written."""
 
     config: str | None
     overrides: Mapping[str, Any]
     notes: list[str] = field(default_factory=list, compare=False)
 
     def recipe_for_start(self, run_dir: Path, stage_from: str | None, resumes: bool, by_own: bool = False) -> Recipe:
-        """The recipe of a start in `run_dir`: of a run that is there already by the file that it has written, if that
-        is a stage or `by_own`; else over that of the run `stage_from`, else by itself. Raises ConfigError, and
-        CheckpointError where a stage that is there began with another run.
+        """The recipe of a start in `run_dir`. A resumed stage, or with `by_own` any resumed run, changes the recipe in
+        its folder; a new stage changes that of the run `stage_from`; other starts have the given recipe alone. Raises
+        ConfigError, and CheckpointError where the stage in `run_dir` began with another run.
         """
         origin, step = (None, None) if stage_from is None else split_origin(stage_from)
         recorded = run_dir / "config.yaml"
@@ -66,19 +66,19 @@ class Given:
         return recipe
 
     def _recipe_of_run(self, run_dir: Path) -> Recipe:
-        """The recipe of the run that a stage begins with. Raises CheckpointError where there is none."""
+        """The recipe of the run that a stage begins with. Raises CheckpointError if `run_dir` is not a run."""
         if not (run_dir / "config.yaml").is_file():
             near = near_run(run_dir)
             raise CheckpointError(f"--from {run_dir}: it is not a run (no config.yaml); give a run folder{near}")
         return own_recipe(run_dir, keys_set_by(self.config, self.overrides), self.notes)
 
     def applied_to(self, recipe: Recipe, forget: bool = True) -> Recipe:
-        """The recipe of the run that a stage begins with, changed by what is given."""
+        """Change a run's `recipe` by the given one; `forget`: without the settings that say how that run began."""
         return change_recipe(change_recipe(recipe, _OF_A_RUN) if forget else recipe, self.overrides, self.config)
 
     def rebased_to_step(self, recipe: Recipe, step: int) -> Recipe:
-        """`recipe` of a stage that began at `step`: what is set here counts from there, what is taken over stays. A
-        stage that starts again at step 0 counts everything from there."""
+        """Rebase the `recipe` of a stage that began at `step`: lengths that are set here count from `step`, and those
+        that are taken over stay. If the stage restarts at step 0, all lengths count from there."""
         written = keys_set_by(self.config, self.overrides)
         restarts = recipe.stage_start == "restart"
         moved = {
@@ -101,8 +101,8 @@ def split_origin(origin: str) -> tuple[Path, int | None]:
 
 
 class Home(NamedTuple):
-    """The folder that a model lies in, which may be a run's, and how what is made of another teacher is told from what
-    is made of the newest one: by "step_00000500" of a checkpoint, "best_teacher" of that file, else ""."""
+    """The folder of a model, which may be a run's, and the `name` that marks results of another teacher than the
+    newest: "step_00000500" for a checkpoint, "best_teacher" for that file, else ""."""
 
     folder: Path
     name: str
@@ -113,12 +113,12 @@ class Home(NamedTuple):
         return (self.folder / "config.yaml").is_file()
 
     def place(self, start: str, ending: str = "") -> Path:
-        """The path of what is made of the model and is called `start` + `ending` if the newest teacher is meant."""
+        """The path of a result of the model: `start` + `ending`, with the `name` between them unless that is ""."""
         return self.folder / f"{start}{'-' if self.name else ''}{self.name}{ending}"
 
 
 def home_of(model: str) -> Home:
-    """The place of a model that is given as a run folder, as one of its checkpoints, or otherwise."""
+    """The `Home` of a model that is given as a run folder, a checkpoint or best teacher in it, or otherwise."""
     path = Path(os.path.expanduser(model))
     if path.name == BEST_TEACHER and (path.parent / "config.yaml").is_file():
         return Home(path.parent, path.stem)
@@ -132,12 +132,12 @@ def holds_run(run_dir: Path) -> bool:
 
 
 def holds_checkpoint(run_dir: Path) -> bool:
-    """Whether a run folder has a checkpoint, whole or not."""
+    """Whether a run folder has a checkpoint, complete or not."""
     return any(run_dir.glob("checkpoints/step_*"))
 
 
 def near_run(missing: str | Path) -> str:
-    """The words ". Did you mean runs/x?" for run folders with names like that of one that is not there, or ""."""
+    """The words ". Did you mean runs/x?" for run folders with names similar to a missing one's, or ""."""
     path = Path(os.path.expanduser(missing))
     with contextlib.suppress(OSError):
         while not path.parent.is_dir() and path.parent != path:
@@ -149,7 +149,7 @@ def near_run(missing: str | Path) -> str:
 
 
 def nothing_to_resume(run_dir: Path) -> CheckpointError:
-    """The error of a --resume in a folder that holds no run."""
+    """The error for --resume with a folder that holds no run."""
     near = near_run(run_dir)
     return CheckpointError(f"nothing to resume: {run_dir} holds no run; start without --resume, or fix --run_dir{near}")
 
@@ -165,12 +165,12 @@ def _one_without_the_other(recipe: Recipe) -> str:
 
 
 def _counts(key: str, value: object) -> bool:
-    """Whether it counts from the step at which a stage began."""
+    """Whether the value of `key` counts from the step at which a stage began."""
     return key == "length" or key.endswith(".start") or (isinstance(value, Ramp) and value.length is not None)
 
 
 def _is_set(key: str, written: Collection[str]) -> bool:
-    """Whether a stage sets a value; when a term begins is set with its weight or its teacher too."""
+    """Whether a stage sets `key`; a term's weight or teacher sets the term's start too."""
     section = key.partition(".")[0]
     together = {key, f"{section}.weight", f"{section}.teacher"} if key.endswith(".start") else {key}
     return bool(together & set(written))
@@ -184,11 +184,11 @@ def _counted_from(value: Length | Ramp, step: int) -> Length | Ramp:
 
 
 def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> tuple[str, str]:
-    """The folder of recipe `name`, and a line that says so where there are several, else "".
+    """The run folder for recipe `name`, and a line about the choice if there are several, else "".
 
-    A new run gets the number after the newest one's; a start that `resumes` the newest one itself. All ranks of one
-    machine see the same folders until the run begins. Those of several machines might not (a network disk's cache):
-    there the first name alone is taken. Raises ConfigError where another one would be resumed there.
+    A new run gets the number after the newest run's; a start that `resumes` gets the newest run. All ranks of one
+    machine see the same folders until the run begins. Ranks on several machines might not (a network disk's cache):
+    they take the name without a number. Raises ConfigError if they would have to resume a numbered run.
     """
     first = os.path.join("runs", name)
     numbers = sorted(_numbers(first))
@@ -208,7 +208,7 @@ def default_folder(name: str, resumes: bool, environment: Mapping[str, str]) -> 
 
 
 def _numbers(first: str) -> list[int]:
-    """Numbers of the folders of this name that hold a run, 1 for the one without a number."""
+    """Numbers N of the folders `first`-N that hold a run, 1 for `first` itself."""
     path = Path(first)
     pattern = re.escape(path.name) + r"(?:-([1-9][0-9]{0,8}))?"
     matches = [(folder, re.fullmatch(pattern, folder.name)) for folder in path.parent.glob("*")]

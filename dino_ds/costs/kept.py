@@ -1,4 +1,4 @@
-"""Keeps what a rehearsal found in a folder of the user's cache: by what was rehearsed, and by which code."""
+"""Keeps results of rehearsals in the user's cache folder, by what was rehearsed and by the code that did it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from dino_ds.basics.durable import cache_folder, replacing
 _PACKAGE = Path(__file__).resolve().parents[1]
 _MOST_FILES = 1000
 _UNUSABLE = OSError, RuntimeError
-"""Errors of a folder that can't be used; RuntimeError: a container's user may have no home."""
+"""Errors from a cache folder that can't be used; RuntimeError: a container's user may have no home."""
 _found: dict[str, Any] = {}
 
 
 def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, ...] = ()) -> Any:
-    """The plain JSON that `make` gives, or gave before for the same `about`.
+    """The plain JSON that `make` returns, or returned before for the same `about` and code.
 
-    A file that is no JSON is made anew. A folder that can't be read or written changes nothing but the time that it
-    takes.
+    A file that is not JSON is replaced. If the folder can't be read or written, only time is lost.
 
     Args:
-        about: what is asked for, plain JSON too.
-        make: called where nothing is kept.
-        modules: other code that `make` runs, by name.
+        about: what the result depends on, as plain JSON.
+        make: computes a result that is not in the cache.
+        modules: names of other modules whose code `make` runs.
     """
     text = json.dumps([2, about, _versions(), [_digest(module) for module in modules]], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -45,8 +44,8 @@ def kept(about: Mapping[str, Any], make: Callable[[], Any], modules: tuple[str, 
 
 
 def share() -> None:
-    """Give every rank what rank 0 has: they ask for the same. Every rank must call it."""
-    from dino_ds.engine import distributed  # torch, without which a plan that is asked again is made
+    """Give every rank the results of rank 0: all ranks need the same ones. Every rank must call this."""
+    from dino_ds.engine import distributed  # imports torch, which a plan from the cache does not need
 
     _found.update(distributed.gather_objects(_found if distributed.rank() == 0 else {})[0])
 

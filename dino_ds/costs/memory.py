@@ -1,7 +1,7 @@
-"""The memory that a step needs on one device: what a rehearsed micro-batch holds, and what the engine holds beside it.
+"""The memory that a step needs on one device: tensors of a rehearsed micro-batch, and of the engine beside it.
 
-All of these are tensors, as the allocator of a GPU counts them; libraries, the context of a GPU and fragmentation come
-on top. The engine's part is arithmetic. Tested against the tensors that a DeepSpeed engine holds and those of a step.
+Only tensors count, as in a GPU's allocator; libraries, the GPU's context and fragmentation come on top. The engine's
+part is arithmetic. Tests compare both with the tensors of a DeepSpeed engine and of a real step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dino_ds.method.specs.of_recipe import teachers_of
 GIB = 2**30
 _FP32 = 4
 MOMENT_BYTES = {"adamw": 8, "sgd": 4, "lars": 4, "muon": 4}
-"""Bytes that each kind of optimizer keeps of a weight."""
+"""Bytes of the moments that each kind of optimizer keeps for a weight."""
 # DeepSpeed's defaults.
 _PERSISTENCE_THRESHOLD = 100_000
 _MAX_LIVE = 1_000_000_000
@@ -27,7 +27,7 @@ _MAX_LIVE = 1_000_000_000
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device at the fullest moment of a step. As text: without the parts of less than 1 %."""
+    """Bytes on one device at the moment of a step that needs the most. As text, without parts of less than 1 %."""
 
     moment: str
     parts: dict[str, int]
@@ -50,24 +50,24 @@ def element_bytes(config: DsConfig) -> int:
 def estimate_memory(
     recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bool, libraries: int = 0, exact: bool = True
 ) -> Memory:
-    """The peak on each of `world_size` devices; exact: as of `step_costs`.
+    """Estimate the peak memory of a step on each of `world_size` devices; exact: as in `step_costs`.
 
-    Off a GPU what is offloaded to the host counts too, and so do `libraries`: bytes of the process before it builds
-    anything. Raises NotEstimated.
+    Without a GPU, tensors that are offloaded to the host count too, and so do `libraries`: bytes of the process before
+    it builds anything. Raises NotEstimated.
     """
     facts, costs = student_facts(recipe), step_costs(recipe, config, on_gpu, exact)
     sizes, trained = facts.sizes, facts.trained
     total = sum(trained.values())
     gradients, buckets = gradient_bytes(trained, config, world_size, on_gpu), bucket_bytes(config, world_size)
     held = gradients if config.accumulation > 1 or config.stage == 3 else 0
-    # Stage 1 reduces when the backward pass is over; a CPU has not yet given memory for buckets that nobody wrote to.
+    # Stage 1 reduces after the backward pass; on a CPU, buckets take no memory before they are written.
     late = config.stage == 1 and not config.raw["zero_optimization"].get("overlap_comm")
     whole = _gradient_element(config) * total if late else gradients
     scratch = _optimizer_scratch(facts.groups, config, world_size, on_gpu)
     of_stage3 = buckets if config.stage == 3 else 0
     at_end = {"gradients": gradients + scratch, "buckets": of_stage3, "targets": round(costs.held)}
     window = config.accumulation if facts.whole_step else 1
-    beyond = costs.held * max(0, costs.window - window)  # prepared in the rehearsal, and not in this step
+    beyond = costs.held * max(0, costs.window - window)  # prepared in the rehearsal but not in this step
     moments = [Memory("the optimizer", at_end)]
     for name, part in costs.parts.items():
         for done, size in part.moments:
@@ -86,7 +86,7 @@ def estimate_memory(
     common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
     common |= teacher_bytes(costs.teachers, teachers_of(recipe), config, world_size) | {
         "gathered parameters": gathered_bytes(sizes, config, world_size),
-        "crops": round(costs.crops * (window + on_gpu)),  # a GPU is brought the next batch while it uses this one
+        "crops": round(costs.crops * (window + on_gpu)),  # a GPU also holds the next batch while it uses this one
         "targets": round(costs.held * max(0, window - costs.window)),
         "libraries": 0 if on_gpu else libraries,
     }
@@ -117,8 +117,8 @@ def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, i
 def teacher_bytes(
     teachers: Mapping[str, TeacherCosts], specs: Sequence[TeacherSpec], config: DsConfig, world_size: int
 ) -> dict[str, int]:
-    """The weights, on each device, of teachers other than the EMA teacher; a frozen one's backbone lies where the ds
-    config says."""
+    """Bytes on each device of the weights of teachers other than the EMA teacher; the ds config says where the backbone
+    of a frozen teacher lies."""
     sizes = {}
     for spec in specs:
         if (teacher := teachers.get(spec.name)) is None:
@@ -128,7 +128,7 @@ def teacher_bytes(
         if spec.name != EMA:
             sizes[spec.title] = shares[where] + teacher.heads
         if where != "whole":
-            # The largest block that is in use, and the one that is fetched meanwhile.
+            # The segment in use, and the next one, which is fetched meanwhile.
             twice = 2 * teacher.backbone // max(1, teacher.segments)
             sizes[f"gathered of the {spec.title}"] = min(teacher.backbone, twice)
     return sizes
@@ -145,8 +145,8 @@ def state_bytes(
     """The bytes that stay on a device from step to step: weights, FP32 masters, the optimizer's moments, the teacher.
 
     frozen: names of the weights that are never trained. moments: bytes of all moments, AdamW's if not given. ZeRO 1 and
-    2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights that are
-    whole are the teacher's own.
+    2 keep a copy of FP32 weights as masters too; stage 0 trains FP32 weights in place. Frozen FP32 weights are the
+    teacher's own tensors where they are not sharded.
     """
     total = sum(sizes.values())
     trained = total - sum(sizes[name] for name in frozen)
@@ -161,7 +161,7 @@ def state_bytes(
     on_host = on_gpu and offloads_optimizer(zero)
     moments = MOMENT_BYTES["adamw"] * trained if moments is None else moments
     params_on_host = on_gpu and offloads_weights(zero)
-    # ZeRO++: each node keeps a second copy of the weights, cut among its ranks.
+    # ZeRO++: each node keeps a second copy of the weights, sharded over its ranks.
     node = min(int(zero.get("zero_hpz_partition_size", 1)), world_size)
     return {
         "student": 0 if params_on_host else student,
@@ -177,22 +177,22 @@ def moment_bytes(groups: Iterable[tuple[str, int]]) -> int:
 
 
 def gradient_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int, on_gpu: bool) -> int:
-    """Gradients at the end of a backward pass, in the dtype in which they are accumulated."""
+    """Bytes of the gradients at the end of a backward pass, in the dtype in which they are accumulated."""
     zero, total = config.raw["zero_optimization"], sum(sizes.values())
     if on_gpu and config.stage and offloads_optimizer(zero):
-        return 0  # copied to the host as they come
+        return 0  # each is copied to the host at once
     if config.stage == 3:
         return _gradient_element(config) * total // world_size
     if config.stage == 0 or (config.stage == 1 and config.accumulation > 1):
         return _gradient_element(config) * total
-    # A tensor that reaches into two ranks' parts is kept whole on both: the prototypes of a head are one tensor.
+    # A tensor that spans the shards of two ranks is whole on both: a head's prototypes are one tensor.
     prototypes = (n for name, n in sizes.items() if name.endswith("prototypes.weight"))
     whole = sum(prototypes) if world_size > 1 else 0
     return _gradient_element(config) * ((total - whole) // world_size + whole)
 
 
 def bucket_bytes(config: DsConfig, world_size: int) -> int:
-    """The buffers in which gradients are reduced: two with overlap at stages 1 and 2."""
+    """Bytes of the buffers in which gradients are reduced: two with overlap at stages 1 and 2."""
     zero = config.raw["zero_optimization"]
     if not config.copies_gradients(world_size) or not zero.get("contiguous_gradients", True):
         return 0
@@ -201,7 +201,7 @@ def bucket_bytes(config: DsConfig, world_size: int) -> int:
 
 
 def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) -> int:
-    """ZeRO 3: whole parameters while they are in use, at most `stage3_max_live_parameters`."""
+    """ZeRO 3: bytes of the parameters that are gathered for use, at most `stage3_max_live_parameters` elements."""
     zero = config.raw["zero_optimization"]
     if config.stage < 3 or (world_size == 1 and not offloads_weights(zero)):
         return 0
@@ -212,9 +212,9 @@ def gathered_bytes(sizes: Mapping[str, int], config: DsConfig, world_size: int) 
 
 
 def _optimizer_scratch(groups: Sequence[tuple[str, int]], config: DsConfig, world_size: int, on_gpu: bool) -> int:
-    """DeepSpeed's flat copy of the gradients of the largest group, and its FP32 form; or what Muon holds."""
+    """Bytes of DeepSpeed's flat copy of the largest group's gradients and of its FP32 cast; or of Muon's tensors."""
     orthogonalized = max((elements for kind, elements in groups if kind == "muon"), default=0)
-    # The updates, four matrices of each in a batch, and what ranks exchange.
+    # The updates, four matrices for each in a batch, and the tensors that ranks exchange.
     of_muon = 5 * orthogonalized if config.stage == 0 else (5 + 2 * (world_size > 1)) * orthogonalized // world_size
     if config.stage == 0 or (on_gpu and offloads_optimizer(config.raw["zero_optimization"])):
         return _FP32 * of_muon

@@ -1,7 +1,7 @@
 """Records what operators on fake tensors hold and compute: bytes alive after each, and FLOPs.
 
 A multiply-add is 2 FLOPs; matrix products, convolutions and attention count. Formulas are those of torch's counter,
-but for the two that it has wrong and the products in place that it overlooks.
+except for operators for which torch has none or a wrong one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RecordedPart:
     """One part of a micro-batch.
 
     flops: of all products.
-    computes: whether an operator of it does more than look at a tensor in another way.
+    computes: whether any of its operators does more than view a tensor.
     moments: (elements of finished gradients, most bytes alive meanwhile).
     """
 
@@ -41,11 +41,11 @@ class RecordedPart:
 
 
 class Recorder(TorchDispatchMode):
-    """Records from its construction on; `known` tensors, and what they share memory with, do not count.
+    """Records the operators in its context; `known` tensors, and tensors that share memory with them, do not count.
 
-    live: bytes of all other storages.
-    done: elements of gradients that are finished, which are freed at once.
-    on_host: bytes that were saved on the host.
+    live: bytes of all other storages that are alive.
+    done: elements of the finished gradients, which are freed at once.
+    on_host: bytes that autograd saved on the host.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.live, self.done, self.on_host = 0, 0, 0
         self.parts: dict[str, RecordedPart] = {"other": RecordedPart()}
         self._name, self._fused = "other", False
-        self._known = list(known)  # their addresses must not be used again
+        self._known = list(known)  # kept alive: their addresses must not be reused
         self._seen: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in self._known}
 
     @contextmanager
@@ -69,7 +69,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def listening(self, student: nn.Module, teachers: Mapping[str, nn.Module]) -> Iterator[None]:
-        """A context in which it records a step of these networks: parts, fused functions, the teachers' passes."""
+        """A context that records a step of these networks: parts, fused functions, the teachers' passes."""
         for name, network in teachers.items():
             self._watch(f"teacher {name}", network)
         self._free_gradients(student)
@@ -80,7 +80,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def as_kernels(self, kernels: int, moved: float) -> Iterator[None]:
-        """Operators inside are a fused function: what lives between them does not count."""
+        """A context whose operators are one fused function: memory that they use in between does not count."""
         self.parts[self._name].computes = True
         self._fused = True
         try:
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self._note()
 
     def _watch(self, name: str, module: nn.Module) -> None:
-        """The forward pass of `module` belongs to the part `name`."""
+        """Record the forward pass of `module` as the part `name`."""
         entered: list[Any] = []
 
         def begin(*_: Any) -> None:
@@ -153,26 +153,26 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def is_idle(func: Any) -> bool:
-    """Whether an operator only looks at a tensor in another way, or makes one without values."""
+    """Whether an operator only views a tensor, or makes an uninitialized one."""
     name = func._schema.name.partition("::")[2]
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return views or name.startswith(("empty", "new_empty"))
 
 
 def _convolution_backward(grad: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """torch's own formula takes grouped convolutions for dense ones."""
+    """FLOPs of the gradients; torch's own formula takes grouped convolutions for dense ones."""
     transposed, mask = rest[4], rest[7]
     forward = 2 * x.shape[0] * math.prod((x if transposed else grad).shape[2:]) * weight.numel()
     return int(forward * (mask[0] + mask[1]))
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """torch below 2.15 has no formula for a CPU's kernel."""
+    """FLOPs of attention; torch below 2.15 has no formula for the CPU's kernel."""
     return int(2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    """torch's own formula counts what is computed a second time."""
+    """FLOPs of the backward pass of attention; torch's own formula also counts what is recomputed."""
     return int(4 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1]))
 
 
@@ -192,8 +192,8 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """The kernel that every device takes for attention: it keeps queries, keys, values, its result and a number a
-    query, never a matrix of weights. Chosen here, because fake tensors would take the plain formula."""
+    """A context in which attention is a fused kernel, as on all devices: it keeps queries, keys, values, the result and
+    one number per query, never the attention weights. By default fake tensors would use the plain formula."""
     plain = nn.functional.scaled_dot_product_attention
     nn.functional.scaled_dot_product_attention = functools.partial(_fused, plain)
     try:

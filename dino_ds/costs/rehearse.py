@@ -1,7 +1,7 @@
-"""Rehearses a micro-batch: `TrainingStep` itself, with its networks, terms and teachers, on fake tensors.
+"""Rehearses a micro-batch: runs `TrainingStep` itself, with its networks, terms and teachers, on fake tensors.
 
-They have shapes and no memory. Whatever a term, a teacher or a backbone does is seen, and none of them is named here.
-DeepSpeed's part is not seen: its engine is played by the network alone.
+Fake tensors have shapes and no memory. The rehearsal sees whatever a term, a teacher or a backbone does, and names none
+of them. It does not see DeepSpeed's part: the bare network takes the engine's place.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ def rehearse(
     on_gpu: bool,
     recorder: Callable[[Iterable[Tensor]], Recorder] = Recorder,
 ) -> dict[str, Any]:
-    """Rehearse a micro-batch of `images` with the crops `groups`: `StepCosts` in plain JSON.
+    """Rehearse a micro-batch of `images` with the crops `groups`, and return its `StepCosts` as plain JSON.
 
-    recorder: makes what records it, of the tensors that are there before.
+    recorder: makes the recorder of the step, from the tensors that exist before it.
     """
-    if torch.distributed.is_initialized():  # what a dropped engine computes in its end is not this step's
-        for _ in range(2):  # it holds another's
+    if torch.distributed.is_initialized():  # the operators of a dropped engine's end are not this step's
+        for _ in range(2):  # the first collection may release another engine
             gc.collect()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with rehearsal("cuda" if on_gpu else "cpu"), _as_on_a_device(fake):
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
             costs = played.run(recorder)
-    if source_of(recipe) is not None and frozen_spec(recipe) is None:  # not known: its place was held
+    if source_of(recipe) is not None and frozen_spec(recipe) is None:  # unknown: the student's took its place
         costs["parts"].pop(f"teacher {FROZEN}", None)
         costs["teachers"].pop(FROZEN, None)
     return costs
@@ -89,11 +89,11 @@ def rehearse(
 
 @contextmanager
 def _as_on_a_device(fake: FakeTensorMode) -> Iterator[None]:
-    """Attention by the kernel that devices take; modules that get fake tensors where they would get memory; and torch's
-    linear function, where an engine of ZeRO 3 has left DeepSpeed's behind."""
+    """A context with the attention kernel of real devices, with fake tensors where modules would allocate memory, and
+    with torch's linear function where an engine of ZeRO 3 has left DeepSpeed's."""
     before, available = (nn.functional.linear, nn.Module.to_empty, torch.cuda.is_available), torch.cuda.is_available()
     nn.functional.linear = torch._C._nn.linear
-    torch.cuda.is_available = lambda: available  # fake tensors ask at each operator, and each time a library is opened
+    torch.cuda.is_available = lambda: available  # fake tensors ask at each operator, and each call opens a library
     nn.Module.to_empty = functools.partialmethod(_to_empty, fake)  # type: ignore[assignment]
     try:
         with fused_attention():
@@ -105,7 +105,7 @@ def _as_on_a_device(fake: FakeTensorMode) -> Iterator[None]:
 def _to_empty(
     network: nn.Module, fake: FakeTensorMode, *, device: Any, recurse: bool = True, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """`nn.Module.to_empty`, by new parameters, which are fake; of `dtype`, None: as they are."""
+    """`nn.Module.to_empty` with new, fake parameters. dtype: of the parameters; None keeps theirs."""
     with fake:
         for module in network.modules() if recurse else [network]:
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -117,8 +117,8 @@ def _to_empty(
 
 
 class _Rehearsal:
-    """Everything that a step is made of. Networks are built on the meta device, not on fake tensors: some look at
-    numbers while they are built."""
+    """Everything that a step consists of. Networks are built on the meta device, not on fake tensors: some read numbers
+    while they are built."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Rehearsal:
         self._network, self._teachers, self._images = network, dict(teachers.items()), images
 
     def run(self, make_recorder: Callable[[Iterable[Tensor]], Recorder]) -> dict[str, Any]:
-        """Prepare the window's targets, and take its first micro-batch."""
+        """Prepare the window's targets and run its first micro-batch. Returns `StepCosts` as plain JSON."""
         step, teachers, window = self._step, self._teachers, self._window
         modules = [
             self._network,
@@ -217,13 +217,13 @@ class _FakeEngine:
         return Progress.ACCUMULATING
 
     def freeze_prototypes(self, frozen: bool) -> None:
-        """Nothing is frozen in most steps."""
+        """Do nothing: in most steps nothing is frozen."""
 
     freeze_backbone = set_groups = reset_optimizer_state = freeze_prototypes
 
 
 def _single_rank_recipe(recipe: Recipe) -> Recipe:
-    """The recipe of one rank, whose teachers of files are as large as the student where they can be."""
+    """The recipe for one rank; teachers that come from files are as large as the student where this is possible."""
     changes: dict[str, Any] = {"model": recipe.model.model_copy(update={"sync_batch_norm": False})}
     for spec in teachers_of(recipe):
         changes |= spec.without_file(recipe)
@@ -231,7 +231,7 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
 
 
 def _frozen(recipe: Recipe) -> FrozenSource | None:
-    """The teacher that is distilled, without its weights; of an unknown architecture one as the student."""
+    """The teacher that is distilled, without its weights; if its architecture is unknown, with the student's."""
     if (path := source_of(recipe)) is None:
         return None
     spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
@@ -244,7 +244,7 @@ def _frozen(recipe: Recipe) -> FrozenSource | None:
 
 
 def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:
-    """Crops, keys and masks that hide as many patches as is expected: those of the law dinov2 fall about 1 % short."""
+    """Crops, keys, and masks that hide the expected number of patches; drawn masks of the law dinov2 hide 1 % fewer."""
     crops, masks = {}, {}
     for group in groups:
         shape = images, recipe.model.in_chans, group.size, group.size
@@ -277,7 +277,7 @@ def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
 
 @contextmanager
 def _on_host(recorder: Recorder) -> Iterator[None]:
-    """A context in which tensors that autograd saves on the host leave the device until they are asked for."""
+    """A context in which tensors that autograd saves on the host leave the device until they are used."""
 
     def pack(tensor: Tensor) -> Any:
         recorder.on_host += tensor.nbytes

@@ -19,8 +19,8 @@ from dino_ds.models.specs.base import BackboneSpec
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step.
 
-    Settings that are not rehearsed have one value, so that a rehearsal serves many configs: compiled blocks, a teacher
-    in shards, and a copy of the EMA teacher in low precision, whose matrices are cast at each use here.
+    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks, a
+    sharded teacher, and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
     """
 
     precision: str
@@ -44,7 +44,7 @@ class RehearsalSettings:
 
 
 def frozen_spec(recipe: Recipe) -> ViTSpec | None:
-    """The backbone of teacher.source, as far as its name or the JSON beside it says; None: another kind, or unknown."""
+    """The backbone of teacher.source, by its name or the JSON file beside it; None: another kind, or unknown."""
     return None if recipe.teacher.source is None else _stated(recipe.teacher.source)
 
 
@@ -63,7 +63,7 @@ def _stated(source: str) -> ViTSpec | None:
 
 
 def not_counted(recipe: Recipe) -> list[str]:
-    """Notes on a distilled teacher of which nothing is known before it is read."""
+    """Notes on a distilled teacher whose memory can't be counted before its file is read."""
     teacher = recipe.teacher
     if teacher.distill is not None and teacher.source is None:
         return [

@@ -1,6 +1,6 @@
-"""The costs of a micro-batch of a recipe, as it was rehearsed: exactly for its size, or on a line between two sizes.
+"""The costs of a recipe's micro-batch by rehearsals: of its exact size, or of two sizes with a line through them.
 
-No torch is loaded for what is in the cache.
+Costs that are in the cache need no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _ELSEWHERE: dict[str, Any] = {
     "optimizer": {"lr", "lr_scaling", "schedule", "min_lr", "warmup", "warmup_shape", "weight_decay"},
     "teacher": {"momentum", "momentum_end"},
 }
-"""Keys of a recipe that no micro-batch's cost depends on."""
+"""Keys of a recipe on which the costs of a micro-batch do not depend."""
 _LINES = {True: (4, 32, 64), False: (8, 64)}
-"""Sizes of micro-batches, on a GPU or not, through which lines go: within 3 % of a rehearsal for shipped recipes.
-Scratch for tiles has a largest size, so that the last line is at most too high beyond them. Off a GPU, whose tiles are
-so small that a rehearsal of many images takes minutes, it is taken there for all recipes."""
+"""Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
+Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
+so small that rehearsing many images takes minutes: there larger sizes always use the last line."""
 _NUMBERS = "saved", "held", "crops", "on_host"
 _SILENT_SECONDS = 3.0
 
@@ -56,7 +56,7 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class TeacherCosts:
-    """A teacher's weights: bytes of its backbone and of its heads, and the segments of its backbone."""
+    """A teacher's weights: bytes of its backbone and of its heads, and the number of its backbone's segments."""
 
     backbone: int
     heads: int
@@ -67,12 +67,12 @@ class TeacherCosts:
 class StepCosts:
     """The costs of one micro-batch of `images`.
 
-    parts: teachers by "teacher NAME", "targets", "student", "loss", "backward".
+    parts: "teacher NAME" of each teacher, "targets", "student", "loss", "backward".
     saved: bytes that autograd keeps for the backward pass.
-    held: bytes of a micro-batch's teachers' outputs and targets that live until then.
-    crops: bytes of a micro-batch's images.
-    on_host: bytes that activation checkpointing keeps there.
-    window: micro-batches that were prepared together, of all that a step prepares.
+    held: bytes of a micro-batch's targets and teachers' outputs that live until its backward pass.
+    crops: bytes of a micro-batch's crops.
+    on_host: bytes that activation checkpointing keeps on the host.
+    window: micro-batches that the rehearsal prepared together; a step may prepare more.
     """
 
     images: int
@@ -90,7 +90,7 @@ class StudentFacts:
     """The student's weights.
 
     sizes: elements by name.
-    frozen: names of those that are never trained.
+    frozen: names of weights that are never trained.
     cast: names of weights that a low-precision teacher copies.
     groups: (kind of optimizer, elements) of each parameter group.
     statistics: elements of each running mean of the objective.
@@ -106,13 +106,13 @@ class StudentFacts:
 
     @property
     def trained(self) -> dict[str, int]:
-        """The `sizes` of what is trained."""
+        """The `sizes` of the weights that are trained."""
         return {name: size for name, size in self.sizes.items() if name not in self.frozen}
 
 
 @functools.cache
 def student_facts(recipe: Recipe) -> StudentFacts:
-    """Raises ConfigError for a network that can't be built."""
+    """The facts of a recipe's student. Raises ConfigError for a network that can't be built."""
 
     def make() -> Any:
         from dino_ds.costs.rehearse import describe_student
@@ -138,15 +138,15 @@ def count_parameters(recipe: Recipe) -> int:
 def step_costs(recipe: Recipe, config: DsConfig, on_gpu: bool, exact: bool = True) -> StepCosts:
     """The costs of the config's micro-batch in the largest of the recipe's resolutions.
 
-    exact: rehearsed with just its images, unless they are many on a CPU; otherwise by the line, for a search, and with
-    two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that want the values
-    of tensors.
+    exact: rehearsed with its number of images, unless that is large on a CPU; otherwise by a line, as for a search, and
+    with two micro-batches prepared where a step may prepare several. Raises NotEstimated for networks that read the
+    values of tensors.
     """
     return _of_groups(recipe, config, recipe.groups, on_gpu, exact)
 
 
 def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, float]:
-    """FLOPs of a micro-batch by part, in the mean over the steps of all resolutions. Raises NotEstimated."""
+    """Mean FLOPs of a micro-batch by part, over the steps of all resolutions. Raises NotEstimated."""
     mean: dict[str, float] = {}
     for resolution in recipe.resolutions:
         costs = _of_groups(recipe, config, recipe.groups_of(resolution), on_gpu, exact=True)
@@ -156,8 +156,8 @@ def mean_flops(recipe: Recipe, config: DsConfig, on_gpu: bool) -> dict[str, floa
 
 
 def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
-    """FLOPs of an image by part, of micro-batches of `images`: those of the whole model, the usual base of MFU, with
-    every branch and all tokens of the last block, and nothing that is computed again. Raises NotEstimated."""
+    """FLOPs per image by part, in micro-batches of `images`, of the whole model, as is usual for MFU: with every branch
+    and all tokens of the last block, and without recomputation. Raises NotEstimated."""
     model = recipe.model.model_copy(update={"drop_path": 0.0})
     whole = recipe.model_copy(update={"model": model})
     performance = PerformanceOptions(cls_only_last_block=False)
@@ -209,7 +209,7 @@ def _rehearsed(
 
 @contextmanager
 def _said(text: str) -> Iterator[None]:
-    """A context that says what is being done when it takes longer than people wait for without a word."""
+    """A context that prints `text` if it takes longer than people wait without a message."""
     timer = threading.Timer(_SILENT_SECONDS, print, [f"dino_ds: {text}"], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -220,7 +220,7 @@ def _said(text: str) -> Iterator[None]:
 
 
 def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
-    """The costs of `images` on the line through those of fewer and of more."""
+    """The costs of `images` images on the line through two sizes, `few` and `many`."""
     along = (images - few.images) / (many.images - few.images)
 
     def between(a: float, b: float) -> float:
@@ -238,7 +238,7 @@ def _on_line(few: StepCosts, many: StepCosts, images: int) -> StepCosts:
 
 
 def _learned(recipe: Recipe) -> dict[str, Any]:
-    """The part of a recipe that a micro-batch or the weights may depend on."""
+    """The part of a recipe on which a micro-batch's costs or the student's weights may depend."""
     return recipe.model_dump(mode="json", exclude=_ELSEWHERE) | {
         "backbone": repr(recipe.model.spec()),
         "frozen": repr(frozen_spec(recipe)),

@@ -1,4 +1,4 @@
-"""The contract of a source of images, and its error for an unreadable image. Imports nothing else of this room."""
+"""The contract of a source of images, and its error for an unreadable image. Imports nothing else of `dino_ds.data`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Joined(ABC):
     @property
     @abstractmethod
     def joined(self) -> Sequence[JoinedPart]:
-        """The sources that it is made of, in order."""
+        """The joined sources, in order."""
 
     @abstractmethod
     def another(self, index: int, number: int) -> int:

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 _PATIENCE_SHARE = 0.8
 """Share of `LoaderOptions.patience` within which a remote image must arrive."""
 _MAX_TRIES = 100
-"""Unreadable images in a row before the data is given up."""
+"""Unreadable images in a row after which DataError is raised."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class LoaderOptions:
 
     Attributes:
         global_batch: images of a step, a multiple of micro_batch * world_size.
-        workers: loader processes; 0 = in this process, None = by the cores.
+        workers: loader processes; 0 = in this process, None = by the number of cores.
         patience: seconds without a batch after which the processes are restarted, None = never.
         augment: "worker" = crops are cut and augmented in the loader; "device" = only cut there.
-        channels: of every image; color operations that need RGB are left out where it is not 3.
-        value_range: of images deeper than 8 bits; with one all crops are float32, and torch augments them, not Pillow.
-        device: that augments crops.
-        shares: of the resolutions among the steps.
+        channels: number in every image; unless it is 3, color operations that need RGB are left out.
+        value_range: of images deeper than 8 bits; if given, all crops are float32, and torch augments them, not Pillow.
+        device: augments the crops.
+        shares: share of the steps that has each resolution.
         cache: of decoded files, only for a source that has files.
     """
 
@@ -75,7 +75,7 @@ class LoaderOptions:
             seed=recipe.seed,
             global_batch=data.global_batch,
             workers=data.workers,
-            # A third: the first restart and the error after it come before the watcher ends a rank that only waits.
+            # A third: a restart and the error after it both come before the watcher ends a rank that only waits.
             patience=recipe.hang_seconds / 3 or None,
             augment=data.augment,
             max_pixels=data.max_pixels,
@@ -108,7 +108,7 @@ class LoaderBatch:
         return self.moved(Tensor.pin_memory)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> LoaderBatch:
-        """The same batch with every tensor moved."""
+        """This batch with `move` applied to every tensor."""
         params = self.params and {name: [part.moved(move) for part in parts] for name, parts in self.params.items()}
         crops = {name: move(group) for name, group in self.crops.items()}
         masks = {name: {key: move(tensor) for key, tensor in mask.items()} for name, mask in self.masks.items()}
@@ -116,9 +116,9 @@ class LoaderBatch:
         return replace(self, crops=crops, params=params, indices=indices, normalize=normalize, masks=masks)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # All but the crops as one tensor: what goes through the pipe is then less than a page and written in one
-        # piece, so that a loader process can't be killed in the middle and leave the reader waiting for the rest.
-        # Tensors go by shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
+        # One tensor holds everything but the crops: the message in the pipe is then smaller than a page and written in
+        # one piece, so that a loader process that is killed never leaves the reader waiting for the rest. Tensors go by
+        # shared memory, whatever their size; each takes a file descriptor, so masks are not tensors here.
         masks = {name: {key: tensor.numpy() for key, tensor in mask.items()} for name, mask in self.masks.items()}
         indices, normalize = self.indices.numpy(), self.normalize.numpy()
         rest = pickle.dumps((self.params, indices, self.epoch, self.names, self.bad, normalize, masks))
@@ -140,14 +140,14 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self._by_pillow = options.augment == "worker" and options.channels == 3 and options.value_range is None
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch | DataError:
-        """Batch of these keys, or the error: torch would turn a raised error's message into a traceback."""
+        """The batch of `keys`, or the error: if it were raised, torch would make a traceback of its message."""
         try:
             return self._build(keys)
         except DataError as error:
             return error
 
     def _build(self, keys: Sequence[tuple[int, int]]) -> LoaderBatch:
-        """Batch whose crops are written where the training process reads them, without another copy."""
+        """Build a batch; its crops are written to memory that the training process reads without another copy."""
         if self._elsewhere:
             self._prepare([index for _, index in keys], getattr(keys, "later", ()))
         multicrop = self._multicrop.resolutions[getattr(keys, "resolution", 0)]
@@ -194,12 +194,12 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
         self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
         """Crops of one image (in `outputs` unless Pillow augments them), their remaining augmentation, the image's
-        name, and the unreadable images met before it. An unreadable image is replaced by one that (seed, epoch, index)
-        decides, in a mixture from the same part. Raises DataError after 100 in a row."""
+        name, and the unreadable images before it. An unreadable image is replaced by one that (seed, epoch, index)
+        determines, in a mixture one of the same part. Raises DataError after 100 in a row."""
         seed, bad, images = self._options.seed, list[str](), len(self._source)
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):
-            # Not the neighbor: files that are broken together lie together.
+            # Not the next image: broken files often lie side by side.
             again = crop_seed(seed, epoch, index + attempt * images)
             actual = another(index % images, again) if attempt else index % images
             try:
@@ -227,7 +227,7 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
                 f"image {index} of {type(self._source).__name__} raised {type(error).__name__}: {error}; a source "
                 "reports what it can't read by raising UnreadableImage"
             ) from error
-        if image.channels != options.channels:  # only then: looking a name up takes as long as a small crop
+        if image.channels != options.channels:  # checked first: looking up a name takes as long as a small crop
             check_channels(image, options.channels, self._source.name(index))
         return image
 

@@ -16,7 +16,7 @@ from dino_ds.data.multicrop import BICUBIC, Box, CropParameters, to_tensor
 from dino_ds.data.normalization import Normalization
 
 _FLAT = 16
-"""Times a crop's side beyond which a long image is cut before it is resized, to save memory."""
+"""Limit of a resized image's length in crop sides: a longer image is cut before it is resized, to save memory."""
 _SHRINKS = (8, 4, 2)
 """Factors by which a JPEG can be decoded smaller."""
 
@@ -45,11 +45,11 @@ def resize_crop(image: np.ndarray, box: Box, size: int, output: Tensor | None = 
     """The `box` (left, top, right, bottom) of an image (h, w, c) as (size, size, c), bicubic, antialiased; in `output`,
     a tensor of that shape, if given.
 
-    uint8 stays uint8, float32 stays in [0, 1]. The filter is Pillow's, with other rounding of uint8 by a level or two.
+    uint8 stays uint8, float32 stays in [0, 1]. The filter is Pillow's; uint8 differs by a level or two of rounding.
     Pixels stay interleaved, so that torch copies them neither before nor after.
     """
     left, top, right, bottom = box
-    # A batch of one with all its strides: else torch would not see that pixels are interleaved.
+    # A batch of one image with all its strides: otherwise torch would not see that pixels are interleaved.
     pixels = torch.from_numpy(np.ascontiguousarray(image[top:bottom, left:right])[None])
     if pixels.shape[1:3] == (size, size):
         return pixels[0] if output is None else output.copy_(pixels[0])
@@ -78,9 +78,9 @@ def shrunk_box(box: Box, across: float, down: float) -> Box:
 class EvalCrop:
     """The k-NN preprocessing of DINO: shorter side to size * 256 / 224 (bicubic), center crop, normalize.
 
-    Images whose shorter side is not larger than `size` pixels are resized to it and lose no border. Of an odd border
-    the smaller half is cut left and above, as by transformers; torchvision rounds half to even: of the borders of
-    3, 7, 11, ... pixels it cuts one more there.
+    If an image's shorter side has at most `size` pixels, it is resized to `size` and not cut. Of an odd border, the
+    smaller half is cut at the left and the top, as in transformers; torchvision rounds half to even: from borders of 3,
+    7, 11, ... pixels it cuts one more there.
     """
 
     def __init__(self, size: int, normalization: Normalization) -> None:
@@ -97,7 +97,7 @@ class EvalCrop:
         return left * across, top * down, (left + self.size) * across, (top + self.size) * down
 
     def _resized(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) before the cut, and the upper left corner of the cut."""
+        """(width, height) of the resized image before the cut, and the upper left corner of the cut."""
         short, long = sorted((width, height))
         target = self.size if short <= self.size else int(self.size * 256 / 224)
         other = int(target * long / short)
@@ -116,7 +116,7 @@ class EvalCrop:
 def _normalized(
     image: Image.Image | np.ndarray, cut: Callable[[Image.Image], Image.Image], normalization: Normalization
 ) -> Tensor:
-    """`cut` applied to an RGB image, or to each channel of (h, w, c): (c, height, width) float32."""
+    """Apply `cut` to an RGB image, or to each channel of (h, w, c), and normalize: (c, height, width) float32."""
     if isinstance(image, Image.Image):
         return to_tensor(cut(image), normalization)
     planes = torch.from_numpy(

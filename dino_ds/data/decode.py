@@ -1,6 +1,6 @@
 """Decodes an image file's bytes to upright pixels by the fastest decoder, within a limit of pixels.
 
-8 bits a channel give uint8, deeper files float32 in [0, 1] by the run's value range.
+Files of 8 bits a channel become uint8, and in a run with a value range, like deeper files, float32 in [0, 1].
 
 JPEGs go to simplejpeg: the same pixels as Pillow's (both are libjpeg-turbo), with fewer copies. Files that Pillow can't
 read, or only in part, go to `formats.open_file`; all others, and damaged JPEGs, to Pillow.
@@ -57,7 +57,7 @@ _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
 def load_image(
     source: Source, index: int, value_range: ValueRange | None, channels: int = 3
 ) -> Image.Image | np.ndarray:
-    """Image `index` for evaluations: RGB of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
+    """Image `index` for evaluations: an RGB image of 8 bits, else an array (h, w, c) of uint8 or of float32 in [0, 1].
 
     The pixels equal those that training gets. Raises UnreadableImage, also for another number of channels.
     """
@@ -79,9 +79,9 @@ def prepared(values: np.ndarray, value_range: ValueRange | None, name: str) -> I
 def open_image(
     source: Source, index: int, max_pixels: int | None, value_range: ValueRange | None = None, channels: int = 3
 ) -> EncodedImage | DecodedImage:
-    """Image `index` with only its header read where the source has files, else decoded. Raises UnreadableImage.
+    """Open image `index`: reads only the header if the source has files, else decodes. Raises UnreadableImage.
 
-    channels: number that is wanted; the image may have another.
+    channels: number that is wanted; the image may have another number.
     """
     read, value_range = getattr(source, "read", None), range_at(source, index, value_range)
     if read is not None:
@@ -98,13 +98,13 @@ def range_at(source: Source, index: int, value_range: ValueRange | None) -> Valu
 
 
 def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:
-    """Raises UnreadableImage where the image has another number of channels."""
+    """Raises UnreadableImage where the image has another number of channels than `wanted`."""
     if image.channels != wanted:
         raise UnreadableImage(name, f"{image.channels} channels, {wanted} are wanted")
 
 
 class DecodedImage:
-    """Pixels (h, w) or (h, w, c) of a source that has no files; the interface of EncodedImage."""
+    """Pixels (h, w) or (h, w, c) of a source that has no files, with the interface of EncodedImage."""
 
     def __init__(
         self, array: np.ndarray, name: str, max_pixels: int | None, value_range: ValueRange | None = None
@@ -133,9 +133,10 @@ class EncodedImage:
 
     Attributes:
         width, height: size in pixels of the upright image.
-        channels: number in the file; a gray file has one where one is wanted, else three, as all that Pillow reads.
-        deep: whether it has more than 8 bits a channel.
-        format, mode: Pillow's words.
+        channels: number in the file; a gray file has 1 if 1 is wanted, else 3. Other files that Pillow reads have 3, or
+            the number with alpha if that is wanted.
+        deep: whether the file has more than 8 bits a channel.
+        format, mode: Pillow's names.
 
     Raises:
         UnreadableImage: the file is no image or too large; found before memory is taken.
@@ -193,7 +194,7 @@ class EncodedImage:
         """Sets the upright size and the transform of decoded pixels, so that they are turned once, by us or Pillow."""
         (width, height), turn = image.size, _EXIF_TRANSFORMS.get(orientation)
         self._upright = turn
-        if isinstance(image, TiffImageFile):  # Pillow turns these, and gives the size before that or after it
+        if isinstance(image, TiffImageFile):  # Pillow turns these; `size` may be from before or after that
             width, height, self._upright = image.tag_v2[_WIDTH], image.tag_v2[_HEIGHT], None
         self.width, self.height = (height, width) if turn and orientation >= 5 else (width, height)
 
@@ -240,7 +241,7 @@ class EncodedImage:
         except Image.UnidentifiedImageError:
             raise UnreadableImage(self._name, name_placeholder(self._data) or "not an image") from None
         except MemoryError:
-            # An image too large for a decoder is the image's fault; where little is left either, nothing can go on.
+            # The image was too large if a little memory is left; if not, this raises MemoryError again.
             bytearray(_LITTLE)
             raise UnreadableImage(self._name, "too large for the memory") from None
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files

@@ -1,4 +1,4 @@
-"""Reader of DICOM files of one frame, by pydicom: their rescaled values."""
+"""Reads the rescaled values of DICOM files with one frame, by pydicom."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TAGS = (
 _DEFLATED = b"1.2.840.10008.1.2.1.99"
 _IMPLICIT, _EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
 _TYPES = (b"UL", b"OB", b"UI", b"CS", b"DA", b"SH", b"LO")
-"""Types of the first elements of a file."""
+"""Value representations that a file's first element may have."""
 _SPARE = 1 << 16
 
 
 def _open(data: bytes, wanted: int | None) -> Raster:
-    """Gray values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
+    """Open a DICOM file: gray values times the rescale slope plus the intercept, MONOCHROME1 inverted; or RGB.
 
     Integers stay integers if slope and intercept are; unscaled values of fewer than 8 bits become 0 to 255. Raises
     ValueError for several frames, palettes and modality LUTs, for bits that are not the lowest ones, if pydicom or a
@@ -88,13 +88,13 @@ def _transforms(file: Any) -> list[Any]:
 
 
 def _number(datasets: list[Any], name: str, default: float) -> float:
-    """First number called `name` in the datasets, without empty ones."""
+    """First number called `name` in the datasets that is not empty, or `default`."""
     values = (dataset.get(name) for dataset in datasets)
     return next((float(value) for value in values if value not in (None, "")), default)
 
 
 def _is_dicom(data: bytes) -> bool:
-    """Whether a file is DICOM; without the preamble, its first element is of group 2 or 8 and of a fitting type."""
+    """Whether a file is DICOM: it has the preamble, or its first element is of group 2 or 8 and of a fitting type."""
     if data[128:132] == b"DICM":
         return True
     return data[:2] in (b"\2\0", b"\x08\0") and data[3:4] == b"\0" and (data[4:6] in _TYPES or data[5:8] == bytes(3))
@@ -120,7 +120,7 @@ def _rescaled(stored: np.ndarray, slope: float, intercept: float) -> np.ndarray:
 
 
 def _check_coding(file: Any, size: int) -> None:
-    """Raises ValueError for compressed pixels, `size` bytes, that can't be decoded safely."""
+    """Raises ValueError for compressed pixels, `size` bytes once decoded, that can't be decoded safely."""
     from pydicom.encaps import generate_frames
     from pydicom.pixels import get_decoder
 
@@ -137,7 +137,7 @@ def _check_coding(file: Any, size: int) -> None:
             if image.size != (file.Columns, file.Rows):
                 raise ValueError(f"a frame of {image.size} pixels, and the header says others")
     except Image.UnidentifiedImageError:
-        pass  # run lengths, or a kind of JPEG that Pillow doesn't know
+        pass  # run-length encoding, or a kind of JPEG that Pillow doesn't know
 
 
 DICOM = Format("DICOM", (".dcm", ".dicom", ".ima"), _is_dicom, _open)

@@ -28,7 +28,7 @@ class Draws:
     have been drawn equally often, to one.
 
     Args:
-        shares: of the parts.
+        shares: share of each part.
         parts: (n,) int64, part of each image.
         groups: (n,) int64, group of each image, numbered through part after part; -1 = never drawn.
     """
@@ -77,7 +77,7 @@ class Draws:
         return images[torch.randperm(len(images), generator=generator)]
 
     def _drawn_until(self, seed: int, counts: np.ndarray) -> np.ndarray:
-        """Times that each of the drawn images was drawn when every part has drawn `counts` images."""
+        """Times that each drawn image has been drawn once the parts have drawn `counts` images, (parts,)."""
         begun = self._counts[self._part_of_group]
         of_group = (counts[self._part_of_group] + begun - 1 - self._place) // begun  # group after group
         passes, rest = np.divmod(of_group, self._sizes)
@@ -85,7 +85,7 @@ class Draws:
         return passes[group] + (self._places_in_pass(seed, passes) < rest[group])
 
     def _places_in_pass(self, seed: int, passes: np.ndarray) -> np.ndarray:
-        """Position of each drawn image in the order of its group, whose pass is number `passes`."""
+        """Position of each drawn image in its group's order of pass number `passes`, (groups,)."""
         group = self._groups[self._drawn]
         start = crop_seed(seed, 0, _PASSES) - (1 << 63)
         keys = mix(mix(torch.from_numpy(passes[group]) ^ start) ^ torch.from_numpy(self._drawn)).numpy()

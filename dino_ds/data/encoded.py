@@ -44,7 +44,7 @@ class EncodedImages(ABC):
         """Name within the dataset, such as cat/1.jpg; any text, not to be used as a path."""
 
     def load(self, index: int) -> Image.Image | np.ndarray:
-        """RGB image; from a file deeper than 8 bits or of other channels, its stored values (h, w, c).
+        """RGB image; from a file deeper than 8 bits or with other channels, its stored values (h, w, c).
 
         Raises UnreadableImage.
         """
@@ -54,7 +54,7 @@ class EncodedImages(ABC):
 
 
 class RowImages(EncodedImages):
-    """Images that are rows of files, file after file."""
+    """Images that are stored as rows of files, file after file."""
 
     _parts: list[str]
     """Name of each file's dataset, such as /images, or ""."""
@@ -125,7 +125,7 @@ class ListedFiles(ListedImages):
     elsewhere = False
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch remote images that are read next."""
+        """Begin to fetch the remote ones among the images that are read next."""
         self._remote.prepare((FilePiece(path) for path in map(self._path, indices) if is_url(path)), seconds)
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class NamedFiles(ListedFiles):
 
 
 def canonical_place(path: str, folder: str) -> str:
-    """One spelling for all paths of a file: relative to `folder` if it lies there, else without links."""
+    """Canonical path of a file: relative to `folder` if the file lies there, else with all links resolved."""
     if is_url(path):
         return path.removeprefix(f"{folder}/")
     path = os.path.normpath(path)

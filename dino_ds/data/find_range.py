@@ -23,12 +23,12 @@ _FULL_SCALES = (255, 1023, 4095, 16383, 65535)
 """Highest values of unsigned integers of 8, 10, 12, 14 and 16 bits."""
 _SAMPLE, _FIRST, _NAMES = 64, 8, 10_000
 _LEAST_USED = 0.01
-"""Least part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
+"""Smallest part of the range that an image should use: floats from 0 to 1 use next to nothing of 16 bits."""
 STORE_ALIKE = "store all images alike, or give a data.value_range that fits them"
 
 
 class DeepImage(NamedTuple):
-    """An image of more than 8 bits, with its lowest and highest stored value, and its source's own range, if any."""
+    """An image deeper than 8 bits, with its lowest and highest stored value, and its source's own range, if any."""
 
     name: str
     type: str
@@ -71,12 +71,12 @@ class Sample:
     """Name of the first unreadable image, and the reason."""
 
     def add(self, source: Source, indices: Iterable[int], wanted: int, max_pixels: int) -> None:
-        """Read images of at most `max_pixels`; those of other channels than `wanted` are only counted."""
+        """Read images of at most `max_pixels`; those with another number of channels than `wanted` are only counted."""
         prepare_images(source, indices := list(indices))
         for index in indices:
             try:
                 image = open_image(source, index, max_pixels, channels=wanted)
-                asks = getattr(image, "mode", None) in WITH_ALPHA  # alpha or a band, as its values tell
+                asks = getattr(image, "mode", None) in WITH_ALPHA  # its values tell whether it is alpha or a band
                 values = image.values() if (image.deep or asks) and image.channels == wanted else None
                 if values is not None and image.deep:
                     name = source.name(index)
@@ -88,7 +88,7 @@ class Sample:
             self.channels[image.channels] += 1
 
     def decide(self, remedy: str | None = None) -> tuple[ValueRange | None, str]:
-        """Value range of the images, and words on it; None and "" if all have 8 bits.
+        """Value range of the images, and a sentence on it; None and "" if all have 8 bits.
 
         Raises ConfigError, with `remedy` or the option as advice, if values do not tell which are black and white.
         """
@@ -139,8 +139,8 @@ class Sample:
 
 
 def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS) -> Sample:
-    """Sample of at most 64 images of each source, evenly spread, for a run of `channels`. Of files only deep pixels are
-    read, and JPEGs only if other channels than 3 are wanted."""
+    """Sample at most 64 images of each source, evenly spread, for a run of `channels`. Pixels of files are decoded only
+    where they may be deep or have alpha, and JPEGs are opened only if `channels` is not 3."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):
@@ -161,12 +161,12 @@ def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = M
 def with_value_range(
     recipe: Recipe, source: Source, earlier: Callable[[], ValueRange | None] = lambda: None
 ) -> tuple[Recipe, list[str]]:
-    """`recipe` with numbers for data.value_range if it is auto and images are deep; and notes on them, and on images
-    that the range does not fit.
+    """`recipe` with numbers for data.value_range if that is auto and images are deep; and notes on these numbers, and
+    on images that the range does not fit.
 
-    The numbers are those of `earlier`, if any. Rank 0 samples the images; all ranks call it. Raises on all ranks:
-    ConfigError if the range can't be known or no image has model.in_chans channels, DataError if no sampled file can be
-    read.
+    The numbers are those of `earlier`, if any. Rank 0 samples the images; every rank must call this. Raises on all
+    ranks: ConfigError if the range can't be known or no image has model.in_chans channels, DataError if no sampled file
+    is readable.
     """
     from_rank_0: Any = None
     with distributed.raise_on_all_ranks():
@@ -181,7 +181,7 @@ def with_value_range(
 
 
 def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
-    """Sample of a source, of a mixture from each part. Raises as `with_value_range`."""
+    """Sample a source, or each part of a mixture. Raises as `with_value_range` does."""
     total = Sample()
     parts = source.joined if isinstance(source, Joined) else [JoinedPart("", source, None)]
     for part in parts:

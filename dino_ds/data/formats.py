@@ -1,6 +1,6 @@
-"""Kinds of image files: the endings by which they are found, and their readers.
+"""Formats of image files: the endings by which they are found, and their readers.
 
-A kind that Pillow reads is a line of `images.PILLOW`; another one is a file with a `Format`, named in `_READERS`.
+A format that Pillow reads is a line of `images.PILLOW`; any other has a module with a `Format`, named in `_READERS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dino_ds.data.tiff import TIFF
 
 _READERS = (NPY, DICOM, TIFF)
 ENDINGS = PILLOW | {reader.name: reader.endings for reader in _READERS}
-"""Endings of each kind of file, the usual one first."""
+"""Endings of the files of each format, the usual one first."""
 EXTENSIONS = tuple(itertools.chain.from_iterable(ENDINGS.values()))
 """Endings of all image files."""
 _SIDE_FILES = tuple(
@@ -44,7 +44,7 @@ def split_part(root: str) -> tuple[str, str | None]:
 
 
 def is_left_out(name: bytes) -> bool:
-    """Whether a file may be an image of a kind that is not read: left out with a note."""
+    """Whether a file may be an image in a format that is not read: it is left out with a note."""
     return not name.lower().endswith(_KNOWN)
 
 
@@ -70,7 +70,7 @@ def _remedy(name: bytes) -> str:
 
 
 def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile:
-    """Image with its header read: Pillow's, or a Raster where Pillow can't read all of the file. Raises any Exception
-    for damaged files."""
+    """Open an image by its header: as Pillow's image, or as a Raster where Pillow can't read all of the file. Raises
+    any Exception for damaged files."""
     reader = next((reader for reader in _READERS if reader.is_kind_of(data)), None)
     return reader.open(data, channels) if reader else Image.open(io.BytesIO(data), formats=[*PILLOW])

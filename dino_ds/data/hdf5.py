@@ -16,11 +16,11 @@ from dino_ds.data.listing import Labels, printable
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _OPEN_FILES = 32
-"""Most files that a process keeps open."""
+"""Largest number of files that a process keeps open."""
 _CACHE = 16 << 20
 """Bytes of decompressed chunks that a process keeps for each dataset."""
 _MOST_NAMES = 10_000
-"""Most names of a file that are searched for a fitting dataset."""
+"""Largest number of names in a file that are searched for a fitting dataset."""
 _MOST_ROWS = 10**9
 _LABELS = ("label", "labels", "targets", "y")
 _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded files as opaque or variable-length bytes"
@@ -29,8 +29,8 @@ _FITTING = "(n, h, w), (n, h, w, c) or (n, c, h, w) of numbers, or n encoded fil
 class Hdf5Images(RowImages):
     """The images of a dataset, file after file: the dataset called `name`, or the only one that fits.
 
-    A row is read as a .npy file of it would be. Numbers next to the dataset, one an image and called as in `_LABELS`,
-    are its classes. References to other files are refused: external and soft links, virtual datasets, external storage.
+    A row is read like a .npy file with its values. A dataset beside it with a name of `_LABELS`, one number an image,
+    has the classes. References to other files are refused: external and soft links, virtual datasets, external storage.
     Raises ConfigError without h5py, DataError for a file that can't be read or has no such dataset.
     """
 
@@ -68,7 +68,7 @@ class Hdf5Images(RowImages):
                 stream = io.BytesIO()
                 np.lib.format.write_array(stream, np.ascontiguousarray(value), (1, 0), allow_pickle=False)
                 data = stream.getvalue()
-        except Exception as error:  # as above
+        except Exception as error:  # h5py raises many types, as above
             raise UnreadableImage(self.name(index), f"HDF5: {one_line(error, 200)}") from None
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row")
@@ -76,7 +76,7 @@ class Hdf5Images(RowImages):
 
 
 def import_h5py() -> Any:
-    """h5py. Raises ConfigError where it is not installed."""
+    """Import and return h5py. Raises ConfigError where it is not installed."""
     try:
         import h5py
     except ImportError:
@@ -98,7 +98,7 @@ def _dataset(process: int, file: str, name: str) -> Any:
 
 
 def _named(opened: Any, name: str) -> Any:
-    """The dataset called `name`, by hard links alone: others may lead to any file. Raises DataError."""
+    """The dataset called `name`, found by hard links alone: other links may lead to any file. Raises DataError."""
     h5py, node = import_h5py(), opened
     for part in filter(None, name.split("/")):
         link = node.get(part, getlink=True) if isinstance(node, h5py.Group) else None
@@ -115,7 +115,7 @@ def _named(opened: Any, name: str) -> Any:
 
 
 def _only(opened: Any) -> Any:
-    """The only dataset of a file that fits. Raises DataError for none or several."""
+    """The only fitting dataset of a file. Raises DataError for none or several."""
     fitting = [dataset for dataset in _datasets(opened) if not _problem(dataset)]
     if len(fitting) == 1:
         return fitting[0]

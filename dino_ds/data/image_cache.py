@@ -93,7 +93,7 @@ class ImageCache:
         self._table[_FIRST + index] = offset  # last: now others may read it
 
     def _reserve(self, size: int) -> int:
-        """Offset of `size` reserved bytes, 0 if there is no room. A lock of the kernel's ends with its process."""
+        """Reserve `size` bytes and return their offset, 0 without room. The kernel drops a dead process's lock."""
         fcntl.lockf(self._fd, fcntl.LOCK_EX)
         try:
             offset = int(self._table[_USED])
@@ -106,7 +106,7 @@ class ImageCache:
             fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def take_note(self) -> str | None:
-        """A line for the user after the first image without room, for one process and once; else None."""
+        """A line for the user once an image has had no room, returned once and to one process only; else None."""
         if self._table[_FULL] != 1:
             return None
         self._table[_FULL] = 2
@@ -141,8 +141,8 @@ class CachedImage:
 
 
 def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
-    """Size of the cache: `gib`, or 0 with a log line for a source without files. Raises ConfigError for more memory
-    than this machine has free."""
+    """Size of the cache in GiB: `gib`, or 0 with a log line for a source without files. Raises ConfigError for more
+    memory than this machine has free."""
     if gib and not hasattr(source, "read"):
         return 0.0, [f"data.cache_gib {gib:g} is left out: it keeps decoded files, and this data.source has none"]
     if gib > (free := host_memory_gib()[1]):
@@ -151,9 +151,9 @@ def fitting_cache(gib: float, source: Source) -> tuple[float, list[str]]:
 
 
 def open_cache(gib: float, images: int) -> ImageCache | None:
-    """Cache shared by the ranks of this machine, or None for 0 GiB; every rank calls it.
+    """Open the cache that the ranks of this machine share, or None for 0 GiB; every rank must call this.
 
-    Raises ConfigError if the ranks of a machine can't see each other.
+    Raises ConfigError if the ranks of a machine can't open each other's memory.
     """
     if not gib:
         return None

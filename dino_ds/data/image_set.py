@@ -48,7 +48,7 @@ class ImageSet:
 
     @staticmethod
     def of(source: Source, root: str | None) -> ImageSet:
-        """Description of a source, by names below `root`, which may move."""
+        """Describe a source by names relative to `root`, so that the folder may move."""
         order, lines = (hashlib.blake2b(digest_size=16) for _ in range(2))
         is_list = hasattr(source, "listed_place")
 
@@ -129,7 +129,7 @@ class ImageSet:
 
 
 def digest_of(source: Source, indices: Sequence[int]) -> str:
-    """Digest of some images of a source: their names and classes, and evenly spread, 1,024 sizes and 64 contents."""
+    """Digest of some images of a source: all names and classes, and 1,024 sizes and 64 contents, evenly spread."""
     digest, labels, classes = hashlib.blake2b(digest_size=16), source.labels, source.classes or []
     for index in indices:
         label = -1 if labels is None else int(labels[index])

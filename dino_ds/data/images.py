@@ -26,7 +26,7 @@ PILLOW = {
 }
 """Endings of files by Pillow's name of the format. Its other decoders (PSD, EPS, FLI, ...) are never used."""
 ValueRange = tuple[float, float]
-"""Values that become 0 and 1; of 8-bit images always 0 and 255."""
+"""Values that become 0 and 1; for 8-bit images always 0 and 255."""
 _BITS_PER_SAMPLE, _PLANES, _SAMPLE_FORMAT = 258, 284, 339
 PHOTOMETRIC, WHITE_IS_ZERO = 262, 0
 """A TIFF tag, and its value in files whose lowest number is white."""
@@ -36,15 +36,15 @@ _WHITE = 65535
 WITH_ALPHA = {"RGBA": 4, "LA": 2, "RGBa": 4, "La": 2}
 """Modes whose last channel is alpha, and their numbers of channels."""
 _FEW_ALPHAS = 16
-"""Most distinct partial values of an alpha channel that is transparency for sure."""
+"""An alpha channel with at most this number of distinct partial values is transparency for sure."""
 _STORED = {"LA": 2, "RGBA": 4, "RGBX": 4, "CMYK": 4}
 """Modes of in-memory images whose channels may be wanted unchanged, and their numbers of channels."""
 _BOTH_BYTES = re.compile("RGBA?;16[BLN]")
-"""Raw modes of two bytes, of which Pillow keeps one and can be told which."""
+"""Raw modes of two bytes a value: Pillow keeps one of them, and can be told which."""
 
 
 def evenly_spaced_indices(images: int, wanted: int) -> list[int]:
-    """At most `wanted` of `images` indices, evenly spread, so that sorted class folders are all met."""
+    """At most `wanted` of `images` indices, evenly spread, so that they cover the sorted class folders."""
     count = min(images, wanted)
     return [i * images // count for i in range(count)]
 
@@ -62,7 +62,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         assert converted is not None
         return converted
     if mode == "La":
-        image = image.convert("LA")  # Pillow's only way out of it
+        image = image.convert("LA")  # the only conversion that Pillow has
     if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:
         # What lies under full transparency is arbitrary, so it must not become visible.
         layer = image.convert("RGBA")
@@ -101,7 +101,7 @@ def reads_all_bits(image: ImageFile.ImageFile) -> bool:
         return True
     by_libtiff = any(tile.codec_name == "libtiff" for tile in image.tile)
     if by_libtiff and getattr(image, "tag_v2", {}).get(_PLANES) == _SEPARATE:
-        return False  # Pillow gives the high byte, whichever it is asked for
+        return False  # Pillow returns the high byte, whichever it is asked for
     return all(map(_BOTH_BYTES.fullmatch, _raw_modes(image)))
 
 
@@ -112,8 +112,8 @@ def reads_as_stored(image: TiffImageFile) -> bool:
 
 
 def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
-    """Pixels (h, w, c) of an in-memory image of any mode, in its own type: as `channels` are read from a file of that
-    mode; RGBA, CMYK and gray with alpha unchanged if their number of channels is wanted.
+    """Pixels (h, w, c) of an in-memory image of any mode, in its own type, as if read with `channels` from a file of
+    that mode; RGBA, CMYK and gray with alpha stay unchanged if their number of channels is wanted.
 
     The image is not turned by its orientation. Raises UnreadableImage for values that Pillow would not return in full.
     """
@@ -141,11 +141,11 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
     """Stored values of a deep image: uint16, int32 or float32, gray (h, w) or RGB (h, w, 3) with transparency on
     white, or RGBA (h, w, 4) if 4 `channels` are wanted.
 
-    data: its file, needed for RGB. Raises ValueError for values that can't be read without loss.
+    data: the image's file, needed for RGB. Raises ValueError for values that can't be read without loss.
     """
     if image.mode[0] in "IF":
         _mend_byte_order(image)
-        # Pillow scales the deeper PGMs, which say what white is, to 16 bits.
+        # Pillow scales deeper PGMs, whose header has the value of white, to 16 bits.
         is_short = image.mode[0] == "I" and (image.mode != "I" or image.format == "PPM")
         grey = np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
         is_white_zero = isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
@@ -172,7 +172,7 @@ def _check_alpha(alpha: np.ndarray, white: int) -> None:
 
 
 def black_first(values: np.ndarray, bits: int, signed: bool = False) -> np.ndarray:
-    """Inverted integers of `bits` bits whose lowest value was white. Raises ValueError for other types."""
+    """Invert integers of `bits` bits whose lowest value is white. Raises ValueError for other types."""
     if values.dtype.kind != ("i" if signed else "u"):
         raise ValueError(f"{values.dtype} values of which 0 is white: save them so that 0 is black")
     both_ends = -1 if signed else (1 << bits) - 1
@@ -191,10 +191,10 @@ def to_unit(values: np.ndarray, value_range: ValueRange | None, name: str) -> np
         raise UnreadableImage(name, why)
     assert value_range is not None
     black, white = value_range
-    fits = values.dtype.itemsize <= 2 or values.dtype == np.float32  # FP32 has no place for every larger integer
+    fits = values.dtype.itemsize <= 2 or values.dtype == np.float32  # FP32 can't represent all larger integers
     exact = values.astype(np.float32 if fits else np.float64)
     scaled = (exact - exact.dtype.type(black)) / exact.dtype.type(white - black)
-    return np.clip(scaled, 0, 1, out=scaled).astype(np.float32)  # the last bit of a division
+    return np.clip(scaled, 0, 1, out=scaled).astype(np.float32)  # a division may exceed 1 by its last bit
 
 
 def why_not_scaled(dtype: np.dtype, low: float, high: float, value_range: ValueRange | None) -> str:
@@ -203,7 +203,7 @@ def why_not_scaled(dtype: np.dtype, low: float, high: float, value_range: ValueR
     if value_range is None:
         return f"{values}: deeper than 8 bits, and no data.value_range was given or found"
     black, white = value_range
-    limit = dtype.type if dtype.kind == "f" else float  # FP32 has neither 0.1 nor 1.2
+    limit = dtype.type if dtype.kind == "f" else float  # FP32 can't represent 0.1 or 1.2
     is_within = limit(black) <= low and high <= limit(white)
     return "" if is_within else f"{values}: beyond data.value_range {range_text(value_range)}"
 
@@ -228,8 +228,8 @@ def _mend_byte_order(image: Image.Image) -> None:
 
 
 def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
-    """Values (h, w, 3 or 4) of uint16 from two decodings: Pillow keeps the high byte of two, and with the other byte
-    order the low one. None for modes without that."""
+    """Values (h, w, 3 or 4) of uint16 from two decodings: Pillow keeps the high byte of each value, and if told the
+    other byte order, the low byte. None for other modes than `_BOTH_BYTES`."""
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
         if other.format == "TIFF":
             other.seek(image.tell())

@@ -34,7 +34,7 @@ LABEL_NAMES = ("label", "labels", "fine_label", "cls", "class")
 """Names of a column or key with classes."""
 _KEPT = 3
 _KEPT_SECONDS = 7 * 24 * 3600
-"""The newest three files of a list are kept, and those opened within a week: jobs may still start workers on them."""
+"""The newest three files of a list are kept, and those opened within a week: jobs may still start workers with them."""
 
 
 def is_hidden(path: bytes) -> bool:
@@ -46,7 +46,7 @@ def is_hidden(path: bytes) -> bool:
 
 
 class Texts(Sequence[str]):
-    """Texts as one array of bytes (uint8) and the end of each in it (int64)."""
+    """Texts as one array of bytes (uint8), and the end of each text in it (int64)."""
 
     def __init__(self, data: np.ndarray, ends: np.ndarray) -> None:
         self._data, self._ends = data, ends
@@ -182,10 +182,10 @@ class Listing:
 
 
 def find_listing(kind: str, key: str, is_current: Callable[[Listing], bool], build: Callable[[], Contents]) -> Listing:
-    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it, and it is kept.
+    """The list named `key` from the cache if `is_current` accepts it; otherwise `build` makes it for the cache.
 
-    One process of a machine builds, the others wait for it. If the cache can't be written, the list is kept in a
-    temporary folder until the process ends. Raises DataError if that has no room either, and the errors of `build`.
+    One process of a machine builds the list, the others wait for it. If the cache can't be written, the list is kept in
+    a temporary folder until the process ends. Raises DataError if this has no room either, and the errors of `build`.
     """
     stem = f"{kind}-{hashlib.sha256(os.fsencode(key)).hexdigest()[:24]}"
     folder = cache_folder()
@@ -235,7 +235,7 @@ def _find_current(folder: Path, stem: str, is_current: Callable[[Listing], bool]
         try:
             listing = Listing(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue  # of another version, or damaged: to be replaced
+            continue  # of another version, or damaged: it will be replaced
         if is_current(listing):
             with suppress(OSError):  # another user's cache, read-only here
                 os.utime(path)
@@ -275,5 +275,5 @@ def _temporary_folder() -> Path:
 
 @cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """Removed when this process ends."""
+    """A folder that is removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="dino_ds-")

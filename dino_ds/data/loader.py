@@ -1,8 +1,8 @@
 """Batches of crops, epoch after epoch, from any position in the data.
 
-The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only share
-the work out. So a run may be resumed, or repeated on other hardware, on the same images in the same order. The
-resolution of a step is drawn from (seed, epoch, place of the step in the epoch).
+The global batches depend on (seed, epoch) and the global batch size alone; ranks, micro-batches and workers only divide
+the work. So a run may be resumed, or repeated on other hardware, with the same images in the same order. The resolution
+of a step is drawn from (seed, epoch, index of the step in the epoch).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from dino_ds.data.workers import (
 from dino_ds.errors import DataError
 
 _LOOK_SECONDS = 2
-"""Time after which the wait for a batch is interrupted to look at what else has happened."""
+"""Time after which the wait for a batch is interrupted to check for other events."""
 _POLL_SECONDS = 0.001
-"""Time that a batch may take to come out of its queue where nobody waits for it."""
+"""Time that a finished batch may take to come out of its queue when `next_if_ready` polls it."""
 
 
 class BatchKeys(list[tuple[int, int]]):
     """(epoch, index) of the images of a micro-batch; the r-th repeat of image i in an epoch is index i + r * images."""
 
     resolution = 0
-    """Number of the step's resolution."""
+    """Index of the step's resolution."""
     later: tuple[int, ...] = ()
-    """Indices of the batch that the same process gets next, where known."""
+    """Indices of the images in the batch that the same process gets next, if known."""
 
 
 class ResumableSampler(Sampler[BatchKeys]):
@@ -59,7 +59,7 @@ class ResumableSampler(Sampler[BatchKeys]):
 
     Args:
         images: number in the source.
-        options: of the loader.
+        options: the loader's options.
         start: position at which a step begins.
         draws: how often each image is drawn; None = equally often.
     """
@@ -73,7 +73,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         """Number of batches that the current step has had, and the step's resolution if there are several."""
 
     def advance(self) -> None:
-        """Count one batch as used: an iterator that begins later continues behind it."""
+        """Count one batch as used: an iterator that begins later continues after it."""
         position = self._first()
         self._begun = self._after(self._begun[0], self._resolution(*self._begun, position))
         self._start = position.advance(self._chunk, self._per_epoch)
@@ -89,7 +89,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         return start if start.samples + self._chunk <= self._per_epoch else Position(start.epoch + 1, 0)
 
     def _resolution(self, batches: int, resolution: int, position: Position) -> int:
-        """Resolution of the batch at `position`, after `batches` batches of its step: the first batch draws it."""
+        """Resolution of the batch at `position`, after `batches` batches of its step; the first batch draws it."""
         options = self._options
         if batches:
             return resolution
@@ -105,7 +105,7 @@ class ResumableSampler(Sampler[BatchKeys]):
         return _permutation(self._images, self._options.seed, epoch)
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        """Keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
+        """Yield keys with `later` set: torch gives batch i to process i modulo their number; else only time is lost."""
         workers = self._options.workers
         batches, ahead = self._batches(), max(1, automatic_workers() if workers is None else workers)
         waiting = deque(islice(batches, ahead))
@@ -152,7 +152,7 @@ class Loader:
         )
         with main_module_left_out(unless_defines=self._source):
             self._batches: Iterator[LoaderBatch | DataError] | None = iter(loader)
-        # If nobody closes the loader, Python would wait at its exit for ever for processes that ignore SIGTERM.
+        # If nobody closes the loader, Python would wait forever at its exit for processes that ignore SIGTERM.
         weakref.finalize(self, kill_workers, self._batches)
 
     def __iter__(self) -> Loader:
@@ -162,7 +162,7 @@ class Loader:
         return self.next_unless(lambda: False)
 
     def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
-        """Implements `Feed.next_unless`; the processes are restarted once before they count as gone."""
+        """`Feed.next_unless`; loader processes are restarted once before their failure raises DataError."""
         self._waits_since = time.monotonic()
         while (batch := self._poll(_LOOK_SECONDS)) is None:
             waited = time.monotonic() - self._waits_since
@@ -231,7 +231,7 @@ def steps_per_epoch(images: int, global_batch: int) -> int:
 
 
 def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -> int:
-    """Number of the resolution of an epoch's step: the same on all ranks and in all micro-batches.
+    """Draw the index of the resolution of an epoch's step: the same on all ranks and in all micro-batches.
 
     Source: facebookresearch/dinov3 draws from one stream that all ranks share; a hash needs no state to resume.
     """
@@ -242,7 +242,7 @@ def draw_resolution(shares: Sequence[float], seed: int, epoch: int, step: int) -
 
 
 def _permutation(images: int, seed: int, epoch: int) -> Tensor:
-    """Order of an epoch, (images,) int64, the same on all ranks."""
+    """Order of the images of an epoch, (images,) int64, the same on all ranks."""
     generator = torch.Generator().manual_seed(crop_seed(seed, epoch, -1) >> 1)  # -1: no sample has this index
     return torch.randperm(images, generator=generator)
 

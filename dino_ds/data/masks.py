@@ -1,7 +1,7 @@
 """Draws the patches of a crop that are hidden from the student: blocks of random shape, from one seed a crop.
 
 Source: facebookresearch/dinov2 `data/masking.py` (MaskingGenerator) and `data/collate.py`. There exactly half of a
-batch's crops are masked, with ratios dealt to equal bins. Here each crop is masked with a probability and draws its
+batch's crops are masked, with one ratio from each equal bin. Here each crop is masked with a probability and draws its
 ratio from the whole range, so that its mask follows from (seed, epoch, index of the image, number of the crop) alone.
 The law of one crop is that of the reference in a large batch (DINOv3's takes the upper edges of the bins); how many
 crops are masked varies from batch to batch.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _LOG_ASPECT = math.log(1 / 0.3)
 _MIN_AREA = 4
-"""Least patches of a block, if as many are still to be hidden."""
+"""Smallest number of patches of a block, if as many are still to be hidden."""
 _TRIES = 10
 """Attempts at a block, after which the mask is left as it is."""
 
@@ -37,8 +37,8 @@ class MaskOptions:
     """The masks of a crop group.
 
     A crop is masked with probability `share`; int(patches * ratio) of its patches are to be hidden, the ratio drawn
-    evenly from the range `ratio`. Law "dinov2" hides blocks, which may fall short of that number; "dinov3" adds single
-    patches at random. grid: (rows, columns) of a crop's patches.
+    uniformly from the range `ratio`. Law "dinov2" hides blocks, which may hide fewer; "dinov3" adds single patches at
+    random. grid: (rows, columns) of a crop's patches.
     """
 
     law: Literal["dinov2", "dinov3"]
@@ -72,7 +72,7 @@ def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
         return flat
     missing = int(mask.size * rng.uniform(*options.ratio))
     # The reference's largest block is half of the crop by `0.5 * side // patch * side // patch`, which halves the
-    # number of rows and rounds down: 18 x 37 patches of 37 x 37. Kept, so that its law is ours on odd grids too.
+    # number of rows and rounds down: 18 x 37 patches of 37 x 37. Kept, so that masks follow its law on odd grids too.
     largest = options.grid[0] // 2 * options.grid[1]
     while missing and (added := add_block(mask, min(missing, largest), rng)):
         missing -= added
@@ -84,8 +84,8 @@ def draw_mask(options: MaskOptions, seed: int) -> np.ndarray:
 def add_block(mask: np.ndarray, most: float, rng: random.Random) -> int:
     """Hide one more block of `mask` (rows, columns), at most `most` new patches, and return their number; 0: no block.
 
-    Its area is drawn evenly between 4 and `most`, its height / width log-evenly between .3 and 1 / .3. It is smaller
-    than the crop both ways, and may overlap others if it hides at least one patch more.
+    The block's area is drawn uniformly between 4 and `most`, its height / width log-uniformly between .3 and 1 / .3.
+    The block is smaller than the crop in both directions, and may overlap others if it hides at least one new patch.
     """
     rows, columns = mask.shape
     for _ in range(_TRIES):
@@ -109,7 +109,7 @@ def with_rows(mask: Tensor) -> dict[str, Tensor]:
 
 
 def draw_masks(groups: Sequence[CropGroup], masks: Mapping[str, MaskOptions], seeds: Sequence[int]) -> Masks:
-    """Masks of a micro-batch, on the host. masks: options by name of masked groups; seeds: of each image's crops."""
+    """Masks of a micro-batch, on the host. masks: options of masked groups by name; seeds: one for each image."""
     drawn, first = {}, 0
     for group in groups:
         if options := masks.get(group.name):

@@ -99,7 +99,7 @@ class Mixture(EncodedImages, Joined):
         return f"{part}/{self.sources[part].member(inner)}"
 
     def file_bytes(self, index: int) -> int:
-        """Bytes of the image's file. Raises OSError, also where its part does not know them."""
+        """Bytes of the image's file. Raises OSError, also where its part does not provide sizes."""
         return self._asked("file_bytes", index)
 
     def file_time(self, index: int) -> int:
@@ -118,7 +118,7 @@ class Mixture(EncodedImages, Joined):
         return int(ask(inner))
 
     def _overlap(self, root: str | None) -> str:
-        """Words on two parts with images in common, which would get more than their share; "" for none."""
+        """A sentence on two parts with images in common, which would get more than their share; "" for none."""
         owners: dict[tuple[bool, str], str] = {}
         for part, source in zip(self.parts, self.sources, strict=True):
             loose = isinstance(source, ListedFiles)
@@ -178,7 +178,7 @@ def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImage
 _MOST_FIELD = 1 << 16
 """Characters of the longest name or cluster in a file."""
 _OFTEN = 10
-"""Repeats of an image an epoch beyond which a note says so."""
+"""Repeats of an image in an epoch above which a note warns of them."""
 
 
 def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
@@ -197,7 +197,7 @@ def draws_of(source: Source, balance: str) -> tuple[Draws | None, list[str]]:
     for number, part in enumerate(parts):
         if not (groups[part_of == number] >= 0).any():
             raise ConfigError(f"data.balance {kind}: no image of {part.place} has one: leave data.balance out")
-    from dino_ds.data.draws import Draws  # imports torch, for which a mistyped path must not wait
+    from dino_ds.data.draws import Draws  # imports torch, which takes long: a mistyped path is reported before
 
     draws = Draws([part.share for part in parts], part_of, groups)
     return draws, [*_left_out(labels, kind), *_repeats(draws, parts, kind, len(source))]
