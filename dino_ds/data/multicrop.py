@@ -35,14 +35,14 @@ _SOLARIZE_THRESHOLD = 128
 BICUBIC = Image.Resampling.BICUBIC
 _ROTATIONS = (Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
 _KINDS = {"global": (0, 1), "local": (2,)}
-"""Index of a group's first crop, its second, ... in a triple of probabilities; the last index is for all others."""
+"""Indices in a triple of probabilities for a group's first crop, second crop, ...; the last is for all further ones."""
 _TURNS = -2
-"""Random stream of turns; the crops' stream is `seed` itself, the masks' is -1."""
+"""Number of the random stream of turns; crops draw from `seed` itself, masks from stream -1."""
 SLOTS = 4
-"""Jitter operations of one crop, in its own order."""
+"""Jitter operations of one crop, in an order drawn for this crop."""
 FLIP, GRAY, SIGMA, SOLARIZE = range(4 * SLOTS, 4 * SLOTS + 4)
 COLUMNS = 4 * SLOTS + 4
-"""Numbers for each crop: see AugmentationParams."""
+"""Numbers that describe the augmentation of a crop: see AugmentationParams."""
 LUMA = (0.2989, 0.587, 0.114)
 BLUR_REACH = 6
 """Pixels on either side that a blur reads: 3 standard deviations of the widest one."""
@@ -61,31 +61,31 @@ class CropParameters:
     blur_radius: float | None = None
     solarize: bool = False
     turns: int = 0
-    """Turns by 90 degrees, counter-clockwise, after the box was cut and resized. Two and a flip: top to bottom."""
+    """Turns by 90 degrees, counter-clockwise, after cropping and resizing; two and a flip mirror top to bottom."""
 
 
 @dataclass(frozen=True)
 class AugmentationParams:
     """Augmentation of n crops of one size: a row of COLUMNS float32 numbers for each.
 
-    Each jitter slot has four: three weights, of the pixel, its gray and the crop's mean gray, whose sum is clamped, and
+    Each jitter slot has four: the weights of the pixel, its gray and the crop's mean gray in a sum that is clamped, and
     the hue shift in turns of the color circle. The others are: whether the crop is flipped, whether it is made gray,
-    the blur's standard deviation in pixels (0 = none), and whether it is solarized.
+    the blur's standard deviation in pixels (0 = none), and whether the crop is solarized.
     """
 
     table: Tensor
     """The rows, on the host."""
     there: Tensor
-    """Their copy on the device of the crops."""
+    """A copy of the rows on the device of the crops."""
 
     @staticmethod
     def build(crops: Sequence[CropParameters], channels: int) -> AugmentationParams:
-        """Parameters of crops; saturation, hue and gray are left out for channels other than RGB."""
+        """Build the table of sampled crops; without saturation, hue and gray for channels other than RGB."""
         table = torch.from_numpy(np.array([_row(crop, channels == 3) for crop in crops], dtype=np.float32))
         return AugmentationParams(table, table)
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> AugmentationParams:
-        """The same with the copy moved."""
+        """Return these parameters with their device copy moved by `move`."""
         return AugmentationParams(self.table, move(self.there))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -118,9 +118,9 @@ class MultiCrop:
     Args:
         groups: crop groups.
         augment: probabilities and strengths, or the name of a preset.
-        masks: options by name of the masked groups.
+        masks: options of the masked groups, by group name.
         normalization: mean and deviation of the channels.
-        resolutions: the same crops in the sizes that optimizer steps draw from; none: all steps have those of `groups`.
+        resolutions: the same crops in each of the sizes that optimizer steps draw from; empty: only those of `groups`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class MultiCrop:
 
     @staticmethod
     def of(recipe: Recipe) -> MultiCrop:
-        """Crops of a recipe; `groups` are those of its largest resolution."""
+        """Build the crops of a recipe; `groups` are those of its largest resolution."""
         augmentation, normalization = recipe.crops.augmentation, Normalization.of(recipe)
 
         def of_groups(groups: Sequence[CropGroup], resolutions: Sequence[MultiCrop] = ()) -> MultiCrop:
@@ -158,7 +158,7 @@ class MultiCrop:
         return [to_tensor(crop, self.normalization) for crop in crops]
 
     def sample(self, width: int, height: int, seed: int) -> list[CropParameters]:
-        """All random numbers for an image of this size (pixels): crop after crop, each in the order of its fields."""
+        """Draw the parameters of all crops of an image of this size in pixels, each crop's in the order of fields."""
         rng, turning = random.Random(seed), self._turning(seed)
         sampled: list[CropParameters] = []
         first: dict[str, int] = {}
@@ -172,7 +172,7 @@ class MultiCrop:
         return sampled
 
     def _turning(self, seed: int) -> Callable[[CropParameters], CropParameters]:
-        """Function that adds turns and top-to-bottom flips; other parameters are drawn as without them."""
+        """Return a function that adds turns and top-to-bottom flips to a crop, from a random stream of its own."""
         strength = self.augmentation
         if not (strength.vertical_flip or strength.rotation):
             return lambda crop: crop
@@ -203,7 +203,7 @@ class MultiCrop:
 
 
 def apply_crop(image: Image.Image, sampled: CropParameters, size: int) -> Image.Image:
-    """One crop (size x size pixels) of an RGB image."""
+    """Cut and augment one crop (size x size pixels) of an RGB image."""
     crop = image.crop(sampled.box).resize((size, size), BICUBIC)
     if sampled.turns:
         crop = crop.transpose(_ROTATIONS[sampled.turns - 1])
@@ -238,7 +238,7 @@ def _kind(group: CropGroup, number: int) -> int | None:
 
 
 def sample_box(rng: random.Random, width: int, height: int, scale: tuple[float, float]) -> Box:
-    """torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the center."""
+    """Draw torchvision's RandomResizedCrop: area uniform, aspect ratio log-uniform, ten tries, then the center."""
     for _ in range(10):
         area = width * height * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
@@ -265,9 +265,9 @@ def _sample_jitter(rng: random.Random, augmentation: Augmentation) -> tuple[tupl
 
 
 def _shift_hue(image: Image.Image, turns: float) -> Image.Image:
-    """`turns` of the color circle, -0.5 to 0.5, in Pillow's 8-bit hue."""
+    """Shift Pillow's 8-bit hue by `turns` of the color circle, -0.5 to 0.5."""
     hue, saturation, value = image.convert("HSV").split()
-    shift = int(turns * 255)  # truncates toward zero, as torchvision's
+    shift = int(turns * 255)  # truncates toward zero, as torchvision does
     rotated = hue.point([(level + shift) % 256 for level in range(256)])
     return Image.merge("HSV", (rotated, saturation, value)).convert("RGB")
 

@@ -1,7 +1,7 @@
-"""Datasets by name: torchvision's, which is imported only for these, and the photographs.
+"""Datasets by name: torchvision's, for which alone torchvision is imported, and the package's photographs.
 
-The 18 photographs, of the public domain, are cut into patches, whose class is the photograph. The left 60 % of each are
-for training and the right 30 % for testing, so that no pixel is in both. Sources and licenses: photos/NOTICE.md.
+The 18 photographs, all in the public domain, are cut into patches; a patch's class is its photograph. The left 60 % of
+each is for training, the right 30 % for testing, so that no pixel is in both. Sources and licenses: photos/NOTICE.md.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _import_datasets() -> Any:
 
 
 def _labels(images: Any) -> list[int]:
-    """Labels of a torchvision dataset, for which it has several names; -1 for none."""
+    """Labels of a torchvision dataset, under whichever name it has them; all -1 without labels."""
     for attribute in ("targets", "labels", "_labels"):
         values = getattr(images, attribute, None)
         if values is not None:
@@ -126,7 +126,7 @@ def _class_names(images: Any, labels: list[int]) -> list[str]:
 
 PATCH_PIXELS = 40
 _SIDES = (48, 72)
-"""Smallest and largest side of a patch in a photograph of 256 pixels height."""
+"""Smallest and largest side of a patch in a photograph that is 256 pixels high."""
 _PER_PHOTO = {"train": 160, "test": 52}
 _PART = {"train": (0.0, 0.6), "test": (0.7, 1.0)}
 
@@ -165,7 +165,7 @@ def _load_photos() -> Iterator[tuple[str, Image.Image]]:
 
 
 def _cut(photo: Image.Image, part: tuple[float, float], number: int, count: int, rng: random.Random) -> np.ndarray:
-    """Patch `number` of `count`: sizes evenly spread over the range, positions at random inside `part` of the width."""
+    """Cut patch `number` of `count`: sizes spread evenly over the range, positions random in `part` of the width."""
     left, right = (round(edge * photo.width) for edge in part)
     side = round(_SIDES[0] + (_SIDES[1] - _SIDES[0]) * number / max(count - 1, 1))
     x, y = rng.randint(left, right - side), rng.randint(0, photo.height - side)

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 _SIDE = 512
-"""Approximate rows and columns of pixels from which percentiles are taken."""
+"""Approximate number of rows, and of columns, of pixels that are sampled for percentiles."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """Mean and standard deviation of each channel, for black 0 and white 1."""
+    """Mean and standard deviation of each channel, where black is 0 and white is 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     @staticmethod
     def of(recipe: Recipe) -> Normalization:
-        """Normalization of a recipe, by default the usual one."""
+        """Return the normalization of a recipe, by default `usual`."""
         data = recipe.data
         if data.mean is None or data.std is None:
             return Normalization.usual(recipe.model.in_chans)
@@ -43,16 +43,16 @@ class Normalization:
 
     @staticmethod
     def usual(channels: int) -> Normalization:
-        """ImageNet's normalization; its averages for other channels than RGB."""
+        """Return ImageNet's normalization; for channels other than RGB its averages over channels."""
         if channels == 3:
             return IMAGENET
         return Normalization((sum(MEAN) / 3,) * channels, (sum(STD) / 3,) * channels)
 
     @staticmethod
     def measured(moments: Sequence[tuple[np.ndarray, np.ndarray]]) -> Normalization:
-        """Normalization of measured images, equally weighted, with 4 digits.
+        """Compute the normalization of images, equally weighted, from their moments; rounded to 4 digits.
 
-        moments: for each image and channel the mean of its values and of their squares, black 0 and white 1.
+        moments: for each image, the means by channel of the values and of their squares; black is 0, white is 1.
         """
         mean, square = (np.mean(part, axis=0) for part in zip(*moments, strict=True))
         std = np.sqrt(np.maximum(square - mean**2, 0))
@@ -60,19 +60,19 @@ class Normalization:
         return Normalization(*(tuple(np.round(np.clip(part, least, 1), 4).tolist()) for part, least in values))
 
     def __call__(self, pixels: Tensor) -> Tensor:
-        """Pixels (..., c, h, w) in [0, 1], normalized. Raises ConfigError for another number of channels."""
+        """Normalize pixels (..., c, h, w) in [0, 1]. Raises ConfigError for another number of channels."""
         if pixels.shape[-3] != len(self.mean):
             raise ConfigError(f"an image has {pixels.shape[-3]} channels, and the model takes {len(self.mean)}")
         mean, std = self._tensors()
         return (pixels - mean) / std
 
     def undone(self, pixels: Tensor) -> Tensor:
-        """Inverse of the normalization, for pixels (..., c, h, w); rounding may leave [0, 1]."""
+        """Undo the normalization of pixels (..., c, h, w); results may lie outside [0, 1] by rounding errors."""
         mean, std = self._tensors()
         return pixels * std + mean
 
     def offset_and_factor(self) -> Tensor:
-        """Offset and factor (2, c) of each channel: pixels in [0, 1] are multiplied, then the offset is added."""
+        """Return (2, c), offset and factor of each channel: normalized = pixels in [0, 1] * factor + offset."""
         mean, std = (np.asarray(values, dtype=np.float64) for values in (self.mean, self.std))
         return torch.from_numpy(np.stack([-mean / std, 1 / std]).astype(np.float32))
 
@@ -96,8 +96,8 @@ def normalized_levels(normalization: Normalization) -> np.ndarray:
 def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
     """Pixels (c, h, w), uint8 or in [0, 1] -> (3, h, w) in [0, 1] for display.
 
-    RGB stays. Of more channels the first three become red, green and blue, of fewer the first gray, each stretched from
-    the 2nd to the 98th percentile of `like` (by default the image itself).
+    RGB is unchanged. Of more channels the first three become red, green and blue, of fewer the first becomes gray, each
+    stretched from the 2nd to the 98th percentile of `like` (by default the image itself).
     """
     count = 3 if len(pixels) >= 3 else 1
     shown, reference = _fractions(pixels[:count]), _fractions((pixels if like is None else like)[:count])
@@ -110,7 +110,7 @@ def visible(pixels: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def how_visible(channels: int) -> str:
-    """Description of `visible` for a number of channels; empty for RGB."""
+    """Describe how `visible` displays images of this number of channels; empty for RGB."""
     if channels == 3:
         return ""
     if channels < 3:
@@ -123,7 +123,7 @@ def _fractions(pixels: Tensor) -> Tensor:
 
 
 def with_hidden_patches(crops: Mapping[str, Sequence[Tensor]], masks: Masks, images: int) -> list[Tensor]:
-    """First `images` of every crop (b, c, h, w), group after group, with hidden patches set to 0, a mean gray."""
+    """Return the first `images` of every crop (b, c, h, w), group after group, with hidden patches 0, the mean gray."""
     shown = []
     for name, group in crops.items():
         hidden = masks[name]["mask"].unflatten(0, (len(group), -1)) if name in masks else None

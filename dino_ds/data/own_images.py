@@ -14,7 +14,7 @@ from dino_ds.data.formats import EXTENSIONS, split_part
 from dino_ds.data.root import ENDINGS
 
 _LOOKED_AT = 2000
-"""Entries of a tree of folders that are searched for images."""
+"""Files of a folder tree, at most, that are looked at to find an image."""
 _SETS = {
     "cifar10": "cifar-10-",
     "cifar100": "cifar-100-",
@@ -25,16 +25,16 @@ _SETS = {
     "pets": "oxford-iiit-pet",
     "eurosat": "eurosat",
 }
-"""Beginning of the names of a torchvision dataset's folder or archive."""
+"""How the name of each torchvision dataset's folder or archive begins."""
 _WITHOUT_LABELS = ("statistics", *BENCHMARKS)
 """Evaluations that need no labeled test images."""
 
 
 def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> Recipe:
-    """`recipe` with data.source folder if data.root names images of the user's, without evaluations that need labeled
-    test images, unless such are named.
+    """Adapt `recipe` if it names the user's own images: set data.source folder, and leave out evaluations that need
+    labeled test images, unless eval.root names such images.
 
-    keys: given on the command line; they never change. `notes` gets a line for each change.
+    keys: the keys given on the command line, which are never changed. `notes` gets a line for each change.
     """
     changes, data, settings = dict[str, str](), recipe.data, recipe.eval
     root = data.root
@@ -56,16 +56,16 @@ def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> 
 
 
 def _holds_images(root: str, source: str) -> bool:
-    """Whether `root` has image files, and not torchvision's dataset `source`."""
+    """Whether `root` has image files other than those of torchvision's dataset `source`."""
     path, _ = split_part(os.path.expanduser(root))
     if source == "photos" or is_url(root):
-        return True  # those of the package have no root
+        return True  # the package's photographs have no root
     if not os.path.isdir(path):
         return path.lower().endswith(ENDINGS)
     try:
         if any(name.startswith(_SETS[source]) for name in os.listdir(path)):
             return False
     except OSError:
-        return False  # opening the source says why
+        return False  # opening the source reports why
     names = (name for _, _, files in os.walk(path) for name in files)
     return any(name.lower().endswith((*EXTENSIONS, *ENDINGS)) for name in itertools.islice(names, _LOOKED_AT))

@@ -25,14 +25,14 @@ _OPEN_FILES = 32
 _MOST_BYTES = 1 << 30
 """Most bytes of a row group's column: each loader process reads an image with its whole group."""
 _MOST_AHEAD = 256 << 20
-"""Bytes of row groups that are fetched before they are read."""
+"""Most bytes of row groups that are fetched before they are read."""
 _LOOKED_AT, _NUMBERS = 64, 1 << 16
-"""Rows of a read that looks for bytes, and of a read of plain numbers."""
+"""Rows per read: when looking for image bytes, and of a column of plain numbers."""
 
 
 @dataclass(eq=False)
 class _RemoteParquet:
-    """A file that is elsewhere; its footer is read once, and travels to loader processes."""
+    """A remote file; its footer is read once, and is sent to loader processes."""
 
     remote: Remote
     state: Sequence[int]
@@ -42,9 +42,9 @@ class _RemoteParquet:
 class ParquetImages(RowImages):
     """The rows of Parquet files, file after file.
 
-    The image column is of type binary or struct with `bytes`. A label column of whole numbers or texts has the classes,
-    whose names Hugging Face stores beside the schema. Raises ConfigError without pyarrow, DataError for a file that
-    can't be read, has no such column, or has row groups that are too large.
+    The image column is binary, or a struct with `bytes`. Classes come from a label column of whole numbers or texts;
+    Hugging Face stores their names in the schema's metadata. Raises ConfigError without pyarrow, DataError for a file
+    that can't be read, has no image column, or has row groups that are too large.
     """
 
     def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
@@ -109,14 +109,14 @@ class ParquetImages(RowImages):
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch the row groups of images that will be read next, of files that are elsewhere."""
+        """Begin to fetch the row groups of the images of remote files that will be read next."""
         numbers = np.searchsorted(self._groups[:, 0], np.asarray(indices, np.int64), side="right") - 1
         pieces = [self._piece(*self._groups[number].tolist()) for number in dict.fromkeys(numbers.tolist())]
         ends = itertools.accumulate(piece.length for piece in pieces)
         self._remote.prepare((piece for piece, end in zip(pieces, ends, strict=True) if end <= _MOST_AHEAD), seconds)
 
     def _piece(self, first: int, group: int) -> FilePiece:
-        """The image column in a row group, which begins with row `first` of all files."""
+        """The bytes of the image column in a row group, whose first row is row `first` of all files."""
         number, _ = self._find(first)
         size, tag = self._elsewhere[number].state
         chunks = _chunks_of(self._elsewhere[number].footer, group, self._column)
@@ -129,7 +129,7 @@ class ParquetImages(RowImages):
 
 
 def import_parquet() -> Any:
-    """pyarrow.parquet, or a ConfigError with the command that installs it."""
+    """Import pyarrow.parquet. Raises ConfigError with the command that installs it."""
     try:
         import pyarrow.parquet
     except ImportError:
@@ -145,8 +145,8 @@ def _read_group(location: tuple[str, _RemoteParquet | None], group: int, column:
 
 
 def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
-    """Parts of a row group's column. Raises ValueError if it becomes too large: a file of a few kilobytes can claim
-    that every row is the same gigabyte, and its footer counts that once."""
+    """Yield a row group's column in parts. Raises ValueError if they become too large: in a file of a few kilobytes
+    every row may stand for the same gigabyte, which the footer counts only once."""
     total, size = 0, _bytes_of(opened, group, column)
     rows = max(1, _MOST_BYTES // size) if size else _NUMBERS
     # One thread: loader processes share out the cores, and threads of a library do not survive a fork.
@@ -158,7 +158,7 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
-    """Uncompressed bytes of a row group's column, by the footer."""
+    """Uncompressed bytes of a row group's column, according to the footer."""
     chunks = _chunks_of(opened.metadata, group, column)
     return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.physical_type == "BYTE_ARRAY")
 
@@ -223,7 +223,7 @@ def _label_column(schema: Any, notes: list[str]) -> str | None:
 
 
 def _kind_of_label(kind: Any) -> str:
-    """Kind of classes that an Arrow type holds: "number", "text", or "" for none."""
+    """How an Arrow type can name classes: "number", "text", or "" if it can't."""
     from pyarrow import types
 
     if types.is_dictionary(kind):
@@ -234,7 +234,7 @@ def _kind_of_label(kind: Any) -> str:
 
 
 def _check_alike(first: Any, schema: Any, image: str, label: str | None, files: tuple[str, str]) -> None:
-    """Raises DataError if the second of `files` lacks a column of the first, or has other labels."""
+    """Raises DataError if the second of `files` lacks a column of the first, or has labels of another kind."""
     for column in filter(None, (image, label)):
         if column not in schema.names:
             problem = f"has no column {column}"
@@ -246,7 +246,7 @@ def _check_alike(first: Any, schema: Any, image: str, label: str | None, files: 
 
 
 def _class_names(schema: Any, label: str) -> list[str]:
-    """Hugging Face's names of the classes, or none."""
+    """Class names in the Hugging Face metadata of the schema, or []."""
     try:
         features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
         return [str(name) for name in features[label]["names"]]
@@ -255,7 +255,7 @@ def _class_names(schema: Any, label: str) -> list[str]:
 
 
 def _number(values: list[Any], names: list[str]) -> tuple[Labels | None, list[str] | None]:
-    """Class numbers and names for values of the label column (None = no class); all of `names` if they fit."""
+    """Number the values of the label column (None = no class); returns labels, and class names: `names` if they fit."""
     present = sorted({value for value in values if value is not None and value != -1})
     if not present:
         return None, None

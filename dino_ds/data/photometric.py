@@ -3,7 +3,7 @@
 The loader sends crops with their AugmentationParams. The operations are torchvision's functional ones on float tensors
 in [0, 1]; Pillow's, used by `data.augment worker`, round to 8 bits after each operation. The host knows which crops an
 operation changes, so nothing waits for the device. On CUDA the kernels of `photometric_triton` do the same in four
-launches a crop size.
+launches per crop size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dino_ds.data.multicrop import (
 )
 
 _COLUMNS_OF_SOME = [FLIP, *range(3, 4 * SLOTS, 4), GRAY, SIGMA, SOLARIZE]
-"""0 for a crop that the operation leaves out; hue's are those of the slots."""
+"""Columns that are 0 for a crop without the operation; hue has one in each jitter slot."""
 _CACHED_PIXELS = 4 * 224**2
 """Pixels that are augmented at once on a CPU: 2.4 MB in FP32."""
 _KERNEL_TOLERANCE = 1e-4
@@ -101,7 +101,7 @@ def _difference(kernels: Kernels, device: torch.device, dtype: torch.dtype, shap
 
 
 def _scale(crops: Tensor) -> float:
-    """The factor that takes crops to [0, 1]."""
+    """The factor that scales crops to [0, 1]."""
     return 1 / 255 if crops.dtype == torch.uint8 else 1.0
 
 
@@ -132,7 +132,7 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize:
 
 
 def grey(x: Tensor) -> Tensor:
-    """(n, 3, h, w) -> (n, 1, h, w) luma; the mean of the channels where they are not RGB."""
+    """RGB (n, 3, h, w) -> luma (n, 1, h, w); for other channels their mean."""
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
     r, g, b = x.unbind(1)
@@ -140,7 +140,7 @@ def grey(x: Tensor) -> Tensor:
 
 
 def blend(x: Tensor, pixel: Tensor, own_grey: Tensor, mean_grey: Tensor) -> Tensor:
-    """Brightness, contrast or saturation of each crop, in place; coefficients (n, 1, 1, 1)."""
+    """Change brightness, contrast or saturation of each crop in place; coefficients (n, 1, 1, 1)."""
     shade = grey(x)
     mean = shade.mean((2, 3), keepdim=True)
     shade = shade.mul_(own_grey).add_(mean.mul_(mean_grey))
@@ -148,11 +148,11 @@ def blend(x: Tensor, pixel: Tensor, own_grey: Tensor, mean_grey: Tensor) -> Tens
 
 
 def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
-    """RGB (n, 3, h, w) -> the same value and chroma, the hue `turns` (n,) of the color circle further."""
+    """Shift the hue of RGB (n, 3, h, w) by `turns` (n,) of the color circle; value and chroma stay the same."""
     r, g, b = x.unbind(1)
     high, low = torch.maximum(torch.maximum(r, g), b), torch.minimum(torch.minimum(r, g), b)
     chroma = high - low
-    per_chroma = 1 / chroma.clamp_min(1e-6)  # below the steps of FP32; grey stays grey, since its chroma is 0
+    per_chroma = 1 / chroma.clamp_min(1e-6)  # below the steps of FP32; gray stays gray, since its chroma is 0
     hue = torch.where(
         high == r, (g - b) * per_chroma, torch.where(high == g, (b - r) * per_chroma + 2, (r - g) * per_chroma + 4)
     )
@@ -164,7 +164,7 @@ def shift_hue(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def gaussian_blur(x: Tensor, sigmas: Tensor) -> Tensor:
-    """(n, c, h, w), each crop with its own standard deviation in pixels (n,); edges are mirrored."""
+    """Blur crops (n, c, h, w), each with its own standard deviation in pixels (n,); edges are mirrored."""
     n, c, h, w = x.shape
     for size, axis in ((w, 3), (h, 2)):
         reach = min(BLUR_REACH, size - 1)
@@ -178,5 +178,5 @@ def gaussian_blur(x: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def solarize(x: Tensor) -> Tensor:
-    """Inverts what is brighter than 127.5 of 255: for 8-bit levels the threshold 128."""
+    """Invert values brighter than 127.5 / 255, which for 8-bit levels is the threshold 128."""
     return torch.minimum(x, 1 - x)

@@ -1,7 +1,7 @@
-"""The augmentation of `photometric` as Triton kernels: four launches for each crop size, whatever was drawn.
+"""The augmentation of `photometric` as Triton kernels: four launches per crop size, whatever parameters were drawn.
 
-The crops are read once for the mean that contrast needs and once to be written; the blur's two passes move only what is
-blurred. `photometric` compares the results with its own before it trusts these kernels on a device.
+Crops are read once for the mean gray that contrast needs, and once for the output; the blur's two passes touch blurred
+crops only. `photometric` compares results with those of its own operations before it uses these kernels on a device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _FLIP, _GRAY, _SIGMA, _SOLARIZE = (tl.constexpr(column) for column in (FLIP, GRA
 _RED, _GREEN, _BLUE = (tl.constexpr(weight) for weight in LUMA)
 _REACH = tl.constexpr(BLUR_REACH)
 _BLOCK = 1024
-"""Pixels of one crop that one program works on."""
+"""Pixels of a crop that one Triton program processes."""
 
 
 def augment(crops: Tensor, table: Tensor, scale: float, normalize: Tensor, out: Tensor) -> None:
-    """Crops (n, h, w, c) times `scale`, their parameters (n, COLUMNS), on the device -> out (n, c, h, w).
+    """Augment crops (n, h, w, c) times `scale` by `table` (n, COLUMNS), all on the device, into out (n, c, h, w).
 
-    normalize (2, c): what is added at the end, and what is multiplied by before.
+    normalize (2, c): the final offset and factor of each channel; the factor comes first.
     """
     n, height, width, channels = crops.shape
     pixels = height * width
@@ -42,13 +42,13 @@ def augment(crops: Tensor, table: Tensor, scale: float, normalize: Tensor, out: 
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """One launch on the current stream. Products and sums round one by one, as in torch's operators."""
+    """Launch a kernel on the current stream. Products and sums are rounded separately, as in torch's operators."""
     kernel[grid](*arguments, **constants, num_warps=4, enable_fp_fusion=False)
 
 
 @triton.jit
 def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of grey before contrast, of each chunk; 0 of crops without contrast."""
+    """Sum the gray values of each chunk as they are before contrast; 0 for crops without contrast."""
     crop, chunk = tl.program_id(0), tl.program_id(1)
     row = table + crop * _COLUMNS
     contrast, total = 0.0, 0.0
@@ -77,7 +77,7 @@ def color(  # type: ignore[no-untyped-def]
     crops, table, sums, out, height, width, chunks, scale, normalize,
     CHANNELS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All but the blur; what will be blurred is not yet solarized and normalized."""
+    """Apply everything but the blur; crops that will be blurred are not yet solarized and normalized."""
     crop, chunk = tl.program_id(0), tl.program_id(1)
     row, pixels = table + crop * _COLUMNS, height * width
     parts = tl.arange(0, CHUNKS)
@@ -117,7 +117,7 @@ def color(  # type: ignore[no-untyped-def]
 def blur(  # type: ignore[no-untyped-def]
     table, source, target, height, width, normalize, DOWN: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One pass of the Gaussian, across or down, over the crops that have one; after the second one all is done."""
+    """Blur crops with a sigma in one pass, across or down; the pass down also solarizes and normalizes them."""
     crop, chunk, channel = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, pixels = table + crop * _COLUMNS, height * width
     sigma = tl.load(row + _SIGMA)

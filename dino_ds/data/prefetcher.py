@@ -1,4 +1,4 @@
-"""Batches on the device: the next is copied and augmented during the current training step."""
+"""Brings batches to the device: the next one is copied and augmented during the current training step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from dino_ds.errors import DataError
 class DevicePrefetcher:
     """Endless iterator of Batch over a loader. Raises the loader's errors.
 
-    On a GPU, `prefetch`, called once a step's backward pass is launched, copies and augments the next crops by a side
-    stream during that pass.
+    On a GPU, `prefetch` is called once a step's backward pass is launched; it copies and augments the next crops on a
+    side stream during that pass.
     """
 
     def __init__(self, loader: Loader, device: torch.device) -> None:

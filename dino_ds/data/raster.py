@@ -18,7 +18,7 @@ class Raster:
 
     format: str
     width: int
-    """Of the stored image, before `orientation` turns it; `height` too."""
+    """Pixels of the stored image, before `orientation` is applied; so is `height`."""
     height: int
     channels: int
     deep: bool
@@ -28,7 +28,7 @@ class Raster:
     orientation: int = 1
     """Value of the EXIF tag."""
     nodata: str | None = None
-    """Number that stands for pixels without a value, as GDAL writes it."""
+    """Number that marks pixels without a value, as GDAL writes it."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -47,9 +47,9 @@ class Format:
     name: str
     """As in `Raster.format`."""
     endings: tuple[str, ...]
-    """Of file names, the usual one first."""
+    """Endings of file names, the usual one first."""
     is_kind_of: Callable[[bytes], bool]
-    """Tells the kind by a file's content."""
+    """Whether a file is of this kind, by its content."""
     open: Callable[[bytes, int | None], Raster | ImageFile.ImageFile]
     """Reads the header of a file, for a number of channels (None = all); returns Pillow's image if Pillow can read all
     of it. Raises any Exception for a damaged file."""
@@ -62,7 +62,7 @@ def check_type(dtype: np.dtype) -> None:
 
 
 def band_axis(shape: Sequence[int]) -> int:
-    """Axis of the bands: the first or the last of three, if shorter than both others. Raises ValueError for neither."""
+    """Axis of the bands: the first or the last of three, if shorter than both others. Raises ValueError if not."""
     if min(shape) == shape[2] < min(shape[:2]):
         return 2
     if min(shape) == shape[0] < min(shape[1:]):
@@ -72,14 +72,14 @@ def band_axis(shape: Sequence[int]) -> int:
 
 
 def bands_last(array: np.ndarray, axis: int | None) -> np.ndarray:
-    """Writable copy (h, w, c), or (h, w) of one band, in the machine's byte order."""
+    """Return a writable copy (h, w, c), or (h, w) for one band, in the machine's byte order."""
     if axis is not None:
         array = array.take(0, axis) if array.shape[axis] == 1 else np.moveaxis(array, axis, -1)
     return np.array(array, array.dtype.newbyteorder("="), order="C")
 
 
 def spread(values: np.ndarray, bits: int) -> np.ndarray:
-    """Stored uint8 of fewer than 8 bits, scaled to 0 to 255; other values unchanged."""
+    """Scale stored uint8 values of fewer than 8 bits to 0 to 255; return other values unchanged."""
     if values.dtype != np.uint8 or bits >= 8:
         return values
     white = (1 << bits) - 1
@@ -87,7 +87,7 @@ def spread(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _open_npy(data: bytes, wanted: int | None) -> Raster:
-    """An array (h, w), (h, w, c) or (c, h, w). Nothing is unpickled. Raises ValueError for any other."""
+    """Read an array (h, w), (h, w, c) or (c, h, w) without unpickling. Raises ValueError for any other array."""
     array = np.load(io.BytesIO(data), allow_pickle=False)
     shape = array.shape
     check_type(array.dtype)

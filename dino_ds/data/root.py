@@ -34,14 +34,14 @@ _HUB_SETS = re.compile(
     r"(https?://(www\.)?huggingface\.co/datasets/)"
     r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
-"""Address of a dataset on the Hub, perhaps with a file of it; old ones have no owner."""
+"""Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner."""
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
-    """Source of images: a folder, a file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
+    """Open images by a folder, a file, or a pattern with * ? [ ] and braces ({000..099}, {train,extra}).
 
-    The name of a dataset may follow an HDF5 file (file.h5:/images). A folder of ARCHIVES, without images or folders
-    beside them, is read as these. cache_gib: disk for remote images. Raises DataError.
+    The path of an HDF5 file may name a dataset in it (file.h5:/images). A folder that holds ARCHIVES, but no images or
+    folders, is read as these archives. cache_gib: disk space for remote images. Raises DataError.
     """
     check_root(root)
     path, part = split_part(os.path.expanduser(root))
@@ -60,7 +60,7 @@ def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
 
 
 def check_photos(source: str, root: str | None) -> None:
-    """Raises ConfigError if images are named, but the source is the photographs inside the package."""
+    """Raises ConfigError if `root` names images, but the source is the photographs inside the package."""
     if source == "photos" and root is not None:
         raise ConfigError(
             f"images {root} are named, and the source is photos (recipe quickstart's), the photographs inside the "
@@ -123,7 +123,7 @@ def _is_empty(folder: str) -> bool:
 
 
 def expand(pattern: str) -> list[str]:
-    """Files of a pattern, each once: braces in their order, matches of a * sorted.
+    """Expand a pattern to files, each once: braces in their order, matches of a * sorted.
 
     Raises DataError if a name without a * does not exist, a * matches nothing, or braces stand for too many files.
     """
@@ -151,7 +151,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _braces(pattern: str) -> Iterator[str]:
-    """Expand braces as a shell does; braces without a comma or dots stay."""
+    """Expand braces as a shell does; braces without a comma or dots are kept."""
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         options = _options(match[1])
         if options is not None:
@@ -174,7 +174,7 @@ def _options(inner: str) -> Iterator[str] | None:
 
 
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """Source for the address of a list, of archives, or of a folder right in which archives are."""
+    """Open the address of a list, of archives, or of a folder that directly holds archives."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
     paths = expand(path)
@@ -210,7 +210,7 @@ def _wrong_file(path: str, root: str, key: str = "data.root") -> str:
 
 
 def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
-    """ARCHIVES right in `folder`, if neither images nor folders are beside them, and files that are left out."""
+    """ARCHIVES directly in `folder`, and other files, which are left out; neither if it has images or folders."""
     archives, others = list[str](), list[bytes]()
     try:
         with os.scandir(folder) as entries:
@@ -224,12 +224,12 @@ def _archives_in(folder: str) -> tuple[list[str], list[bytes]]:
                 elif is_left_out(os.fsencode(entry.name)):
                     others.append(os.fsencode(entry.name))
     except OSError:
-        return [], []  # the folder source says why
+        return [], []  # the folder source reports why
     return sorted(archives), others
 
 
 def _advise_elsewhere(text: str) -> str | None:
-    """Advice for the name of a dataset on the Hub; None for any other text."""
+    """Advice for the name of a dataset on the Hub, or for an address like pipe:COMMAND; None for any other text."""
     name = hub_id(text)
     if name is None and (address := _HUB_SETS.match(text)):
         name = address["name"]

@@ -1,4 +1,4 @@
-"""Map-style tar shards: any image by index with one read, so that ranks and positions are as for a folder."""
+"""Map-style tar shards: one read gets any image by its index, so that ranks share them and resume as with a folder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
 from dino_ds.errors import DataError
 
 CLASSES, INDEX = "classes.txt", "index.jsonl"
-"""Files beside the shards: line n names class n; a line for each shard has what reading that would find."""
+"""Files beside the shards: line n of the first names class n; a line of the second replaces reading a shard."""
 _VERSION = 3
-"""Version of lists in the cache; others are rebuilt."""
+"""Version of the indexes in the cache; those of other versions are rebuilt."""
 _OPEN_SHARDS = 128
-"""Files a process keeps open at most."""
+"""Most files that a process keeps open."""
 _THREADS = 16
 _MOST_KINDS = 8
-"""Most kinds of images of a key; more are plain names with dots."""
+"""Most kinds of images per key; if there are more, file names merely contain dots."""
 _MAX_NOTES = 20
 
 
@@ -45,8 +45,8 @@ class TarShards(ListedImages):
 
     Args:
         shards: paths of the files, or addresses.
-        kind: ending of the images of a key that are taken, such as input.png of KEY.input.png; None for all.
-        cache_gib: disk for images of remote shards.
+        kind: ending of the images to take, such as input.png for KEY.input.png; None for all.
+        cache_gib: disk space for images of remote shards.
     """
 
     _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size", "_checksum")
@@ -91,7 +91,7 @@ class TarShards(ListedImages):
         return data
 
     def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
-        """Begin to fetch images of remote shards that are read next."""
+        """Begin to fetch the images of remote shards that will be read next."""
         few = [index for index in indices if 0 < self.file_bytes(index) <= MAX_BYTES]
         self._remote.prepare(map(self._piece, few), seconds)
 
@@ -114,7 +114,7 @@ class TarShards(ListedImages):
 
 @functools.lru_cache(maxsize=_OPEN_SHARDS)
 def _open_shard(path: str, size: int, time: int) -> io.FileIO:
-    """Open shard, shared by threads and forked processes, as each read passes its own position.
+    """Open a shard, which threads and forked processes may share, as each read passes its own position.
 
     Raises OSError, also if the file has changed since it was indexed.
     """
@@ -126,7 +126,7 @@ def _open_shard(path: str, size: int, time: int) -> io.FileIO:
 
 
 def _find_index(shards: Sequence[str]) -> FilePiece | None:
-    """The index beside remote shards, if there is one."""
+    """The index beside remote shards, or None."""
     url = f"{os.path.dirname(shards[0])}/{INDEX}"
     with suppress(DataError):
         return FilePiece(url, *find_states([url])[0])
@@ -134,7 +134,7 @@ def _find_index(shards: Sequence[str]) -> FilePiece | None:
 
 
 def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
-    """The shards of an index by their addresses. Raises DataError."""
+    """Read an index: its shards by their addresses. Raises DataError."""
     try:
         with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
             shards = map(IndexedMembers, lines)
@@ -145,10 +145,10 @@ def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
 
 
 def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> Contents:
-    """Index with a row for each image (`shard`, `offset`, `size`, name, label) and each shard (name, size, time).
+    """Build the index, with rows for images (`shard`, `offset`, `size`, name, label) and shards (name, size, time).
 
-    A damaged shard has the images before the damage, and a line in about["notes"]. Remote shards of `index` are not
-    read.
+    A damaged shard contributes the images before the damage, and a line in about["notes"]. Remote shards that are in
+    `index` are not read.
     """
     known = _read_index(index) if index else {}
     unread = [shard for shard in shards if shard not in known]
@@ -196,7 +196,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
 
 
 def _note_kinds(kinds: Counter[bytes]) -> list[str]:
-    """A note on keys with several images, unless these are plain names with dots."""
+    """Note that keys have several images, unless file names merely contain dots."""
     if not 1 < len(kinds) <= _MOST_KINDS or max(kinds.values()) < 2:
         return []
     names = sorted(printable(os.fsdecode(kind)) for kind in kinds)
@@ -210,7 +210,7 @@ def _note_kinds(kinds: Counter[bytes]) -> list[str]:
 def _class_arrays(
     labels: array[int], numbers: dict[bytes | None, int], shards: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
-    """Arrays of the classes that members name, sorted as numbers if all are; with names from classes.txt."""
+    """Arrays of the classes that tar members name, sorted as numbers if all are numbers; names from classes.txt."""
     texts = [text for text in numbers if text is not None]
     if not texts:
         return None

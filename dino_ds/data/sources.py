@@ -38,9 +38,9 @@ _METHODS = ("__len__", "load", "name")
 
 
 def training_source(data: DataSection, may_overlap: bool = False) -> Source:
-    """Images of a recipe, with `draws` and notes on them if they are not drawn equally often.
+    """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
-    may_overlap: as in `Mixture`. Raises as `recipe_images`, and ConfigError or DataError if data.balance does not fit.
+    may_overlap: as in `Mixture`. Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
     """
     source = recipe_images(data, may_overlap)
     draws, notes = draws_of(source, data.balance)
@@ -51,7 +51,7 @@ def training_source(data: DataSection, may_overlap: bool = False) -> Source:
 
 
 def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
-    """Images of a recipe, one source or a mixture. Raises as `build_source` and `Mixture`."""
+    """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
@@ -62,10 +62,10 @@ def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
 def build_source(
     source: str, root: str | None, split: Literal["train", "test"], download: bool, cache_gib: float = 0.0
 ) -> Source:
-    """Images of one split; a user's files or class have no splits and are returned whole.
+    """Open the images of one split; a user's files or class have no splits and are returned whole.
 
-    cache_gib: disk for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source, a
-    class that is not a source, or a root of the photographs.
+    cache_gib: disk space for remote images. Raises DataError if nothing can be read, ConfigError for an unknown source,
+    a class that is not a source, or a root beside the photographs.
     """
     if ":" in source:
         return _build_own(source, root)
@@ -88,7 +88,7 @@ def build_source(
 
 
 def _build_own(path: str, root: str | None) -> Any:
-    """`Class(root)` for `module:Class`, a module on Python's path or in the current folder; checked for the contract.
+    """Build and check `Class(root)` for `module:Class`, a module on Python's path or in the current folder.
 
     `labels` and `classes` default to None. Raises ConfigError for a class that can't be found or is not a source,
     DataError for one that can't be built from `root`, can't be pickled or has no images.
@@ -96,7 +96,7 @@ def _build_own(path: str, root: str | None) -> Any:
     source_class: type = find_own("data.source", path, "class", inspect.isclass)
     missing_methods = [method for method in _METHODS if not callable(getattr(source_class, method, None))]
     if missing_methods:
-        # Checked before it is called: a recipe must not be able to start any class of the library.
+        # Checked before the class is called: a recipe must not be able to call just any class of a library.
         raise ConfigError(f"data.source {path} is not a source of images: it lacks {', '.join(missing_methods)}")
     try:
         source = source_class(root)
@@ -158,7 +158,7 @@ _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
 
 
 class Part:
-    """Some images of a source, with all abilities of the whole source."""
+    """Some images of a source, with all attributes and methods of that source."""
 
     others: Part
     """The rest of the images."""
@@ -174,7 +174,7 @@ class Part:
         return len(self._indices)
 
     def some(self, chosen: np.ndarray) -> Part:
-        """Images for which the mask `chosen` is true."""
+        """Return the part of these images for which the mask `chosen` is true."""
         return Part(self.whole, self._indices[chosen])
 
     def load(self, index: int) -> Any:
@@ -184,7 +184,7 @@ class Part:
         return self.whole.name(int(self._indices[index]))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("whole", "others", "notes"):  # of an object that is being unpickled
+        if name.startswith("_") or name in ("whole", "others", "notes"):  # asked for while unpickling
             raise AttributeError(name)
         value = getattr(self.whole, name)
         if name == "prepare":
@@ -196,9 +196,9 @@ class Part:
 
 
 def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
-    """Training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
+    """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
 
-    as_listed: for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
+    as_listed: set for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
     """
     if not share:
         return training_source(data, may_overlap=as_listed)
@@ -211,7 +211,7 @@ def training_images(data: DataSection, share: float, as_listed: bool = False) ->
 
 
 def held_out_images(recipe: Recipe, train: Source) -> Source | None:
-    """Images of the held-out loss beside `train`, the recipe's `training_images`; None without that loss. Raises
+    """Open the images of the held-out loss; `train` are the recipe's `training_images`. None without that loss. Raises
     DataError."""
     root, data = recipe.eval.val_root, recipe.data
     if isinstance(train, Part) and recipe.eval.val_share:
@@ -229,8 +229,8 @@ def labeled_test(train: Source) -> Part | None:
 
 
 def split_off(source: Source, root: str | None, share: float, as_listed: bool = False) -> tuple[Part, Part]:
-    """Training images and held-out images, about `share`, decided by a hash of each name below `root`, so that an image
-    keeps its side whatever else is added or removed.
+    """Hold out about `share` of the images, by a hash of each name below `root`, so that an image keeps its side
+    whatever is added or removed; returns training images and held-out images.
 
     as_listed: hash a list's lines, as old versions did, not its canonical paths. Raises DataError if a side is empty.
     """

@@ -25,10 +25,10 @@ from dino_ds.errors import one_line
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
 _BLOCK = 512
 _ZEROS, _MOST_ZEROS = 1 << 20, 64
-"""Bytes of a read that looks for an archive behind another's end mark, and the most reads."""
+"""Bytes per read, and most reads, when looking for another archive after an end mark."""
 _MAX_LABEL_BYTES, _MAX_JSON_BYTES = 1000, 1 << 16
 _JSON_LOOKED_AT = 20
-"""First JSON members of a shard, one of which must name a class for all to be read."""
+"""JSON members of a shard that are read first; if none of them names a class, the others are not read."""
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """First bytes of gzip, bzip2, xz and zstd files."""
 
@@ -38,12 +38,12 @@ class Members:
 
     Args:
         path: file or address.
-        kind: ending behind the key, such as input.png, of the images that are listed; None for all.
+        kind: ending after the key, such as input.png, of the images to list; None for all.
         state: size and tag of a remote shard.
 
     Attributes:
-        problems: words on members that could not be read.
-        others: files of other kinds, without those whose key is an image's.
+        problems: descriptions of members that could not be read.
+        others: files of other kinds, except those that share their key with an image.
     """
 
     def __init__(self, path: str, kind: str | None, state: list[int] | None = None) -> None:
@@ -71,7 +71,7 @@ class Members:
                 self.problems.append(f"{len(names)} members like {example} are left out: they {reason}")
 
     def _walk(self, file: BinaryIO) -> str | None:
-        """Note the members of all archives in the file, one behind another; words on damage, or None."""
+        """Note the members of all archives in the file, one after another; returns a description of damage, or None."""
         begin: int | None = 0
         while begin is not None:
             file.seek(begin)
@@ -128,7 +128,7 @@ class Members:
                 self._classes[stem] = os.fsencode(str(value).strip()).replace(b"\0", b"?")
 
     def labels(self) -> list[bytes | None]:
-        """Text of each image's class, by its name, else by its key; None for no class."""
+        """Class of each image as text, found by the image's name or else by its key; None without a class."""
         if not self._classes:
             return [None] * len(self.images)
         stems, of_key = {_stem(name) for name in self.images}, dict[bytes, bytes | None]()
@@ -139,7 +139,7 @@ class Members:
         return [classes.get(_stem(name), classes.get(_key(name), of_key.get(_key(name)))) for name in self.images]
 
     def kinds(self) -> Counter[bytes]:
-        """Number of images by the ending behind their key, such as "input.png", for keys with several images."""
+        """Count images by the ending after their key, such as "input.png", for keys with several images."""
         keys = Counter(map(_key, self.images))
         return Counter(_ending(name) for name in self.images if keys[_key(name)] > 1)
 
@@ -191,7 +191,7 @@ def _key(name: bytes) -> bytes:
 
 
 def _ending(name: bytes) -> bytes:
-    """The part of a member's name behind its key and a dot."""
+    """The part of a member's name after its key and a dot."""
     return name.rpartition(b"/")[2].partition(b".")[2]
 
 
@@ -201,7 +201,7 @@ def _stem(name: bytes) -> bytes:
 
 
 def _look_at_end(file: BinaryIO, offset: int) -> str | None:
-    """Words on a missing end mark: tarfile is silent about a damaged header, and about an end between two members."""
+    """Describe a missing end mark, or None: tarfile reports neither a damaged header nor an end between two members."""
     block = _read_at(file, _BLOCK, offset)
     if block == bytes(_BLOCK):
         return None
@@ -209,7 +209,7 @@ def _look_at_end(file: BinaryIO, offset: int) -> str | None:
 
 
 def _after_zeros(file: BinaryIO, offset: int) -> int | None:
-    """Offset of the first nonzero block behind an end mark, as in archives joined by cat; None without one."""
+    """Offset of the first nonzero block after an end mark, as in archives joined by cat; None without one."""
     for _ in range(_MOST_ZEROS):
         part = _read_at(file, _ZEROS, offset)
         if rest := part.lstrip(b"\0"):

@@ -47,10 +47,10 @@ _NAMED, _UNNAMED = "SC", "QI"
 
 
 def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
-    """The stored bands of a file, for `wanted` channels (None = all); Pillow's image if it reads all as RGB or gray.
+    """Open the bands of a file, for `wanted` channels (None = all); by Pillow if it reads all of them as RGB or gray.
 
-    Pages of one shape are bands if their number is wanted; thumbnails and overviews don't count. Raises ValueError for
-    volumes and films, pages of several shapes and unknown compressions, and any Exception for damaged files.
+    Pages of one shape are bands if `wanted` is their number or None, thumbnails and overviews aside. Raises ValueError
+    for volumes and films, pages of several shapes and unknown compressions, any Exception for damaged files.
     """
     if image := _open_by_pillow(data, wanted):
         return image
@@ -99,7 +99,7 @@ def _can_be_set(file: type, flag: str) -> bool:
 
 
 def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -> TiffImageFile | None:
-    """Pillow's image if it has all values of a file, or of its first page, and all `wanted` channels; else None.
+    """Open by Pillow if that reads all values of the file, or of its first page, and all `wanted` channels; else None.
 
     Raises ValueError for tiles that are too large, and for colors that are not converted.
     """
@@ -137,7 +137,7 @@ def _whole_page(data: bytes) -> int:
     sizes, whole = list[int](), list[int]()
     for number in range(_MOST_PAGES):
         try:
-            with suppress(SyntaxError):  # of a mode that Pillow doesn't know, but its tags are read
+            with suppress(SyntaxError):  # Pillow may not know the mode, but has read the tags
                 image.seek(number)
         except Exception:  # the end, or damage behind the last page
             break

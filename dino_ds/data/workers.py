@@ -28,7 +28,7 @@ _PREFETCHED_BATCHES = 3
 """Per worker; three cover one slow image without holding much memory."""
 _SHARED_MEMORY = "/dev/shm"
 _REPORT_SECONDS = 5
-"""Within which the end of a process is known after its pipe broke."""
+"""Time within which the exit of a process is known after its pipe broke."""
 _HINTS = {
     "SIGKILL": ". Most often memory has run out: lower data.workers or the micro-batch",
     "SIGBUS": ". Shared memory has run out: start the container with a larger --shm-size",
@@ -37,7 +37,7 @@ _HINTS = {
 
 
 def automatic_workers() -> int:
-    """Each rank's share of the cores, less one for its training process; at most 16."""
+    """Number of workers: this rank's share of the cores, less one for its training process; at most 16."""
     return max(0, min(len(usable_cores()) // local_world_size() - 1, _MAX_WORKERS))
 
 
@@ -75,7 +75,7 @@ def check_shared_memory(batch_bytes: int, workers: int | None) -> None:
 
 
 def handle_worker_crash(batches: object) -> str | None:
-    """If a process of a torch DataLoader's iterator has died, kill all, and say which one died and why; else None."""
+    """If a process of a torch DataLoader's iterator has died, kill all; returns which one died and why, or None."""
     workers = list(getattr(batches, "_workers", []))
     wait([worker.sentinel for worker in workers], _REPORT_SECONDS)
     dead = next((worker for worker in workers if worker.exitcode is not None), None)
@@ -88,7 +88,7 @@ def handle_worker_crash(batches: object) -> str | None:
 
 
 def handle_worker_hang(batches: object, seconds: float) -> str:
-    """Kill and name all processes of a torch DataLoader's iterator, which have returned nothing for `seconds`."""
+    """Kill all processes of a torch DataLoader's iterator, which returned no batch for `seconds`; returns a message."""
     pids = ", ".join(str(worker.pid) for worker in getattr(batches, "_workers", []))
     kill_workers(batches)
     return f"loader processes {pids} gave no batch for {seconds:.0f} s. Most often a disk or network does not answer"
@@ -135,7 +135,7 @@ def main_module_left_out(unless_defines: Source) -> Iterator[None]:
 
 
 class _LoaderProcess(ForkServerProcess):
-    """Known by its class to `_unblock_signals`."""
+    """A loader process: `_unblock_signals` knows these by their class."""
 
 
 class _LoaderContext(ForkServerContext):
@@ -154,7 +154,7 @@ def _process_context() -> ForkServerContext:
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # it unblocks some here
+        resource_tracker.ensure_running()  # this unblocks some of them here
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:

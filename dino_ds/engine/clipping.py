@@ -1,4 +1,4 @@
-"""Computes the norm of the gradient over all ranks, and clips each part of the network, where DeepSpeed clips it whole.
+"""Computes the gradient's norm over all ranks, and clips each part of the network by its own norm, unlike DeepSpeed.
 
 Source of clipping by part: facebookresearch/dinov2 clips backbone, DINO head and iBOT head each by its own norm.
 """
@@ -15,11 +15,11 @@ from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.engine.masters import master_shards, shard_groups
 from dino_ds.errors import ConfigError
 
-_EPS = 1e-6  # DeepSpeed's and torch's, added to the norm
+_EPS = 1e-6  # added to the norm, as in DeepSpeed and torch
 
 
 def check_clip_by_part(config: DsConfig) -> None:
-    """Raises ConfigError where optimizer.clip_by part can't act under this ds config."""
+    """Raises ConfigError if optimizer.clip_by part can't work with this ds config."""
     if not config.clipping:
         raise ConfigError(
             "optimizer.clip_by part clips nothing with gradient_clipping 0: set --ds.gradient_clipping to a norm "
@@ -33,7 +33,7 @@ def check_clip_by_part(config: DsConfig) -> None:
 
 
 def parts_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of `network` by the part that they are clipped with, in the network's order, at stage 0."""
+    """The trained parameters of `network`, grouped by the part with which they are clipped, in order; at stage 0."""
     part_of = {id(p): group["part"] for group in optimizer.param_groups for p in group["params"]}
     parts: dict[str, list[nn.Parameter]] = {}
     for parameter in filter(lambda p: p.requires_grad, network.parameters()):
@@ -50,9 +50,9 @@ def norm_of_parts(parts: list[list[nn.Parameter]]) -> tuple[Tensor, list[Tensor]
 def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
     """Make ZeRO 1 to 3 compute the gradient's global norm over all groups at once, with one all-reduce.
 
-    DeepSpeed starts two kernels for each parameter and copies a constant to the device for each group. The same number:
-    in FP64, infinite if a gradient is not finite. With an offloaded optimizer DeepSpeed's own way stays, on the host.
-    clip_parts: above 0 each part's norm is clipped to it here, and DeepSpeed's own gradient_clipping must be 0.
+    DeepSpeed launches two kernels per parameter and copies a constant to the device per group. The norm is the same,
+    summed in FP64, infinite if a gradient is not finite. An offloaded optimizer keeps DeepSpeed's code, on the host.
+    clip_parts: if above 0, each part's norm is clipped to it here, and DeepSpeed's gradient_clipping must be 0.
     """
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         return
@@ -70,7 +70,7 @@ def norm_in_one_pass(optimizer: Any, clip_parts: float = 0.0) -> None:
 
 
 class _ShardedGradient:
-    """The gradients that this rank owns under ZeRO 1 to 3, by the part that they are clipped with.
+    """The gradients that this rank owns under ZeRO 1 to 3, grouped by the part with which they are clipped.
 
     limit: the largest norm of a part, or 0 where DeepSpeed clips.
     """
@@ -96,13 +96,13 @@ class _ShardedGradient:
         squares = torch.stack(parts) if len(parts) > 1 else parts[0].view(1)
         dist.all_reduce(squares, group=self._process_group)
         if self._limit:
-            # Now, not when they are used: DeepSpeed moves the loss scale in between.
+            # Now, not when the factors are used: DeepSpeed changes the loss scale in between.
             self._factors = _clip_factors(squares, self._limit, self._optimizer.loss_scale) / self._optimizer.loss_scale
         norm = (squares.sum() if len(parts) > 1 else squares[0]).sqrt().float()
         return norm.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     def unscale_and_clip(self, shard: int | list[Tensor], total_norm: Tensor) -> None:
-        """Do in DeepSpeed's stead, after `norm`, one of the master shards, by its index (ZeRO 3) or its gradient."""
+        """Unscale and clip one master shard, given by index (ZeRO 3) or gradient; DeepSpeed calls it after `norm`."""
         shards = master_shards(self._optimizer)
         i = shard if isinstance(shard, int) else next(i for i, m in enumerate(shards) if m.grad is shard[0])
         gradient = shards[i].grad
@@ -111,7 +111,7 @@ class _ShardedGradient:
 
 
 class _FactorOnce:
-    """DeepSpeed's `unscale_and_clip_grads` of ZeRO 1 and 2, which computes the same factor anew for each group."""
+    """Replaces `unscale_and_clip_grads` of ZeRO 1 and 2, which computes the same factor again for each group."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._unscale = optimizer, optimizer.unscale_and_clip_grads
@@ -128,9 +128,9 @@ class _FactorOnce:
 
 
 def _clip_bf16(optimizer: Any, limit: float) -> Tensor:
-    """Clip the gradients of DeepSpeed's BF16_Optimizer by part; their norm before it.
+    """Clip the gradients of DeepSpeed's BF16_Optimizer by part; returns their norm before clipping.
 
-    They are FP32, whole on every rank, and have no loss scale.
+    The gradients are FP32, whole on every rank, and have no loss scale.
     """
     parts: dict[str, list[Tensor]] = {}
     for i, group in enumerate(optimizer.optimizer.param_groups):
@@ -151,5 +151,5 @@ def _sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _clip_factors(squares: Tensor, limit: float, scale: float) -> Tensor:
-    """Factors, at most 1 and FP32, of parts whose gradients times `scale` have these squared norms (parts,)."""
+    """FP32 clipping factors, at most 1, of parts whose gradients times `scale` have these squared norms (parts,)."""
     return (limit / (squares.sqrt() / scale + _EPS)).clamp(max=1.0).float()

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine as this project has it: what the ds config leaves open, and what costs time for nothing."""
+"""Builds DeepSpeed's engine: sets what the ds config leaves open, and removes work that only costs time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dino_ds.models.network import Network
 
 
 def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsConfig, clips: bool) -> tuple[Any, Any]:
-    """DeepSpeed's engine of a network, and its optimizer; with `clips` it clips by the norm of the whole gradient.
+    """Build DeepSpeed's engine and optimizer; with `clips` DeepSpeed clips by the norm of the whole gradient.
 
-    Raises ConfigError where DeepSpeed refuses the config.
+    Raises ConfigError if DeepSpeed refuses the config.
     """
     import deepspeed
 
-    # DeepSpeed's timer, whose figures nobody asks for, waits for the device twice in a micro-batch.
+    # DeepSpeed's throughput timer, whose figures nobody reads, synchronizes the device twice per micro-batch.
     raw = config.for_deepspeed | {"timers": {"throughput": {"enabled": False}}}
-    raw["zero_allow_untested_optimizer"] = True  # by DeepSpeed; we have tested SGD and LARS
-    # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; by part it can't.
+    raw["zero_allow_untested_optimizer"] = True  # untested by DeepSpeed; we have tested SGD and LARS
+    # At stage 0 DeepSpeed clips parameter by parameter, with a second pass over the norms; it can't clip by part.
     if config.stage == 0 or not clips:
         raw["gradient_clipping"] = 0.0
     try:
@@ -39,7 +39,7 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
     if distributed.world_size() == 1:
         _sum_with_nothing(engine, zero_optimizer, config)
     if config.dynamic_loss_scale:
-        # Of a window that was spoilt to stop, it would be no error: `Engine.scale_is_exhausted` tells who knows.
+        # A window made NaN to stop the run is no error: the training loop checks `Engine.scale_is_exhausted` instead.
         zero_optimizer.loss_scaler.raise_error_at_min_scale = False
     _read_finiteness_once(zero_optimizer)
     _gather_weights_at_once(logged="comms_logger" in config.raw)
@@ -47,8 +47,8 @@ def initialize(network: Network, optimizer: torch.optim.Optimizer, config: DsCon
 
 
 def _sum_with_nothing(engine: Any, optimizer: Any, config: DsConfig) -> None:
-    """Let a process alone take its gradients as they are at stages 0 and 1. DeepSpeed copies each of them into a bucket
-    and out of it, two kernels a parameter, and divides their sum by 1."""
+    """Let a single process use its gradients as they are at stages 0 and 1. DeepSpeed would copy each of them into a
+    bucket and back, two kernels per parameter, and divide the sum by 1."""
     if config.stage == 0:
         engine.enable_backward_allreduce = False
     elif not config.copies_gradients(1):
@@ -57,9 +57,9 @@ def _sum_with_nothing(engine: Any, optimizer: Any, config: DsConfig) -> None:
 
 
 def _read_finiteness_once(optimizer: Any) -> None:
-    """Let DeepSpeed read from the device once in a step whether it is applied, the one thing that the host must know.
+    """Let DeepSpeed read from the device once per step whether to apply the step, all that the host must know.
 
-    DeepSpeed 0.19 reads it up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
+    DeepSpeed 0.19 reads this up to five times at stages 1 to 3: from a pass over all gradients, from the norm, and for
     each group from the same norm again. The norm alone decides: it is infinite or NaN if any gradient is.
     """
     import deepspeed.runtime.zero.stage_1_and_2 as stage_1_and_2
@@ -70,8 +70,8 @@ def _read_finiteness_once(optimizer: Any) -> None:
 
 
 def _gather_weights_at_once(logged: bool) -> None:
-    """Let ZeRO 1 and 2 gather the new weights of all parameter groups, 58 of a ViT-L with learning rates by layer, by
-    one collective; one a group, with the same result, where DeepSpeed's own are `logged`."""
+    """Let ZeRO 1 and 2 gather the new weights of all parameter groups (58 for a ViT-L with learning rates by layer) in
+    one collective. If collectives are `logged`, DeepSpeed's own remain, one per group, with the same result."""
     from deepspeed.runtime import bf16_optimizer, utils
     from deepspeed.runtime.zero import stage_1_and_2
 
@@ -85,7 +85,7 @@ def _gather_groups(groups_flat: Any, partitioned_param_groups: Any, dp_process_g
 
 
 class _AskedOnce:
-    """A question about a tensor that is asked anew only of another tensor."""
+    """A question about a tensor, whose answer is kept until it is asked about another tensor."""
 
     def __init__(self, ask: Callable[[Any], bool]) -> None:
         self._ask, self._answer = ask, False

@@ -13,7 +13,7 @@ from dino_ds.basics.own_code import explaining_interrupted
 def import_deepspeed() -> Any:
     """Import DeepSpeed, with its prints sent to stderr: standard output is for results such as a bench's JSON.
 
-    Raises ConfigError where an earlier import of it was interrupted.
+    Raises ConfigError if an earlier import of DeepSpeed was interrupted.
     """
     first = "deepspeed" not in sys.modules
     quiet = contextlib.redirect_stdout(sys.stderr) if first else contextlib.nullcontext()
@@ -24,7 +24,7 @@ def import_deepspeed() -> Any:
 
 @contextlib.contextmanager
 def _without_mlflow() -> Iterator[None]:
-    """Keep DeepSpeed's autotuner, of no use here, from importing MLflow: a second and a half, and a thread."""
+    """Keep DeepSpeed's autotuner, unused here, from importing MLflow, which costs 1.5 seconds and a thread."""
     hides = "mlflow" not in sys.modules and "deepspeed" not in sys.modules
     if hides:
         sys.modules["mlflow"] = None  # type: ignore[assignment]

@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device() -> torch.device:
-    """The device of this process; of a rehearsal the CPU, whatever it plays."""
+    """The device of this process; in a rehearsal the CPU, whatever device is rehearsed."""
     if rehearsing():
         return torch.device("cpu")
     name = import_deepspeed().accelerator.get_accelerator().device_name()
@@ -41,18 +41,18 @@ def free_memory() -> str:
 
 
 def release_memory() -> None:
-    """Collect what dropped trials and runs held: DeepSpeed's hooks make cycles that wait for the collector."""
-    for _ in range(2):  # an engine that the first finds lets go of DeepSpeed's
+    """Free the memory of ended trials and runs: DeepSpeed's hooks make reference cycles, which need the collector."""
+    for _ in range(2):  # our engine, freed in the first pass, releases DeepSpeed's
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def use_deterministic_kernels() -> None:
-    """Have kernels add up in the same order in every run; to be called before anything is computed on a GPU."""
+    """Make kernels sum in the same order in every run; call this before anything is computed on a GPU."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it is first used
     torch.use_deterministic_algorithms(True)
-    # It would write NaN into all new memory first, to find those who read it; a pass over the memory each time.
+    # Else torch fills all new memory with NaN to expose reads of it, which costs a pass over the memory each time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -70,9 +70,9 @@ def memory_gib() -> float:
 
 
 def resident_mib(peak: bool = False) -> float:
-    """Resident set of this process, now or at its highest.
+    """Resident set of this process, now or at its peak.
 
-    Read from /proc where there is one: getrusage's maximum begins with that of the process that started this one.
+    Read from /proc if it exists: getrusage's maximum begins with that of the parent process.
     """
     status, wanted = Path("/proc/self/status"), "VmHWM:" if peak else "VmRSS:"
     for line in status.read_text().splitlines() if status.exists() else []:

@@ -68,7 +68,7 @@ def usable_cores() -> list[int]:
 
 
 def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum over all ranks, in place; every rank must call it."""
+    """Sum element-wise over all ranks, in place; every rank must call this."""
     note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values)
@@ -76,7 +76,7 @@ def sum_across_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The element-wise maximum over all ranks, in place; every rank must call it."""
+    """Take the element-wise maximum over all ranks, in place; every rank must call this."""
     note_collective("all-reduce", values.nbytes)
     if world_size() > 1:
         dist.all_reduce(values, dist.ReduceOp.MAX)
@@ -84,7 +84,7 @@ def max_across_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class GatherRows(torch.autograd.Function):
-    """(v, n, d) of every rank, n the same -> (v, ranks * n, d), ranks in order; every rank must call it.
+    """Gathers rows (v, n, d), n equal on all ranks, to (v, ranks * n, d) in rank order; every rank must call it.
 
     The gradient of a rank's rows is the sum of the gradients that all ranks have for them.
     """
@@ -110,21 +110,21 @@ class GatherRows(torch.autograd.Function):
 
 
 def gather_in_place(whole: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: Any) -> None:
-    """Fill each of `whole` (ranks * n,) from shards (n,), parts of the same memory, by one collective of `group`."""
+    """Gather all ranks' shards into each of `whole` (ranks * n,), by one collective; `shards` (n,) are views of it."""
     with dist.distributed_c10d._coalescing_manager(group):  # as DeepSpeed does it
         for flat, shard in zip(whole, shards, strict=True) if dist.get_world_size(group) > 1 else ():
             dist.all_gather_into_tensor(flat, shard, group=group)
 
 
 def broadcast_from_first(values: torch.Tensor) -> torch.Tensor:
-    """Rank 0's values on all ranks, in place; every rank must call it."""
+    """Copy rank 0's values to all ranks, in place; every rank must call this."""
     if world_size() > 1:
         dist.broadcast(values, 0)
     return values
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order, on every rank. Small host objects only: it waits for all ranks."""
+    """Gather every rank's `value`, in rank order, on every rank. For small host objects: it waits for all ranks."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -134,9 +134,9 @@ def gather_objects(value: Any) -> list[Any]:
 
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise a UserError of one rank inside on all ranks, which would wait for the one that left.
+    """Raise a UserError of one rank in this block on all ranks, which would otherwise wait for that rank.
 
-    Every rank must enter it; nothing inside may be a collective.
+    Every rank must enter the block; it may not contain collectives.
     """
     error: UserError | None = None
     try:
@@ -150,7 +150,7 @@ def raise_on_all_ranks() -> Iterator[None]:
 
 @contextmanager
 def naming_the_port() -> Iterator[None]:
-    """Wrap joining a process group. Raises ConfigError where another program has rank 0's port."""
+    """Wrap joining a process group. Raises ConfigError if another program uses rank 0's port."""
     try:
         yield
     except RuntimeError as error:
@@ -162,8 +162,8 @@ def naming_the_port() -> Iterator[None]:
 
 @contextmanager
 def agreed_world_size(timeout: timedelta) -> Iterator[None]:
-    """Wrap joining a process group. Raises ConfigError where ranks disagree on the world size: each would wait for
-    others that never come."""
+    """Wrap joining a process group. Raises ConfigError if ranks disagree on the world size: they would wait for ranks
+    that never come."""
     mine, ranks = rank(), world_size()
     if (ranks == 1 and mine == 0) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield  # torchrun has counted its ranks itself
@@ -197,7 +197,7 @@ def concatenate_across_ranks(rows: torch.Tensor) -> torch.Tensor:
 
 
 class RankFlags:
-    """Flags that ranks share once per step, in an all-reduce that is made anyway.
+    """Flags that ranks share once per step, in an all-reduce that happens anyway.
 
     A flag keeps its value until it is changed; sums are read one step late, so that the host never waits for the
     device. They are FP32: values are small whole numbers, and value x ranks < 2^24.
@@ -227,7 +227,7 @@ class RankFlags:
         return self._sent
 
     def push(self, sums: torch.Tensor) -> None:
-        """Take the sums over ranks, once per step on every rank."""
+        """Receive the sums over ranks; called once per step on every rank."""
         self._readable = self._newest
         if not sums.is_cuda:
             self._newest = (sums.detach().clone(), None)
@@ -239,7 +239,7 @@ class RankFlags:
         self._newest = (host, event)
 
     def count(self, name: str) -> float:
-        """The sum over ranks of the step before the last, the same on every rank; 0 in the first steps."""
+        """A flag's sum over ranks in the step before the last, the same on every rank; 0 in the first steps."""
         if self._readable is None:
             return 0.0
         host, event = self._readable

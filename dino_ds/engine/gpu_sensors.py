@@ -1,4 +1,4 @@
-"""Reads by NVML how busy, hot, hungry and shared an NVIDIA GPU is. No kernel waits for it."""
+"""Reads load, temperature, power and other users of an NVIDIA GPU through NVML. No kernel waits for a reading."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 _LIMIT_SECONDS = 2.0
-"""The time after which a driver is not asked, and so not waited for, again."""
+"""Longest wait for a reading; a driver that takes longer is not asked again."""
 _GIB = 2**30
-# Of nvml.h, nvmlClocksEventReasons: software power cap and power brake; software and hardware thermal slowdown.
+# From nvml.h, nvmlClocksEventReasons: software power cap and power brake; software and hardware thermal slowdown.
 _POWER, _HEAT = 0x04 | 0x80, 0x20 | 0x40
 
 
 @dataclass(frozen=True)
 class GpuReading:
-    """The state of a GPU; None for a value that it does not tell.
+    """The state of a GPU; None for a value that it does not report.
 
-    utilization: the part of the last second or less in which a kernel ran. joules: since the driver was loaded.
-    slowed_by: why the clock is lowered, "heat", "power" or "". others: processes on it in addition to this one.
+    utilization: share of the last second or less in which a kernel ran. joules: energy since the driver was loaded.
+    slowed_by: why the clock is lowered, "heat", "power" or "". others: number of other processes on the GPU.
     """
 
     utilization: float | None = None
@@ -34,7 +34,7 @@ class GpuReading:
     others: int = 0
 
     def metrics(self, before: GpuReading | None, images: int) -> dict[str, float]:
-        """The values for metrics.jsonl; `images`: number that this GPU has processed since the reading `before`."""
+        """The values for metrics.jsonl; `images`: how many this GPU has processed since the reading `before`."""
         values = {
             "gpu_utilization": self.utilization,
             "gpu_memory_gib": self.memory_gib,

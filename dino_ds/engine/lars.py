@@ -1,4 +1,4 @@
-"""LARS: SGD with momentum whose step in each layer is scaled to a part of the length of the layer's weights.
+"""LARS: SGD with momentum, with each layer's gradient scaled to a fraction of the norm of the layer's weights.
 
 Source: You et al. 2017 (arXiv 1708.03888) as facebookresearch/dino `utils.LARS`: one-dimensional tensors have neither
 weight decay nor a trust ratio, and the learning rate multiplies the momentum.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Layer(NamedTuple):
-    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of those that have a trust ratio."""
+    """Elements [offset, offset + numel) of a shard belong to layer number `layer` of the layers with a trust ratio."""
 
     layer: int
     offset: int
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 class Lars(torch.optim.Optimizer):
     """LARS with one `momentum` and `trust` for all groups; lr and weight_decay come with each step.
 
-    A tensor is a whole parameter unless `lay_out` was told its contents. A step overwrites the gradients.
+    A tensor is a whole parameter unless `lay_out` has declared its contents. A step overwrites the gradients.
     """
 
     def __init__(self, params: Iterable[Any], momentum: float, trust: float) -> None:
@@ -33,8 +33,8 @@ class Lars(torch.optim.Optimizer):
         self._shards: dict[Tensor, tuple[list[Layer], Tensor, int, Any]] = {}
 
     def lay_out(self, tensor: Tensor, layers: list[Layer], total: int, process_group: Any) -> None:
-        """Take `tensor` for this rank's `layers` of one group, whose `total` layers with a trust ratio are cut among
-        ranks.
+        """Declare that `tensor` holds this rank's `layers` of one group, whose `total` layers with a trust ratio are
+        split among ranks.
 
         From now on all ranks must call `step` together, with equal groups.
         """
@@ -81,5 +81,5 @@ class Lars(torch.optim.Optimizer):
         if weights:
             weight, step = squares.sqrt()
             ratios = torch.where((weight > 0) & (step > 0), group["trust"] * weight / step, 1.0).float()
-            # By tensors: the ratios are on the device and must stay there.
+            # Multiplied by tensors, not numbers: the ratios are on the device and must stay there.
             torch._foreach_mul_(steps, list(ratios.unbind()))

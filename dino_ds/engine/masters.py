@@ -1,7 +1,7 @@
-"""The places of an engine's FP32 master weights, and the inner layout of each of DeepSpeed's optimizers.
+"""Where an engine's FP32 master weights lie: the inner layout of each of DeepSpeed's optimizers.
 
-`Engine.masters()` gives a list of `Masters`, which need no knowledge of DeepSpeed; `EmaTeacher` follows them. Names are
-those of `named_parameters()`.
+`Engine.masters()` returns a list of `Masters`, which can be used without knowing DeepSpeed; `EmaTeacher` averages them.
+Names are those of `named_parameters()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WholeMasters:
 
 @dataclass(frozen=True)
 class FlatMasters:
-    """ZeRO 1 and 2: the parameters lie in one flat buffer of `numel` elements, cut into one equal shard a rank.
+    """ZeRO 1 and 2: the parameters lie in one flat buffer of `numel` elements, cut into equal shards, one per rank.
 
     layout: (name, offset in the flat buffer); shard(): this rank's FP32 shard, on any device.
     """
@@ -39,7 +39,7 @@ class FlatMasters:
 
 @dataclass(frozen=True)
 class PartitionedMasters:
-    """ZeRO 3: every parameter is cut into one piece a rank; a rank's pieces are concatenated in its shard.
+    """ZeRO 3: every parameter is cut into one piece per rank; a rank's pieces are concatenated in its shard.
 
     layout: (name, offset in the shard, elements of a piece); the last pieces of a parameter may hold padding.
     """
@@ -51,7 +51,7 @@ class PartitionedMasters:
 
 @dataclass(frozen=True)
 class FrozenWeights:
-    """The student's weights that `optimizer` never trains; the FP32 `fp32_value` of each is an EMA teacher's own."""
+    """Student weights that `optimizer` never trains; the attribute `fp32_value` of each is an EMA teacher's tensor."""
 
     parameters: list[tuple[str, Any]]
     optimizer: Any
@@ -61,7 +61,7 @@ Masters = WholeMasters | FlatMasters | PartitionedMasters | FrozenWeights
 
 
 def masters_of(optimizer: Any, network: nn.Module, names: Names) -> list[Masters]:
-    """The masters of `optimizer`, which deepspeed.initialize gave for `network`; one entry a group or sub-group."""
+    """The masters of `optimizer`, which deepspeed.initialize made for `network`; one entry per group or sub-group."""
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: the weights themselves
         return [WholeMasters([(name, p) for name, p in network.named_parameters() if p.requires_grad])]
     if hasattr(optimizer, "bit16_groups") and optimizer.dtype == torch.float32:  # every rank has the masters' values
@@ -79,7 +79,7 @@ def master_shards(optimizer: Any) -> list[Tensor]:
 
 
 def sharded_masters_of(optimizer: Any, names: Names) -> list[FlatMasters | PartitionedMasters]:
-    """The contents of each of `master_shards`, with their places."""
+    """The layout of each of `master_shards`: which parameters it holds, and where."""
     build = _zero3 if hasattr(optimizer, "fp16_groups") else _zero12 if hasattr(optimizer, "bit16_groups") else _bf16
     return [build(optimizer, i, names) for i in range(len(master_shards(optimizer)))]
 
@@ -126,12 +126,12 @@ def shard_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def refresh_weights(optimizer: Any) -> None:
-    """Set the weights of the forward pass to the masters, which they are at stage 0; a collective."""
+    """Set the weights of the forward pass to the masters (at stage 0 these are the same tensors); a collective."""
     if hasattr(optimizer, "fp16_groups"):
-        optimizer.checkpoint_event_prologue()  # whole parameters that are still gathered are given up
+        optimizer.checkpoint_event_prologue()  # releases parameters that are still gathered
         for i in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(i)
-        optimizer.checkpoint_event_epilogue()  # persistent ones are gathered anew
+        optimizer.checkpoint_event_epilogue()  # gathers persistent parameters again
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
 

@@ -1,13 +1,13 @@
-"""Muon: weight matrices move along their orthogonalized momentum, everything else as AdamW moves it.
+"""Muon: updates weight matrices along their orthogonalized momentum, and everything else as AdamW does.
 
 Source: Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon) with Nesterov momentum and five Newton-Schulz
 iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv 2502.16982), so that a learning rate
 means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
 
-Under ZeRO 1 to 3 a matrix lies in slices on several ranks. Each rank puts a share of the matrices together from their
-slices by one exchange, orthogonalizes these, and hands the slices of the updates back by a second one: a rank sends its
-own elements once and receives as many, where gathering would bring it all ranks'. At stage 0 the ranks share the
-matrices too, and each broadcasts its share of the updates.
+Under ZeRO 1 to 3 a matrix lies in slices on several ranks. By one exchange each rank assembles a share of the matrices
+from their slices; it orthogonalizes them, and returns the slices of the updates by a second exchange. A rank sends its
+own elements once and receives as many, while gathering would bring it those of all ranks. At stage 0 each rank also
+orthogonalizes a share of the matrices, and broadcasts the updates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dino_ds.models.logits import tf32
 
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Coefficients of x, x^3 and x^5 in an iteration, which brings singular values between 0.7 and 1.2 soonest."""
+"""Coefficients of x, x^3 and x^5 in an iteration, chosen to bring singular values fast between 0.7 and 1.2."""
 _ITERATIONS = 5
 _RMS = 0.2
 """Root mean square of AdamW's updates of a matrix."""
@@ -32,7 +32,7 @@ _BATCH_ELEMENTS = 2**25
 
 
 class Matrix(NamedTuple):
-    """A parameter of (rows, columns), which `blocks` of equal numbers of rows divide into matrices of their own."""
+    """A parameter (rows, columns), whose rows are divided into `blocks` matrices of equal size."""
 
     rows: int
     columns: int
@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """A number in proportion to the FLOPs of orthogonalizing it."""
+        """A number proportional to the FLOPs of orthogonalizing the parameter."""
         short, long = sorted((self.rows // self.blocks, self.columns))
         return self.blocks * short * short * (2 * long + short)
 
@@ -55,10 +55,10 @@ class Slice(NamedTuple):
 
 
 def matrices_of(network: nn.Module) -> dict[str, int]:
-    """Names of the parameters that Muon orthogonalizes, with the number of matrices in each, by its rows.
+    """Names of the parameters that Muon orthogonalizes, with the number of matrices that each stacks in its rows.
 
-    They are the weights (and low-rank adapters) of linear layers and ungrouped convolutions, a convolution's as
-    (out, rest), but the first convolution of a network, which reads pixels.
+    These are the weights (and low-rank adapters) of linear layers and of ungrouped convolutions, taken as (out, rest),
+    except the network's first convolution, which reads pixels.
     """
     matrices = {}
     modules = dict(network.named_modules())
@@ -87,7 +87,7 @@ def _blocks(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> i
 class Muon(torch.optim.AdamW):
     """Muon for the parameter groups of "kind" muon, AdamW for the others; lr and weight_decay come with each step.
 
-    A tensor is a whole parameter, the same on all ranks, unless `lay_out` was told its contents. A step overwrites
+    A tensor is a whole parameter, the same on all ranks, unless `lay_out` has declared its contents. A step overwrites
     gradients.
 
     Args:
@@ -110,7 +110,7 @@ class Muon(torch.optim.AdamW):
     def lay_out(
         self, tensor: Tensor, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any
     ) -> None:
-        """Take `tensor` for this rank's slices, by the `slices` of all ranks, of the matrices of one group.
+        """Declare that `tensor` holds this rank's slices of one group's `matrices`; `slices` are those of each rank.
 
         From now on all ranks must call `step` together.
         """
@@ -143,7 +143,7 @@ class Muon(torch.optim.AdamW):
             assert len(tensors) == 1
             targets, updates = exchange.orthogonalized(tensors[0], gradients[0])
         elif any(p not in self.blocks for p in tensors):
-            return  # a flat tensor with which DeepSpeed makes the state, before it is laid out; lr is 0
+            return  # a flat tensor with which DeepSpeed makes the state, before `lay_out`; lr is 0
         else:
             targets, updates = tensors, self._shared(gradients, [self.blocks[p] for p in tensors])
         torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
@@ -151,7 +151,7 @@ class Muon(torch.optim.AdamW):
             torch._foreach_add_(targets, updates, alpha=-group["lr"] * self._scale)
 
     def _shared(self, gradients: list[Tensor], blocks: list[int]) -> list[Tensor]:
-        """The updates of whole matrices that all ranks hold, of which each orthogonalizes a share."""
+        """The updates of matrices that are whole on all ranks; each rank orthogonalizes a share of them."""
         matrices = [Matrix(g.shape[0], g[0].numel(), n) for g, n in zip(gradients, blocks, strict=True)]
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         owners = share_out(matrices, ranks)
@@ -170,8 +170,8 @@ class Muon(torch.optim.AdamW):
 
 
 class _Exchange:
-    """One group's matrices, cut among the ranks of `process_group` by `slices`, in order of ranks, each whole on one
-    rank while it is orthogonalized."""
+    """Exchanges one group's matrices, which lie in `slices`, in rank order, on the ranks of `process_group`: each is
+    whole on one rank while it is orthogonalized."""
 
     def __init__(self, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any) -> None:
         self._group, rank = process_group, dist.get_rank(process_group)
@@ -187,10 +187,10 @@ class _Exchange:
         self._received = [between(source, rank) for source in ranks]
 
     def orthogonalized(self, tensor: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Parts of the flat `tensor`, and the updates of each; by two collectives."""
+        """Views of this rank's slices in the flat `tensor`, and the update of each; takes two collectives."""
         sent, received = ([*itertools.chain.from_iterable(slices)] for slices in (self._sent, self._received))
         arrived = self._swap([_cut(gradient, part.offset, part) for part in sent], self._sent, self._received, tensor)
-        # Slices come by rank, and a matrix is its slices in the order of ranks.
+        # Slices arrive in rank order, in which those of a matrix form it.
         pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
         for part, piece in zip(received, arrived, strict=True):
             pieces[part.matrix].append(piece)
@@ -206,8 +206,8 @@ class _Exchange:
     def _swap(
         self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]], like: Tensor
     ) -> list[Tensor]:
-        """The values of the slices that this rank has `received` from each rank, for its `parts`, which are the slices
-        `sent` to each; on the device of `like`. A collective."""
+        """Send `parts`, the values of the slices `sent` to each rank; returns those of the slices `received` from each
+        rank, with the dtype and device of `like`. A collective."""
         if len(sent) == 1:
             return parts
         counts = [[sum(part.stop - part.start for part in slices) for slices in way] for way in (sent, received)]
@@ -231,7 +231,7 @@ def share_out(matrices: Sequence[Matrix], ranks: int) -> list[int]:
 
 
 def _orthogonalize(sources: Sequence[Tensor], targets: Sequence[Tensor], matrices: Sequence[Matrix]) -> None:
-    """Write the updates of `sources` into `targets`, in batches of one shape; tall matrices lie down with the wide."""
+    """Write the updates of `sources` into `targets`, in batches of one shape; tall matrices are transposed."""
     batches: dict[tuple[int, int], list[tuple[Tensor, Tensor, bool]]] = {}
     for source, target, matrix in zip(sources, targets, matrices, strict=True):
         shape = (matrix.rows, matrix.columns)
@@ -255,7 +255,7 @@ def orthogonalized(y: Tensor) -> Tensor:
     between 0.7 and 1.2, and 0 for a matrix of zeros."""
     y = y / y.norm(dim=(1, 2), keepdim=True).clamp_min(torch.finfo(y.dtype).tiny)
     a, b, c = _COEFFICIENTS
-    with tf32(y.is_cuda):  # of 11 bits: the iterations are rough by design
+    with tf32(y.is_cuda):  # 11 bits are enough: the iterations are rough by design
         for _ in range(_ITERATIONS):
             squares = torch.bmm(y, y.mT)
             y = torch.baddbmm(y, torch.baddbmm(squares, squares, squares, beta=b, alpha=c), y, beta=a)

@@ -1,7 +1,7 @@
-"""Places weights module by module: on the device, under ZeRO 3 at once in the partitions.
+"""Places weights module by module: on the device, and under ZeRO 3 directly in partitions.
 
-No rank holds more of a network in partitions than its own part and the module that is just being placed. Every rank
-must place the same modules in the same order.
+Of a partitioned network, a rank never holds more than its own part and the module that is being placed. Every rank must
+place the same modules in the same order.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PERSISTENT_BELOW = 100_000
 class Placement:
     """Called with each module of a new student as soon as its own weights (FP32, CPU, equal on all ranks) are drawn.
 
-    Afterwards they are on this process's device in the engine's precision, at stage 3 partitioned over all ranks; its
-    buffers are on the device as they are.
+    Afterwards the weights are on this process's device in the engine's precision, at stage 3 partitioned over all
+    ranks; the module's buffers are on the device, in their own dtype.
     """
 
     def __init__(self, config: DsConfig) -> None:
@@ -45,12 +45,12 @@ class Placement:
 class InferencePlacement:
     """Called with each module of a network that is never trained, once its own weights are drawn or read.
 
-    Afterwards they are on `device`, the matrices that autocast casts to `dtype` in it: results are the same. kind:
-    "whole"; "sharded": the modules of `part` are partitioned over all ranks, "offloaded": in their host memory; then
-    `finish` must follow.
+    Afterwards they are on `device`, in FP32, or in `dtype` where autocast would cast to it: results are the same. kind:
+    "whole"; "sharded": the modules of `part` are partitioned over all ranks; "offloaded": the same, in host memory.
+    After the last two `finish` must be called.
 
-    DeepSpeed gathers a module's parameters before its forward pass and frees them after it, as TRL has it of reference
-    models. Its engine would bring all weights to one dtype: we take the part of it that partitions and gathers.
+    DeepSpeed gathers a module's parameters before its forward pass and frees them after it, as TRL does for reference
+    models. Its engine would cast all weights to one dtype: we use only the part that partitions and gathers.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kind: str, part: nn.Module) -> None:
@@ -79,7 +79,7 @@ class InferencePlacement:
 
         self._part.requires_grad_(False)
         zero = DeepSpeedZeroConfig(**self._config["zero_optimization"])
-        DeepSpeedZeRoOffload(  # its hooks hold it
+        DeepSpeedZeRoOffload(  # its hooks keep it alive
             self._part,
             timers=NoopTimer(),
             ds_config=self._config,
@@ -102,9 +102,9 @@ def _zero3(kind: str, device: torch.device) -> dict[str, Any]:
 
 
 def let_go_of(module: nn.Module) -> None:
-    """Have a partitioned `module` freed with its last user, once DeepSpeed has made its hooks for it.
+    """Let a partitioned `module` be freed with its last user; called once DeepSpeed has made its hooks for it.
 
-    Else a list of the whole process keeps it, and with it the weights, masters and moments of its engine.
+    Otherwise a global list of DeepSpeed keeps it, and with it the weights, masters and moments of its engine.
     """
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK as stack
 
@@ -115,8 +115,8 @@ def let_go_of(module: nn.Module) -> None:
 
 
 def release(engine: Any) -> None:
-    """Free the memory of a DeepSpeed engine that nobody needs any more: autograd's own nodes, and a cache of the whole
-    process, would keep all that it trains with."""
+    """Free the memory of a DeepSpeed engine that is no longer needed: autograd nodes and a global cache of DeepSpeed
+    would keep its weights and optimizer state."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     engine.destroy()
@@ -142,5 +142,5 @@ class _Partitioner:
             deepspeed.zero.Init(module=nn.ParameterList(parameters), config_dict_or_path=self._raw)
             self._partitioned = parameters[0]
         else:
-            # As DeepSpeed adds parameters to those that are partitioned: each new Init would make its groups anew.
+            # The way DeepSpeed itself adds parameters to partitioned ones: each Init would make new process groups.
             self._partitioned.convert_to_zero_parameters(param_list=parameters)

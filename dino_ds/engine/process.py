@@ -18,26 +18,26 @@ from dino_ds.engine.rank_variables import check_ranks
 from dino_ds.errors import ConfigError
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""mallopt's numbers for them."""
+"""mallopt's numbers of these two parameters."""
 _COMPILE_PROCESSES = 4
-"""Inductor's compile processes for each rank; by itself it keeps up to 32, and a step has some 15 small kernels."""
+"""Inductor's compile processes per rank; its default is up to 32, but a step has only some 15 small kernels."""
 _LARGEST_THRESHOLD = 32 * 2**20
-"""Bytes of an allocation up to which glibc looks for room in what was freed; it takes no larger number."""
+"""Bytes of the largest allocation for which glibc reuses freed memory; it accepts no larger threshold."""
 
 
 def init_distributed(timeout_minutes: float = 30.0) -> None:
     """Join the process group of the launcher (deepspeed, torchrun), or make one of a single process.
 
-    Raises ConfigError where the variables of a rank are wrong, there is no GPU for this process, or another program
-    has rank 0's port.
+    Raises ConfigError if the variables of a rank are wrong, there is no GPU for this process, or another program uses
+    rank 0's port.
     """
     os.environ.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", str(min(_COMPILE_PROCESSES, len(distributed.usable_cores())))
     )
     if not dist.is_initialized():
-        check_ranks(os.environ)  # of every command that joins; `train` has looked before its imports
+        check_ranks(os.environ)  # for every command that joins; `train` has checked before its imports
     if not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning on every rank
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed finds this too, but warns on every rank
 
     _quiet_deepspeed()
     if dist.is_initialized():
@@ -46,8 +46,8 @@ def init_distributed(timeout_minutes: float = 30.0) -> None:
     if "RANK" in os.environ:
         _join(timeout)
         return
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine asks for it
-    # Without these DeepSpeed looks for MPI. Only until then: jobs started from here are no ranks of this group.
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed's engine reads it
+    # Without these DeepSpeed looks for MPI. They are removed again: jobs started from here are no ranks of this group.
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     before = dict(os.environ)
     os.environ.update(alone)
@@ -63,7 +63,7 @@ def _join(timeout: timedelta) -> None:
     deepspeed = import_deepspeed()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":
-        # Its shared-memory collectives are compiled at first use, for minutes; gloo needs nothing.
+        # DeepSpeed's shared-memory collectives compile for minutes at first use; gloo compiles nothing.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         _share_cores()
         _keep_freed_memory()
@@ -77,7 +77,7 @@ def _join(timeout: timedelta) -> None:
             raise ConfigError(
                 f"process {local} of this machine (they count from 0) has no GPU, it sees {gpus}: start one a "
                 "GPU, and let each process see all of them (srun --gpus-per-node, not --gpus-per-task)",
-                said_by_me=local == gpus,  # the first of them; rank 0 knows of nothing
+                said_by_me=local == gpus,  # the first such rank; rank 0 has no error
             )
         accelerator.set_device(local)
         if distributed.local_world_size() > 1:
@@ -87,17 +87,17 @@ def _join(timeout: timedelta) -> None:
 
 
 def _share_cores() -> None:
-    """Give torch's operators on the host this rank's share of its cores, unless the user has set their threads."""
+    """Give torch's operators on the host this rank's share of the cores, unless the user has set OMP_NUM_THREADS."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(distributed.usable_cores()) // distributed.local_world_size()))
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep the memory that a step frees, for the next one, where the kernel would be asked for new
-    pages each time: a ViT-Ti/16 on a CPU took 80,000 a step.
+    """Have the C library keep the memory that a step frees for the next step, instead of asking the kernel for new
+    pages each time: 80,000 per step for a ViT-Ti/16 on a CPU.
 
-    The peak grows by gaps alone. A user's MALLOC_TRIM_THRESHOLD_ or glibc tunables take precedence; other C libraries
-    are left alone.
+    The peak grows by fragmentation only. The user's MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_ or glibc tunables
+    take precedence; other C libraries are left alone.
     """
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
         return

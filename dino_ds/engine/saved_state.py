@@ -1,11 +1,11 @@
-"""A training state at rest: flat FP32 tensors of every rank, and layouts that say whose elements lie where.
+"""A saved training state: flat FP32 tensors of every rank, and layouts that say where each parameter's elements lie.
 
 A layout is plain JSON. Each rank has "flats", a list of {"name", "step", "pieces"}; a piece [parameter, start, stop,
 offset] says that elements [start, stop) of the parameter lie from `offset` on in the tensor "NAME.master" and in its
 moments, such as "NAME.exp_avg"; with step 0 there are no moments yet. Rank 0 also has the values that all share: the
 "shapes" of all parameters, "loss_scaler", "counters" and the kind of "optimizer" (adamw if absent, once the only one);
-a flat that another kind moves, as AdamW does what Muon leaves to it, has a "kind" of its own.
-Nothing depends on how many ranks saved or how they shared the work: whoever loads takes the elements it needs from
+a flat that another kind updates, such as AdamW beside Muon, has a "kind" of its own.
+Nothing depends on how many ranks saved or how they shared the work: a rank that loads reads the elements it needs from
 wherever they lie.
 """
 
@@ -23,7 +23,7 @@ from dino_ds.errors import CheckpointError
 MASTER, STEP = "master", "step"
 _ADAM, _ONE = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 MOMENTS = {"adamw": _ADAM, "sgd": _ONE, "lars": _ONE, "muon": _ONE}
-"""Names of the moments that each kind of optimizer keeps of a weight."""
+"""Names of the moments that each kind of optimizer keeps for a weight."""
 # Elements read at a time: bounds the extra memory of loading to 64 MiB.
 _READ_ELEMENTS = 16 * 2**20
 
@@ -32,19 +32,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class EngineState:
-    """One rank's part. tensors: FP32, 1-D, the engine's own, on their device."""
+    """One rank's part of the state. tensors: FP32, 1-D; the engine's own on their device, not copies."""
 
     tensors: dict[str, Tensor]
     layout: dict[str, Any]
 
 
 class SavedState(Protocol):
-    """The parts of all ranks that saved, in rank order, wherever they lie."""
+    """The parts of all ranks that saved, in rank order, wherever they are stored."""
 
     layouts: list[dict[str, Any]]
 
     def read(self, rank: int, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of that rank's tensor, FP32, on the CPU."""
+        """Read elements [start, stop) of the tensor `name` of `rank`, FP32, on the CPU."""
         ...
 
 
@@ -80,7 +80,7 @@ def layout_of(
 
 
 class SavedParameters:
-    """A saved state by parameter, whoever saved it. Raises CheckpointError where elements are missing or double."""
+    """A saved state by parameter, whichever ranks saved it. Raises CheckpointError for missing or double elements."""
 
     def __init__(self, saved: SavedState) -> None:
         self._read = saved.read
@@ -96,7 +96,7 @@ class SavedParameters:
             for rank, layout in enumerate(saved.layouts):
                 for flat in layout["flats"]:
                     kind = flat.get("kind", self.optimizer)
-                    MOMENTS[kind]  # a kind that is known
+                    MOMENTS[kind]  # raises KeyError for an unknown kind
                     for name, start, stop, offset in flat["pieces"]:
                         self.kinds[name] = kind
                         place = _Place(int(start), int(stop), rank, flat["name"], int(offset))
@@ -131,9 +131,9 @@ class SavedParameters:
             )
 
     def step_of(self, parameters: Iterable[str]) -> int:
-        """Number of steps that the moments of these parameters have seen, 0 without moments, 1 where nobody counts.
+        """Number of steps that the moments of these parameters have seen: 0 without moments, 1 if it was not counted.
 
-        Raises CheckpointError where it differs: one flat tensor of the optimizer has one count.
+        Raises CheckpointError if it differs among them: a flat tensor of the optimizer has only one count.
         """
         steps = {self._steps.get(name, 0): name for name in parameters}
         if len(steps) > 1:
@@ -154,7 +154,7 @@ class SavedParameters:
 
 
 def even_shares(shapes: Shapes, rank: int, ranks: int) -> list[Piece]:
-    """The pieces of `rank` when all elements of all parameters are cut into `ranks` equal runs; each of offset 0."""
+    """The pieces of `rank` if the elements of all parameters are cut into `ranks` equal runs; every offset is 0."""
     total = sum(math.prod(shape) for shape in shapes.values())
     left, right = total * rank // ranks, total * (rank + 1) // ranks
     pieces, begin = [], 0

@@ -39,7 +39,7 @@ def _linear(i: int, start: float, final: float, points: int) -> float:
 class WeightSchedule:
     """The weight of a loss term: half a cosine of `steps` points from `start` to `end`, both included, then constant.
 
-    The first point is step `begin`; before step `start_at` it is 0.
+    The first point is step `begin`; before step `start_at` the weight is 0.
 
     Source: facebookresearch/dinov3.
     """
@@ -77,7 +77,7 @@ class Replacements:
     most: int = 0
 
     def due(self, steps: int) -> bool:
-        """Whether the teacher is replaced after `steps` applied steps; the next one sees the new teacher."""
+        """Whether the teacher is replaced after `steps` applied steps; the next step sees the new teacher."""
         past = steps - self.start
         again = self.every > 0 and 0 < past <= self.every * self.most and past % self.every == 0
         return again or (self.at_start and past == 0)
@@ -96,7 +96,7 @@ class ScheduleValues:
     prototypes_gradient: bool
     """Whether the clipping norm and Adam's moments see the prototypes' gradient."""
     unfreeze_prototypes: bool
-    """Whether the prototypes' first gradient comes now: Adam's state begins anew."""
+    """Whether the prototypes get their first gradient in this step: their Adam state starts afresh."""
     backbone_frozen: bool
     unfreeze_backbone: bool
     weights: Mapping[str, float]
@@ -111,9 +111,9 @@ class ScheduleValues:
 class Schedules:
     """All schedules of a run, with lengths in optimizer steps; `lr` is the peak after scaling with the batch.
 
-    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2). warmup_shape: of the
-    learning rate, "linear" or "cosine", which is half a cosine (DINOv3); constant: it then stays at its peak. The
-    teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each.
+    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2). warmup_shape: the learning
+    rate's, "linear" or "cosine", half a cosine (DINOv3). constant: after warm-up the learning rate stays at its peak.
+    The teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each.
     """
 
     steps: int

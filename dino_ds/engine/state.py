@@ -1,7 +1,7 @@
-"""Takes out an engine's training state, and puts it back under any ZeRO stage, number of ranks, precision and offload.
+"""Exports an engine's training state, and imports it under any ZeRO stage, number of ranks, precision and offload.
 
-DeepSpeed's own files hold each stage's tensors as they lie there, so another stage or number of ranks can't read them.
-Here every engine is a list of flat FP32 tensors with the names of what lies in them (`dino_ds.engine.saved_state`).
+DeepSpeed's own files hold tensors in the layout of their stage, which another stage or number of ranks can't read. Here
+a state is a list of flat FP32 tensors with the names of the parameters in them (`dino_ds.engine.saved_state`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from dino_ds.errors import CheckpointError
 class Flat:
     """A tensor of the inner optimizer: FP32 masters of this rank with its `state`, empty before the first step.
 
-    group: the name of its parameter group; kind: of the optimizer that moves it; pieces: the elements in it, in order;
-    places between them are padding.
+    group: the name of its parameter group; kind: that of the optimizer which updates it; pieces: the parameters'
+    elements in it, in order; elements between them are padding.
     """
 
     name: str
@@ -64,8 +64,8 @@ class Flat:
 
 
 def partitions_of(optimizer: Any, network: nn.Module, names: Names, shapes: Shapes) -> list[Flat]:
-    """The tensors of `optimizer`, which deepspeed.initialize gave for `network`: one a parameter at stage 0, else one a
-    shard. shapes: of the whole parameters."""
+    """The tensors of `optimizer`, which deepspeed.initialize made for `network`: one per parameter at stage 0, else one
+    per shard. shapes: those of the whole parameters."""
     if isinstance(optimizer, torch.optim.Optimizer):
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         trained = [(name, p, group_of[id(p)]) for name, p in network.named_parameters() if p.requires_grad]
@@ -130,9 +130,9 @@ def lay_out_matrices(muon: Muon, optimizer: Any, names: Names, shapes: Shapes) -
 
 
 def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, kind: str, common: dict[str, Any]) -> EngineState:
-    """This rank's part of the state. Without sharding every rank holds everything, and each takes an equal share.
+    """Return this rank's part of the state. Without sharding every rank holds everything, and returns an equal share.
 
-    kind: of the optimizer; common: values that all ranks share in addition to it and the `shapes`.
+    kind: the optimizer's; common: further values that all ranks share, besides `kind` and `shapes`.
     """
     steps = dict(zip((flat.name for flat in flats), _steps(flats), strict=True))
     if not sharded:
@@ -150,14 +150,14 @@ def export_state(flats: list[Flat], shapes: Shapes, sharded: bool, kind: str, co
 
 
 def _steps(flats: list[Flat]) -> list[int]:
-    """Numbers of steps that moments have seen, read from the device at once; 1 for moments that nobody counts."""
+    """Numbers of steps that moments have seen, in one read from the device; 1 for moments without a count."""
     counts = [flat.state[STEP] for flat in flats if STEP in flat.state]
     known = iter(torch.stack(counts).tolist() if counts else [])
     return [int(next(known)) if STEP in flat.state else int(bool(flat.state)) for flat in flats]
 
 
 def _part(flat: Flat, piece: Piece) -> Flat:
-    """The elements of `piece` of a flat that is one whole parameter."""
+    """Cut the elements of `piece` out of a flat that is one whole parameter."""
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1)[piece.start : piece.stop]
@@ -167,9 +167,9 @@ def _part(flat: Flat, piece: Piece) -> Flat:
 
 
 def import_state(saved: SavedState, flats: list[Flat], shapes: Shapes, optimizer: Any, kind: str) -> SavedParameters:
-    """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads its own elements only.
+    """Load a state into `flats`, in place, then into the weights; all ranks call it. Each reads only its own elements.
 
-    Raises CheckpointError, on all ranks, where the saved state is of another network or not of this `kind`.
+    Raises CheckpointError, on all ranks, if the saved state is of another network or not of this `kind`.
     """
     with distributed.raise_on_all_ranks(), torch.no_grad():
         parameters = SavedParameters(saved)

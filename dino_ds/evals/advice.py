@@ -1,4 +1,4 @@
-"""Words about evaluations for the user: which recipe key is meant, test images that are trained on."""
+"""Messages about evaluations for the user: which recipe key is meant, and which test images are trained on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ONE_NAME = 2
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
-    """The message of an evaluation with recipe keys in the place of the flags of `dino-ds eval`."""
+    """Replace the flags of `dino-ds eval` in the error message of an evaluation by recipe keys."""
     words = {
         "(--images)": "(eval.bank_images, eval.test_images)",
         "--images": "--eval.bank_images",
@@ -35,8 +35,8 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
 
 
 def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
-    """A note where some of 64 test images have the same content as a training image of the same file name, and one of
-    the evaluations needs both; every rank calls it, and gets what rank 0 finds. `option` names other test images."""
+    """Note that some of 64 test images have the content of a training image of the same file name, if an evaluation
+    needs both; every rank calls it, and gets rank 0's result. `option`: the option that names other test images."""
     notes: list[str] = []
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:
@@ -51,7 +51,7 @@ def note_on_shared(evaluations: Collection[str], train: Source | None, test: Sou
 
 
 def _shared(train: Source, test: Source, looked_at: list[int]) -> list[int]:
-    """The test images, by index, whose content a training image of the same name has."""
+    """Indices of the test images that have the same content as a training image of the same name."""
     if not all(hasattr(source, "read") for source in (train, test)):
         return []
     names = {index: _name(test, index) for index in looked_at}

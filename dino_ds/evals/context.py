@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Labeled:
-    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; label -1 is an unknown one."""
+    """Features (n, d), FP32, and labels (n,) int64 below `classes`, on one device; -1 is an unknown label."""
 
     features: Tensor
     labels: Tensor
@@ -63,12 +63,12 @@ class Labeled:
 
 
 class EvalContext:
-    """A model, settings and images. Features are computed at first use, once, each rank its share.
+    """A model, settings and images. Features are computed once, at first use; each rank computes a share.
 
     `sources` returns training and test images, or None for unnamed ones; it is called when they are first needed.
-    `give_up` is asked after each batch. `notes` collects what could not be read or was left out.
+    `give_up` is called after each batch. `notes` collects what could not be read or was left out.
 
-    All ranks must use everything here together, and get the same.
+    All ranks must use everything here together, and get the same results.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class EvalContext:
         self._named, self.give_up, self.progress = sources, give_up, progress
         self.notes: list[str] = []
         self.memory: ImageMemory | None = None
-        """Images that several contexts of a run read once."""
+        """Memory of transformed images, so that several contexts of a run read them only once."""
 
     @property
     def size(self) -> int:
-        """Pixels of a side of what the model sees."""
+        """Side in pixels of the images that the model sees."""
         return self.settings.size or self.backbone.image_size
 
     @property
@@ -98,14 +98,14 @@ class EvalContext:
 
     @cached_property
     def sources(self) -> tuple[Source | None, Source | None]:
-        """Training and test images, labeled or not. Raises what opening them does."""
+        """Training and test images, labeled or not. Raises what opening them raises."""
         with distributed.raise_on_all_ranks():
             return self._named()
 
     def begin(self) -> None:
-        """Evaluations call it on all ranks, once they have all their images and are about to use the model.
+        """Called by evaluations on all ranks, once they have all their images and are about to use the model.
 
-        `preflight_eval` runs them up to here.
+        `preflight_eval` runs evaluations up to this call.
         """
 
     @property
@@ -115,12 +115,12 @@ class EvalContext:
 
     @property
     def test_source(self) -> Source:
-        """The labeled test images, with no class that training lacks. Raises DataError if there are none."""
+        """The labeled test images, none of a class that training lacks. Raises DataError if there are none."""
         return self._labeled_sources[1]
 
     @property
     def any_source(self) -> Source:
-        """The test images, else the training images; labels are not needed. Raises DataError where there are none."""
+        """The test images, or without these the training images, labeled or not. Raises DataError if there are none."""
         for source in reversed(self.sources):
             if source is not None:
                 return source
@@ -133,7 +133,7 @@ class EvalContext:
 
     @cached_property
     def test_indices(self) -> list[int]:
-        """`any_indices`. Raises DataError without labels, or for classes that no training image in use has."""
+        """`any_indices`, checked: raises DataError without labels, or for classes that no training image in use has."""
         train, test = self.train_source, self.test_source
         indices = self.any_indices
         seen = {train.classes[label] for label in _labels_of(train, self.train_indices)} if train.classes else set()
@@ -152,7 +152,7 @@ class EvalContext:
 
     @property
     def test_limit(self) -> int | None:
-        """The most test images, or images without labels, or None for all."""
+        """Most test images, or images without labels, that are used; None for all."""
         return self.settings.test_images or self.settings.images
 
     @cached_property
@@ -163,7 +163,7 @@ class EvalContext:
     @cached_property
     def test(self) -> Labeled:
         """`any_images` as test images: labels are numbers of the training images' classes."""
-        _ = self.test_indices  # raises what is wrong with them
+        _ = self.test_indices  # raises an error if they don't fit
         images, classes = self.any_images, self.train_source.classes or []
         numbers = [classes.index(name) for name in self.test_source.classes or []]
         return Labeled(images.features, torch.tensor(numbers, device=self.device)[images.labels], len(classes))
@@ -175,7 +175,7 @@ class EvalContext:
 
     @property
     def any_labeled(self) -> Labeled:
-        """`any_images`. Raises DataError where they have no classes."""
+        """`any_images`, if they have classes. Raises DataError if not."""
         if not _is_labeled(self.any_source):
             raise _no_classes("the images")
         return self.any_images
@@ -208,7 +208,7 @@ class EvalContext:
         label: str = "images",
         batch: int = BATCH,
     ) -> tuple[Tensor, Tensor, list[str]]:
-        """Describe transformed images (b, ...): results in FP32, in the order of `indices`, with their labels.
+        """Apply `describe` to transformed images (b, ...); returns FP32 results in the order of `indices`, and labels.
 
         Every rank does its share. Images are of one size unless `batch` is 1; the texts name those that can't be read.
         Raises GaveUp, DataError.
@@ -248,7 +248,7 @@ class EvalContext:
 
 @contextmanager
 def live_teacher(teacher: Teacher, image_size: int, normalization: Normalization) -> Iterator[Backbone]:
-    """The newest teacher, not a copy: in FP32 whatever the precision of training, and without a compiler.
+    """The current teacher itself, not a copy: in FP32 whatever the precision of training, and not compiled.
 
     `image_size` is the native side in pixels.
     """

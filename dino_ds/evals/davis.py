@@ -1,4 +1,4 @@
-"""Video object segmentation: the masks of a clip's first frame are carried on by the likeness of patches (DAVIS 2017).
+"""Video object segmentation (DAVIS 2017): the masks of a clip's first frame are propagated by similarity of patches.
 
 Sources: facebookresearch/dino `eval_video_segmentation.py` (Jabri et al. 2020, arXiv 2006.14613); nothing is trained.
 The metrics, region (J) and boundary (F): `metrics.py` and `evaluation.py` of davisvideochallenge/davis2017-evaluation
@@ -40,11 +40,11 @@ _SIZE, _SIDE_STEP = 480, 64
 _LAST_FRAMES, _NEIGHBORHOOD, _NEAREST, _TEMPERATURE = 7, 12, 5, 0.1
 _VOID = 255
 _TOLERANCE = 0.008
-"""Tolerance of a boundary's place, as a part of the image's diagonal."""
+"""Tolerance of a boundary's position, as a fraction of the image's diagonal."""
 _MASKS = 16
 """Masks dilated at once."""
 Clip = tuple[list[Path], list[Path]]
-"""Photos and the maps of their objects, in order."""
+"""Frames and the label maps of their objects, in order."""
 
 
 def davis(context: EvalContext) -> dict[str, float]:
@@ -64,16 +64,16 @@ def davis(context: EvalContext) -> dict[str, float]:
     answers = distributed.gather_objects((judged, gave_up))
     if any(gave_up for _, gave_up in answers):
         raise GaveUp
-    rows = sorted(row for judgments, _ in answers for row in judgments)  # sorted: on any number of ranks alike
+    rows = sorted(row for judgments, _ in answers for row in judgments)  # sorted: the same on any number of ranks
     means = 100 * np.array(rows).mean(axis=0)
     return {"davis_jf_mean": float(means.mean()), "davis_j_mean": float(means[0]), "davis_f_mean": float(means[1])}
 
 
 class LabelPropagation:
-    """Soft labels (classes, rows, columns) of a clip's first frame, carried on frame by frame.
+    """Propagates soft labels (classes, rows, columns) of a clip's first frame, frame by frame.
 
-    A patch takes the mean of the 5 patches most like it, weighted by exp(cosine / 0.1), among those at most 12 rows and
-    columns away in the first frame and the last 7. Patches: (rows, columns, d), of any length.
+    A patch gets the mean label of the 5 most similar patches, weighted by exp(cosine / 0.1), among those at most 12
+    rows and columns away in the first frame and the last 7. Patches: (rows, columns, d), of any norm.
     """
 
     def __init__(self, patches: Tensor, labels: Tensor) -> None:
@@ -87,7 +87,7 @@ class LabelPropagation:
         carried = torch.empty_like(labels[0])
         column = torch.arange(carried.shape[1], device=carried.device)
         near_column = (column[:, None] - column).abs() <= _NEIGHBORHOOD
-        for top, rows in enumerate(targets):  # a row at a time sees the rows around it: little memory
+        for top, rows in enumerate(targets):  # row by row, with the rows around each: saves memory
             seen = slice(max(0, top - _NEIGHBORHOOD), top + _NEIGHBORHOOD + 1)
             likeness = torch.einsum("wd,frcd->wfrc", rows, features[:, seen])
             likeness = likeness.masked_fill_(~near_column[:, None, None], -torch.inf).flatten(1)
@@ -99,8 +99,8 @@ class LabelPropagation:
 
 
 def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, int]:
-    """(height, width) of what the model sees: the shorter side `size` pixels, the longer one a multiple of 64; both
-    multiples of the patch size."""
+    """(height, width) at which the model sees frames: the shorter side has `size` pixels, the longer one a multiple of
+    64; both are rounded to multiples of the patch size."""
     step = max(_SIDE_STEP // patch, 1) * patch
     short = max(size // patch, 1) * patch
     long = max(int(size * max(width, height) / min(width, height)) // step * step, short)
@@ -110,7 +110,7 @@ def frame_sides(width: int, height: int, size: int, patch: int) -> tuple[int, in
 def hard_labels(soft: Tensor, patch: int, height: int, width: int) -> np.ndarray:
     """Soft labels of patches (classes, rows, columns) -> each pixel's class, uint8 (height, width).
 
-    Like in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
+    As in the reference, each class is stretched to [0, 1] over the frame before the largest wins.
     """
     fine = F.interpolate(soft[None], scale_factor=patch, mode="bilinear", align_corners=False)[0]
     lowest = fine.amin(dim=(1, 2), keepdim=True)
@@ -136,7 +136,7 @@ def boundary_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
     radius, values = math.ceil(_TOLERANCE * math.hypot(*predicted.shape[1:])), []
     for masks in zip(predicted.split(_MASKS), wanted.split(_MASKS), strict=True):
         edges, wanted_edges = map(boundaries, masks)
-        # An empty prediction is precise, an empty mask is recalled.
+        # Without predicted pixels precision is 1, without wanted ones recall is 1.
         precision = _share(edges & dilate(wanted_edges, radius), edges)
         recall = _share(wanted_edges & dilate(edges, radius), wanted_edges)
         values.append(2 * precision * recall / (precision + recall).clamp_min(1e-12))
@@ -144,13 +144,13 @@ def boundary_similarity(predicted: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _share(part: Tensor, whole: Tensor) -> Tensor:
-    """Pixels of masks (n, h, w) that are in others, as a part of theirs: FP64 (n,); 1 where these are empty."""
+    """Pixels of the masks `part` (n, h, w) as a share of those of `whole`, FP64 (n,); 1 where `whole` is empty."""
     pixels = whole.sum(dim=(1, 2)).double()
     return torch.where(pixels > 0, part.sum(dim=(1, 2)).double() / pixels.clamp_min(1), 1.0)
 
 
 def boundaries(masks: Tensor) -> Tensor:
-    """Pixels that differ from a neighbor to the right, below, or right below: half a pixel off, 1 pixel wide."""
+    """Pixels that differ from their right, lower or lower right neighbor: 1 pixel wide, half a pixel off."""
     padded = F.pad(masks.float(), (0, 1, 0, 1), mode="replicate") > 0
     right, below, both = padded[:, :-1, 1:], padded[:, 1:, :-1], padded[:, 1:, 1:]
     return (masks ^ right) | (masks ^ below) | (masks ^ both)
@@ -164,7 +164,7 @@ def dilate(masks: Tensor, radius: int) -> Tensor:
 
 
 def _judge(context: EvalContext, clip: Clip) -> list[list[float]]:
-    """The figures of each object of a clip; neither its first frame nor its last one counts."""
+    """J and F of each object of a clip; neither its first frame nor its last one counts."""
     frames, model = NamedFiles(list(map(str, clip[0]))), context.backbone
     width, height = _read(frames, 0).size
     wanted = [read_label_map(path, (width, height)) for path in clip[1]]
@@ -213,7 +213,7 @@ def _read_clips(folder: Path, listed: Path) -> list[Clip]:
 
 
 def read_label_map(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """uint8 (h, w): the palette's indices or gray values, 0 where it is void; `size` is the photo's (width, height).
+    """Read uint8 (h, w): palette indices or gray values, 0 for void pixels; `size` is the photo's (width, height).
 
     Raises DataError for any other file.
     """
