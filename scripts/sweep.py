@@ -34,7 +34,7 @@ BACKBONES = (
 PLACES = {"1": (1, ""), "2": (2, ""), "3": (3, ""), "3+host": (3, "optimizer and weights")}
 CARDS = (8, 12, 16, 24, 32, 40, 48, 80, 141)
 _PATH = "the sweep"
-_GREEN, _AMBER, _GREY = "#2f7d4f", "#c98a3a", "#d9d9d9"
+_GREEN, _AMBER, _GRAY = "#2f7d4f", "#c98a3a", "#d9d9d9"
 
 
 def main(out: str, gpus: int = 8, config: str | None = None) -> None:
@@ -145,7 +145,7 @@ def draw_sweep(result: dict[str, Any]) -> Any:
     legend = [
         Patch(color=_GREEN, label="fits"),
         Patch(color=_AMBER, label="fits with activation checkpointing"),
-        Patch(color=_GREY, label="does not fit"),
+        Patch(color=_GRAY, label="does not fit"),
     ]
     figure.legend(handles=legend, loc="outside lower center", ncols=3, fontsize=10, frameon=False)
     return figure

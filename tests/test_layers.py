@@ -14,7 +14,7 @@ CLOSURE_OF_THE_LOOP = (58, 8_456)
 """Files and lines that importing run/loop.py may bring in; the 58th and 290 lines bought Muon, 116 lines a fifth fewer
 launches of a step on a GPU."""
 _KERNEL = "a Triton kernel takes pointers and strides one by one"
-LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_grey", "color", "blur")}
+LONG_SIGNATURES = {f"data/photometric_triton.py:{name}": _KERNEL for name in ("sum_gray", "color", "blur")}
 """Functions of more than six parameters, and why."""
 KIND_QUESTIONS = 8
 """Times that the package may ask of which kind a backbone or its spec is."""

@@ -26,7 +26,7 @@ from dino_ds.data.images import (
     deep_values,
     in_channels,
     is_deep,
-    is_grey,
+    is_gray,
     pillow_values,
     to_rgb,
     to_unit,
@@ -175,14 +175,14 @@ class EncodedImage:
             _check_size(image.width, image.height, self._name, self._limit, stored)
         else:
             _check_size(image.width, image.height, self._name, self._limit)
-            self.deep, stored = is_deep(image, self._data), 1 if is_grey(image) else 3
+            self.deep, stored = is_deep(image, self._data), 1 if is_gray(image) else 3
             orientation = None
             with suppress(SyntaxError, struct.error):  # a damaged block must not cost the image
                 orientation = image.getexif().get(_ORIENTATION)  # some formats decode to find it
             if self._wanted == (with_alpha := WITH_ALPHA.get(image.mode)) and with_alpha:
                 stored = with_alpha
         self._orient(image, orientation)
-        self._is_grey = stored == self._wanted == 1
+        self._is_gray = stored == self._wanted == 1
         self.channels = 3 if stored == 1 and self._wanted != 1 else stored
 
     @property
@@ -225,12 +225,12 @@ class EncodedImage:
         if self.deep:
             return deep_values(image, self._data, self.channels)
         if image.format == "JPEG" and image.mode in ("RGB", "L"):
-            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_grey else "RGB")
+            array = _decode_jpeg(self._data, *image.size, shrink, "GRAY" if self._is_gray else "RGB")
             if array is not None:
                 return array
         if self.channels == WITH_ALPHA.get(image.mode):
             return np.array(image)
-        return np.array(image.convert("L") if self._is_grey else to_rgb(image))
+        return np.array(image.convert("L") if self._is_gray else to_rgb(image))
 
     @contextmanager
     def _naming_errors(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from dino_ds.data.images import black_first
 from dino_ds.data.raster import EXTRA, Format, Raster, spread
 
 _COLORS = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_RCT", "YBR_ICT")
-_GREYS = ("MONOCHROME1", "MONOCHROME2")
+_GRAYS = ("MONOCHROME1", "MONOCHROME2")
 _TAGS = (
     "Rows", "Columns", "SamplesPerPixel", "NumberOfFrames", "PhotometricInterpretation", "PlanarConfiguration",
     "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "RescaleSlope", "RescaleIntercept",
@@ -54,8 +54,8 @@ def _open(data: bytes, wanted: int | None) -> Raster:
         if frames > 1:
             raise ValueError(f"{frames} frames in one DICOM file: write one frame a file")
         transforms = _transforms(file)
-        if color not in _COLORS + _GREYS or any(dataset.get("ModalityLUTSequence") for dataset in transforms):
-            problem = "a modality LUT" if color in _GREYS else f"colors as {color}"
+        if color not in _COLORS + _GRAYS or any(dataset.get("ModalityLUTSequence") for dataset in transforms):
+            problem = "a modality LUT" if color in _GRAYS else f"colors as {color}"
             raise ValueError(f"{problem} in a DICOM file: apply it, and write MONOCHROME2 or RGB")
         width, height, bits = (int(file[name].value) for name in ("Columns", "Rows", "BitsAllocated"))
         rescale = _number(transforms, "RescaleSlope", 1.0), _number(transforms, "RescaleIntercept", 0.0)
@@ -66,7 +66,7 @@ def _open(data: bytes, wanted: int | None) -> Raster:
         if highest != stored_bits - 1:
             raise ValueError(f"{stored_bits} bits up to bit {highest} of a DICOM file: write them as its lowest bits")
         _check_coding(file, width * height * int(file.SamplesPerPixel) * bits // 8)
-    rescaled = color in _GREYS and rescale != (1, 0)
+    rescaled = color in _GRAYS and rescale != (1, 0)
     signed = bool(file.PixelRepresentation)
     deep = bits > 8 or signed or rescaled
 

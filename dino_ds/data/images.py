@@ -76,7 +76,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def is_grey(image: Image.Image) -> bool:
+def is_gray(image: Image.Image) -> bool:
     """Whether an image has brightness alone: neither colors, nor a palette, nor transparency."""
     return (image.mode in ("1", "L") or image.mode[0] in "IF") and "transparency" not in image.info
 
@@ -126,7 +126,7 @@ def pillow_values(image: Image.Image, channels: int, name: str) -> np.ndarray:
     try:
         if image.mode[0] in "IF":
             return in_channels(deep_values(image), channels)
-        shown = image.convert("L") if channels == 1 and is_grey(image) else to_rgb(image)
+        shown = image.convert("L") if channels == 1 and is_gray(image) else to_rgb(image)
         return in_channels(np.array(shown), channels)
     except ValueError as error:
         raise UnreadableImage(name, str(error)) from None
@@ -147,9 +147,9 @@ def deep_values(image: Image.Image, data: bytes | None = None, channels: int = 3
         _mend_byte_order(image)
         # Pillow scales deeper PGMs, whose header has the value of white, to 16 bits.
         is_short = image.mode[0] == "I" and (image.mode != "I" or image.format == "PPM")
-        grey = np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
+        gray = np.array(image).astype(np.uint16 if is_short else np.float32 if image.mode == "F" else np.int32)
         is_white_zero = isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == WHITE_IS_ZERO
-        return black_first(grey, 16) if is_white_zero else grey
+        return black_first(gray, 16) if is_white_zero else gray
     values = None if data is None else _both_bytes(image, data)
     if values is None:
         raise ValueError(f"more than 8 bits a channel can't be read from {image.format} {image.mode}: make it RGB PNG")

@@ -121,17 +121,17 @@ def _augment(crops: Tensor, params: AugmentationParams, scale: float, normalize:
         crops = crops.index_copy(0, rows[FLIP], crops[rows[FLIP]].flip(2))
     torch.mul(crops.permute(0, 3, 1, 2), scale, out=x)
     weights = there[:, : 4 * SLOTS].T.contiguous().view(SLOTS, 4, n, 1, 1, 1)
-    for slot, (pixel, own_grey, mean_grey, turns) in enumerate(weights):
-        blend(x, pixel, own_grey, mean_grey)
+    for slot, (pixel, own_gray, mean_gray, turns) in enumerate(weights):
+        blend(x, pixel, own_gray, mean_gray)
         replace(4 * slot + 3, shift_hue, turns)
-    replace(GRAY, lambda some: grey(some).expand_as(some))
+    replace(GRAY, lambda some: gray(some).expand_as(some))
     replace(SIGMA, gaussian_blur, there[:, SIGMA])
     replace(SOLARIZE, solarize)
     offset, factor = normalize.view(2, c, 1, 1)
     torch.addcmul(offset, x, factor, out=x)
 
 
-def grey(x: Tensor) -> Tensor:
+def gray(x: Tensor) -> Tensor:
     """RGB (n, 3, h, w) -> luma (n, 1, h, w); for other channels their mean."""
     if x.shape[1] != 3:
         return x.mean(1, keepdim=True)
@@ -139,11 +139,11 @@ def grey(x: Tensor) -> Tensor:
     return r.mul(LUMA[0]).add_(g, alpha=LUMA[1]).add_(b, alpha=LUMA[2]).unsqueeze(1)
 
 
-def blend(x: Tensor, pixel: Tensor, own_grey: Tensor, mean_grey: Tensor) -> Tensor:
+def blend(x: Tensor, pixel: Tensor, own_gray: Tensor, mean_gray: Tensor) -> Tensor:
     """Change brightness, contrast or saturation of each crop in place; coefficients (n, 1, 1, 1)."""
-    shade = grey(x)
+    shade = gray(x)
     mean = shade.mean((2, 3), keepdim=True)
-    shade = shade.mul_(own_grey).add_(mean.mul_(mean_grey))
+    shade = shade.mul_(own_gray).add_(mean.mul_(mean_gray))
     return torch.addcmul(shade, x, pixel, out=x).clamp_(0, 1)
 
 

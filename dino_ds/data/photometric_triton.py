@@ -33,7 +33,7 @@ def augment(crops: Tensor, table: Tensor, scale: float, normalize: Tensor, out: 
     chunks = triton.cdiv(pixels, _BLOCK)
     sums, between = torch.empty(n, chunks, device=crops.device), torch.empty_like(out)
     constants = {"CHANNELS": channels, "BLOCK": _BLOCK}
-    launch(sum_grey, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
+    launch(sum_gray, (n, chunks), crops, table, sums, pixels, chunks, scale, **constants)
     constants["CHUNKS"] = triton.next_power_of_2(chunks)
     launch(color, (n, chunks), crops, table, sums, out, height, width, chunks, scale, normalize, **constants)
     planes = (n, chunks, channels)
@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 @triton.jit
-def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def sum_gray(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the gray values of each chunk as they are before contrast; 0 for crops without contrast."""
     crop, chunk = tl.program_id(0), tl.program_id(1)
     row = table + crop * _COLUMNS
@@ -61,14 +61,14 @@ def sum_grey(crops, table, sums, pixels, chunks, scale, CHANNELS: tl.constexpr, 
         if CHANNELS == 3:
             r, g, b = _load_rgb(source, inside, scale)
             r, g, b = _jitter_rgb(r, g, b, row, 0.0, True)
-            grey = _grey(r, g, b)
+            gray = _gray(r, g, b)
         else:
-            grey = tl.full((BLOCK,), 0.0, tl.float32)
+            gray = tl.full((BLOCK,), 0.0, tl.float32)
             for channel in range(CHANNELS):
                 x = tl.load(source + channel, mask=inside, other=0).to(tl.float32) * scale
-                grey += _jitter_plane(x, row, 0.0, True)
-            grey = grey / CHANNELS
-        total = tl.sum(tl.where(inside, grey, 0.0), 0)
+                gray += _jitter_plane(x, row, 0.0, True)
+            gray = gray / CHANNELS
+        total = tl.sum(tl.where(inside, gray, 0.0), 0)
     tl.store(sums + crop * chunks + chunk, total)
 
 
@@ -93,8 +93,8 @@ def color(  # type: ignore[no-untyped-def]
         r, g, b = _load_rgb(source, inside, scale)
         r, g, b = _jitter_rgb(r, g, b, row, mean, False)
         if tl.load(row + _GRAY) != 0:
-            grey = _grey(r, g, b)
-            r, g, b = grey, grey, grey
+            gray = _gray(r, g, b)
+            r, g, b = gray, gray, gray
         if tl.load(row + _SIGMA) == 0:
             r, g, b = (
                 _finish(r, row, normalize, 0, 3),
@@ -159,13 +159,13 @@ def _load_rgb(source, inside, scale):  # type: ignore[no-untyped-def]
 def _jitter_rgb(r, g, b, row, mean, BEFORE_CONTRAST: tl.constexpr):  # type: ignore[no-untyped-def]
     goes_on = 1.0
     for slot in tl.static_range(_SLOTS):
-        pixel, own_grey = tl.load(row + 4 * slot), tl.load(row + 4 * slot + 1)
+        pixel, own_gray = tl.load(row + 4 * slot), tl.load(row + 4 * slot + 1)
         towards_mean, turns = tl.load(row + 4 * slot + 2), tl.load(row + 4 * slot + 3)
         if BEFORE_CONTRAST:
             goes_on = tl.where(towards_mean == 0, goes_on, 0.0)
             pixel = tl.where(goes_on != 0, pixel, 1.0)
-            own_grey, towards_mean, turns = own_grey * goes_on, 0.0, turns * goes_on
-        shade = _grey(r, g, b) * own_grey + mean * towards_mean
+            own_gray, towards_mean, turns = own_gray * goes_on, 0.0, turns * goes_on
+        shade = _gray(r, g, b) * own_gray + mean * towards_mean
         r, g, b = _clamp(shade + r * pixel), _clamp(shade + g * pixel), _clamp(shade + b * pixel)
         if turns != 0:
             r, g, b = _shift_hue(r, g, b, turns)
@@ -205,7 +205,7 @@ def _finish(x, row, normalize, channel, channels):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _grey(r, g, b):  # type: ignore[no-untyped-def]
+def _gray(r, g, b):  # type: ignore[no-untyped-def]
     return r * _RED + g * _GREEN + b * _BLUE
 
 

@@ -37,7 +37,7 @@ _YCBCR = 6
 _STORED_COLORS = (0, 1, 2, 5)
 """Gray, RGB and inks: colors that are read as stored where Pillow doesn't convert them."""
 _MOST_PAGES = 10_000
-_GREY_OR_RGB = (0, 1, 2)
+_GRAY_OR_RGB = (0, 1, 2)
 _METADATA = {"shaped", "imagej"}
 """Kinds of description whose page axes are trusted: tifffile's own, ImageJ's."""
 _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
@@ -125,7 +125,7 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
         return None  # Pillow returns one plane twice, or none
     if color == _YCBCR and (planes != 1 or (is_raw and tags.get(_SUBSAMPLING, (1, 1)) != (1, 1))):
         raise ValueError("colors as YCbCr, subsampled or plane after plane, are not read: write RGB")
-    return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GREY_OR_RGB else None
+    return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GRAY_OR_RGB else None
 
 
 def _whole_page(data: bytes) -> int:

@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     dogs.mkdir()
     noise(0, 40, 30).save(cats / "a.png")
     noise(0, 40, 30).save(cats / "copy_of_a.png")
-    noise(1, 100, 50).convert("L").save(cats / "grey.jpg")
+    noise(1, 100, 50).convert("L").save(cats / "gray.jpg")
     exif = Image.Exif()
     exif[0x0112] = 6
     noise(2, 90, 60).save(dogs / "turned.jpg", exif=exif)
@@ -211,7 +211,7 @@ def test_the_mean_and_deviation_of_the_channels_are_measured(tmp_path):
     assert recipe.data.mean == found["mean"] and recipe.data.std == found["std"]
 
 
-def test_hidden_patches_are_grey(folder):
+def test_hidden_patches_are_gray(folder):
     """Those of the same crops without masks, in the mean color."""
     masked = {"crops.mask": "dinov2", "crops.mask_share": "1", "objective.ibot_weight": "1", "model.patch_size": "4"}
     recipes = [recipe_for(folder, **{"data.augment": "device"}, **more) for more in ({}, masked)]

@@ -65,7 +65,7 @@ def png_of(width: int, height: int, bits: int, color: int, rows: bytes) -> bytes
 
 
 def png16(values: np.ndarray) -> bytes:
-    """uint16 (h, w) or (h, w, c): grey, grey and alpha, RGB, RGBA."""
+    """uint16 (h, w) or (h, w, c): gray, gray and alpha, RGB, RGBA."""
 
     height, width = values.shape[:2]
     color = {1: 0, 2: 4, 3: 2, 4: 6}[values.size // (height * width)]

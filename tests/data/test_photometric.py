@@ -24,7 +24,7 @@ NOTHING = CropParameters((0, 0, 1, 1), False, (), False, None, False)
 
 
 def crops(count: int, size: int = 32, channels: int = 3) -> torch.Tensor:
-    """uint8 (n, h, w, c): photographs with noise, pure colors and grey."""
+    """uint8 (n, h, w, c): photographs with noise, pure colors and gray."""
     some = torch.from_numpy(np.stack([np.asarray(photo(size + i, size + i))[-size:, -size:] for i in range(count)]))
     some[0, : size // 2] = 128
     some[0, size // 2 :, :, 1:] = 0
@@ -91,7 +91,7 @@ def test_every_operation_equals_torchvisions(operation):
 
 @pytest.mark.parametrize("augmentation", sorted(AUGMENTATIONS))
 def test_the_chain_equals_torchvisions_for_drawn_parameters(augmentation):
-    """Every crop has its own operations in its own order. 1e-4: hue divides by the chroma of greyish pixels."""
+    """Every crop has its own operations in its own order. 1e-4: hue divides by the chroma of grayish pixels."""
     multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), augmentation)
     views = [view for seed in range(30) for view in multicrop.sample(100, 80, seed)]
     some = crops(len(views))

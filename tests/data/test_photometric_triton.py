@@ -144,7 +144,7 @@ def test_kernels_compile_for_gpus_without_one(tmp_path, monkeypatch, capability,
     types |= dict.fromkeys(("pixels", "chunks", "height", "width"), "i32")
     types |= {"scale": "fp32"}
     constants = {"CHANNELS": channels, "CHUNKS": 64, "BLOCK": kernels._BLOCK, "DOWN": channels == 3}
-    for kernel in (kernels.sum_grey, kernels.color, kernels.blur):
+    for kernel in (kernels.sum_gray, kernels.color, kernels.blur):
         names = kernel.arg_names
         signature = {name: types.get(name, "constexpr") for name in names}
         values = {(names.index(name),): value for name, value in constants.items() if name in names}

@@ -30,8 +30,8 @@ from tests.sample import sampled
 WIDTH, HEIGHT = 44, 28
 RANGE = (0.0, 65535.0)
 PHOTO = photo(WIDTH, HEIGHT)
-RGB, GREY = np.asarray(PHOTO), np.asarray(PHOTO.convert("L"))
-DEEP, DEEP_GREY = (values.astype(np.uint16) * 257 + 13 for values in (RGB, GREY))
+RGB, GRAY = np.asarray(PHOTO), np.asarray(PHOTO.convert("L"))
+DEEP, DEEP_GRAY = (values.astype(np.uint16) * 257 + 13 for values in (RGB, GRAY))
 SIX = np.dstack([DEEP, DEEP[::-1]])
 STORED: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     1: lambda a: a,
@@ -94,14 +94,14 @@ KINDS: dict[str, Callable[[int], bytes]] = {
     **{f"TIFF {mode}": by_pillow("TIFF", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr")},
     **{f"TIFF {mode} LZW": by_pillow("TIFF", mode, compression="tiff_lzw") for mode in ("L", "RGB")},
     "TIFF JPEG": by_pillow("TIFF", "RGB", compression="jpeg"),
-    "TIFF of 16 bits": by_tifffile(DEEP_GREY),
-    "TIFF of 16 bits, LZW": by_tifffile(DEEP_GREY, compression="lzw"),
+    "TIFF of 16 bits": by_tifffile(DEEP_GRAY),
+    "TIFF of 16 bits, LZW": by_tifffile(DEEP_GRAY, compression="lzw"),
     "TIFF of 16 bits, RGB": by_tifffile(DEEP, photometric="rgb"),
-    "TIFF, white first": white_first(GREY),
-    "TIFF of 16 bits, white first": white_first(DEEP_GREY),
+    "TIFF, white first": white_first(GRAY),
+    "TIFF of 16 bits, white first": white_first(DEEP_GRAY),
     "TIFF of 6 bands": by_tifffile(SIX, **INTERLEAVED),
     **{f"PNG {mode}": by_pillow("PNG", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA")},
-    "PNG of 16 bits": deep_png(DEEP_GREY),
+    "PNG of 16 bits": deep_png(DEEP_GRAY),
     "PNG of 16 bits, RGB": deep_png(DEEP),
     **{f"JPEG {mode}": by_pillow("JPEG", mode) for mode in ("L", "RGB", "CMYK")},
     "JPEG, progressive, 4:4:4": by_pillow("JPEG", "RGB", progressive=True, subsampling=0),
@@ -115,7 +115,7 @@ def reference(kind: str, data: bytes) -> np.ndarray:
     if "6 bands" in kind:
         return SIX
     if "16 bits" in kind:
-        return DEEP if "RGB" in kind else DEEP_GREY[:, :, None].repeat(3, 2)
+        return DEEP if "RGB" in kind else DEEP_GRAY[:, :, None].repeat(3, 2)
     return np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
 
 
@@ -190,9 +190,9 @@ def test_jpegs_decoded_smaller_are_turned_as_whole_ones(orientation):
 def test_numbers_of_which_zero_is_white_are_inverted_or_refused():
     """Of 8 and 16 bits alike; of others nothing says which number is black."""
     shallow, deep = (EncodedImage(KINDS[kind](1), "file", None) for kind in KINDS if "white first" in kind)
-    np.testing.assert_array_equal(deep.values(), DEEP_GREY)
-    np.testing.assert_array_equal(shallow.decode()[:, :, 0], GREY)
-    for values in (GREY.astype(np.float32), GREY.astype(np.int16)):
+    np.testing.assert_array_equal(deep.values(), DEEP_GRAY)
+    np.testing.assert_array_equal(shallow.decode()[:, :, 0], GRAY)
+    for values in (GRAY.astype(np.float32), GRAY.astype(np.int16)):
         data = by_tifffile(values, photometric="miniswhite")(1)
         with pytest.raises(UnreadableImage, match=f"{values.dtype} values of which 0 is white: save them so that 0"):
             EncodedImage(data, "file", None).values()
@@ -245,7 +245,7 @@ def test_so_many_channels_as_pillow_s_image_stores_are_taken_as_they_are(mode, c
 @pytest.mark.parametrize("kind", ["i1", "u4"])
 def test_pillow_s_files_of_numbers_that_its_modes_do_not_hold_are_refused(kind):
     """Signed bytes would come as unsigned ones, unsigned 32 bits as signed ones: a class gives them as arrays."""
-    with Image.open(io.BytesIO(by_tifffile(GREY.astype(kind))(1))) as image:
+    with Image.open(io.BytesIO(by_tifffile(GRAY.astype(kind))(1))) as image:
         for channels in (1, 3):
             with pytest.raises(UnreadableImage, match=r"numbers that Pillow's . does not hold: give it as an array"):
                 open_image(Arrays(image), 0, None, channels=channels)

@@ -163,7 +163,7 @@ def test_a_missing_codec_is_named(monkeypatch):
         "bands compressed by LZW need imagecodecs: pip install 'dino_ds[images]'"
     )
     np.testing.assert_array_equal(stored(LAYOUTS["interleaved"]), BANDS)
-    medical = dicom(GREY)
+    medical = dicom(GRAY)
     monkeypatch.setitem(sys.modules, "pydicom", None)
     assert refused(medical) == "DICOM files need pydicom: pip install 'dino_ds[images]'"
     said = (
@@ -176,7 +176,7 @@ def test_a_missing_codec_is_named(monkeypatch):
 # channels
 
 
-GREY = (np.arange(40 * 48).reshape(40, 48) * 2 + 1).astype(np.uint16)
+GRAY = (np.arange(40 * 48).reshape(40, 48) * 2 + 1).astype(np.uint16)
 SHALLOW = np.asarray(photo(48, 40))
 FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
 
@@ -189,11 +189,11 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
         (encoded(photo(48, 40).convert("L"), "JPEG"), 3, 3),
         (encoded(photo(48, 40).convert("L"), "JPEG"), 1, 1),
         (encoded(photo(48, 40).convert("L"), "PNG"), 1, 1),
-        (encoded(Image.fromarray(GREY), "PNG"), 1, 1),
-        (tif(GREY), 1, 1),
-        (tif(GREY, compression="lzw"), 3, 3),
-        (npy(GREY), 3, 3),
-        (npy(GREY[None]), 1, 1),
+        (encoded(Image.fromarray(GRAY), "PNG"), 1, 1),
+        (tif(GRAY), 1, 1),
+        (tif(GRAY, compression="lzw"), 3, 3),
+        (npy(GRAY), 3, 3),
+        (npy(GRAY[None]), 1, 1),
         (tif(np.dstack([SHALLOW, 255 + 0 * SHALLOW[..., :1]]), photometric="rgb", extrasamples=["unassalpha"]), 3, 3),
         (tif(FOUR, photometric="rgb", extrasamples=["unassalpha"]), 4, 4),
         (tif(FOUR, photometric="rgb", extrasamples=["unspecified"]), 3, 4),
@@ -204,21 +204,21 @@ FOUR = np.dstack([SHALLOW, SHALLOW[..., :1]])
     ],
 )
 def test_files_have_the_channels_that_fit(data, wanted, channels):
-    """Nothing is dropped: what is not RGB or grey has the channels that it stores."""
+    """Nothing is dropped: what is not RGB or gray has the channels that it stores."""
     image = EncodedImage(data, "file", None, (0, 65535), wanted)
     assert image.channels == channels and image.decode().shape == (40, 48, channels)
 
 
-def test_grey_files_are_taken_as_they_are_stored():
-    grey = photo(48, 40).convert("L")
-    jpeg = encoded(grey, "JPEG", quality=95)
+def test_gray_files_are_taken_as_they_are_stored():
+    gray = photo(48, 40).convert("L")
+    jpeg = encoded(gray, "JPEG", quality=95)
     np.testing.assert_array_equal(
         EncodedImage(jpeg, "f", None, channels=1).decode(), EncodedImage(jpeg, "f", None).decode()[:, :, :1]
     )
     np.testing.assert_array_equal(
-        EncodedImage(encoded(grey, "PNG"), "f", None, channels=1).decode()[..., 0], np.asarray(grey)
+        EncodedImage(encoded(gray, "PNG"), "f", None, channels=1).decode()[..., 0], np.asarray(gray)
     )
-    np.testing.assert_array_equal(load_image(Files(tif(GREY)), 0, (0, 65535), 1)[..., 0], to_unit(GREY, (0, 65535), ""))
+    np.testing.assert_array_equal(load_image(Files(tif(GRAY)), 0, (0, 65535), 1)[..., 0], to_unit(GRAY, (0, 65535), ""))
     four = tif(FOUR, photometric="rgb", extrasamples=["unassalpha"])
     np.testing.assert_array_equal(EncodedImage(four, "f", None, channels=4).decode(), FOUR)
 
@@ -264,12 +264,12 @@ def dicom(values: np.ndarray, syntax: str = "1.2.840.10008.1.2.1", **tags: objec
 def test_dicom_gives_the_values_that_pixels_stand_for():
     ct = {"RescaleSlope": 1, "RescaleIntercept": -1024}
     for data, expected in (
-        (dicom(GREY), GREY),
-        (dicom(GREY, **ct), GREY.astype(np.int32) - 1024),
-        (dicom(GREY.astype(np.int16), **ct), GREY.astype(np.int32) - 1024),
-        (dicom(GREY, RescaleSlope=0.5, RescaleIntercept=3), (GREY * 0.5 + 3).astype(np.float32)),
-        (dicom(GREY, BitsStored=12, HighBit=11, PhotometricInterpretation="MONOCHROME1"), 4095 - GREY),
-        (dicom(GREY, "1.2.840.10008.1.2.5"), GREY),
+        (dicom(GRAY), GRAY),
+        (dicom(GRAY, **ct), GRAY.astype(np.int32) - 1024),
+        (dicom(GRAY.astype(np.int16), **ct), GRAY.astype(np.int32) - 1024),
+        (dicom(GRAY, RescaleSlope=0.5, RescaleIntercept=3), (GRAY * 0.5 + 3).astype(np.float32)),
+        (dicom(GRAY, BitsStored=12, HighBit=11, PhotometricInterpretation="MONOCHROME1"), 4095 - GRAY),
+        (dicom(GRAY, "1.2.840.10008.1.2.5"), GRAY),
         (dicom(SHALLOW[..., 0].copy()), SHALLOW[..., 0]),
         (dicom(SHALLOW), SHALLOW),
     ):
@@ -277,13 +277,13 @@ def test_dicom_gives_the_values_that_pixels_stand_for():
         np.testing.assert_array_equal(found, expected)
         assert found.dtype == expected.dtype
     for signed in (
-        dicom(GREY.astype(np.int16), PhotometricInterpretation="MONOCHROME1"),
-        dicom(-1 - GREY.astype("i2")),
+        dicom(GRAY.astype(np.int16), PhotometricInterpretation="MONOCHROME1"),
+        dicom(-1 - GRAY.astype("i2")),
     ):
-        np.testing.assert_array_equal(stored(signed, 1), -1 - GREY.astype(np.int16))
+        np.testing.assert_array_equal(stored(signed, 1), -1 - GRAY.astype(np.int16))
     assert EncodedImage(dicom(SHALLOW[..., 0].copy()), "f", None, channels=3).decode().shape == (40, 48, 3)
     with pytest.raises(ConfigError, match=r"int32, values -1023 to 2815; .* give --data.value_range -1023,2815"):
-        with_value_range(load_recipe(None, {}), Files(dicom(GREY, **ct)))
+        with_value_range(load_recipe(None, {}), Files(dicom(GRAY, **ct)))
 
 
 EMPTY = {"RescaleSlope": None, "RescaleIntercept": ""}
@@ -325,14 +325,14 @@ CT = {"RescaleSlope": 2, "RescaleIntercept": -1024}
 def test_rescaling_is_found_wherever_it_may_stand(tags, slope, intercept, head):
     """Numbers without a value are none; windows never change what is read."""
     pydicom = pytest.importorskip("pydicom")
-    data = dicom(GREY, **tags)
+    data = dicom(GRAY, **tags)
     if head == "no preamble":
         data = data[132:]
     elif head != "whole":
         found, stream = pydicom.dcmread(io.BytesIO(data)), io.BytesIO()
         pydicom.dcmwrite(stream, pydicom.Dataset(found), implicit_vr="implicit" in head, little_endian=True)
         data = stream.getvalue()
-    np.testing.assert_array_equal(stored(data, 1), GREY.astype(np.int32) * slope + intercept)
+    np.testing.assert_array_equal(stored(data, 1), GRAY.astype(np.int32) * slope + intercept)
 
 
 BITS = np.arange(40 * 48).reshape(40, 48) % 3 == 0
@@ -366,9 +366,9 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
     [
         ({"BitsStored": 12, "HighBit": 15}, "12 bits up to bit 15 of a DICOM file: write them as its lowest bits"),
         ({"BitsStored": 12, "HighBit": 12}, "12 bits up to bit 12 of a DICOM file"),
-        ({"NumberOfFrames": 2, "PixelData": GREY.tobytes() * 2}, "2 frames in one DICOM file: write one frame a file"),
+        ({"NumberOfFrames": 2, "PixelData": GRAY.tobytes() * 2}, "2 frames in one DICOM file: write one frame a file"),
         ({"PhotometricInterpretation": "PALETTE COLOR"}, "colors as PALETTE COLOR in a DICOM file"),
-        ({"PixelData": GREY.tobytes()[:-200]}, "pixel data"),
+        ({"PixelData": GRAY.tobytes()[:-200]}, "pixel data"),
         ({"RescaleSlope": 1e9, "RescaleIntercept": 0}, "values that 32 bits can't hold"),
         ({"RescaleSlope": 0, "RescaleIntercept": 5}, "a rescale slope of 0"),
         ({"Rows": 60000, "Columns": 60000}, "60000 x 60000 pixels, at most 1000000 are read"),
@@ -376,10 +376,10 @@ def test_fewer_bits_than_8_span_0_to_255(data, expected):
     ],
 )
 def test_dicom_that_can_not_be_taken_is_said(tags, reason):
-    assert reason in refused(dicom(GREY, **tags), 1)
+    assert reason in refused(dicom(GRAY, **tags), 1)
 
 
 def test_dicom_of_other_codecs_and_without_images_is_said():
-    lossless = dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.4.70\0"[:20])
+    lossless = dicom(GRAY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.4.70\0"[:20])
     assert refused(lossless, 1)
-    assert "without an image" in refused(dicom(GREY).replace(b"\xe0\x7f\x10\0OW", b"\xe0\x7f\x11\0OW"), 1)
+    assert "without an image" in refused(dicom(GRAY).replace(b"\xe0\x7f\x10\0OW", b"\xe0\x7f\x11\0OW"), 1)

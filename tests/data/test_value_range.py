@@ -28,7 +28,7 @@ from tests.ranks import run_on_ranks
 
 FULL = (0.0, 65535.0)
 _RNG = np.random.default_rng(0)
-GREY, RGB, RGBA = (_RNG.integers(0, 65536, shape, dtype=np.uint16) for shape in ((9, 7), (9, 7, 3), (9, 7, 4)))
+GRAY, RGB, RGBA = (_RNG.integers(0, 65536, shape, dtype=np.uint16) for shape in ((9, 7), (9, 7, 3), (9, 7, 4)))
 SIGNED = _RNG.integers(-(2**15), 2**15, (9, 7)).astype("i2")
 RGBA[2:, :, 3] = 65535
 FLOAT = _RNG.normal(size=(9, 7)).astype(np.float32)
@@ -41,14 +41,14 @@ def decoded(data: bytes, value_range: ValueRange | None, name: str = "file") -> 
 # files
 
 
-@pytest.mark.parametrize("values", [GREY, RGB])
+@pytest.mark.parametrize("values", [GRAY, RGB])
 def test_pngs_and_jpeg2000_keep_every_value(values):
     """Pillow alone gives the high byte of 16-bit RGB."""
     np.testing.assert_array_equal(EncodedImage(png16(values), "file", None).values(), values)
-    np.testing.assert_array_equal(EncodedImage(encoded(Image.fromarray(GREY), "JPEG2000"), "f", None).values(), GREY)
+    np.testing.assert_array_equal(EncodedImage(encoded(Image.fromarray(GRAY), "JPEG2000"), "f", None).values(), GRAY)
     for form, options in (("PNG", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})):
-        data = encoded(Image.fromarray(GREY), form, **options)
-        np.testing.assert_array_equal(EncodedImage(data, "file", None).values(), GREY)
+        data = encoded(Image.fromarray(GRAY), form, **options)
+        np.testing.assert_array_equal(EncodedImage(data, "file", None).values(), GRAY)
 
 
 def test_transparency_lies_on_white():
@@ -77,7 +77,7 @@ def test_what_would_be_squeezed_is_refused():
     for data in (png16(RGB[:, :, :2]), ppm(RGB, 65535), tiff(RGBA, photometric=5)):
         with pytest.raises(UnreadableImage, match=r"more than 8 bits a channel can't be read from .* make it RGB PNG"):
             decoded(data, FULL)
-    for data in (png16(GREY), png16(RGB), tiff(FLOAT)):
+    for data in (png16(GRAY), png16(RGB), tiff(FLOAT)):
         with pytest.raises(UnreadableImage, match=r"deeper than 8 bits, and no data.value_range"):
             decode_rgb(data, "file", None)
 
@@ -91,7 +91,7 @@ def test_values_are_scaled_exactly_or_named():
     np.testing.assert_allclose(to_unit(far, (2**30, 2**30 + 100), "x"), [[0, 0.5, 1]], atol=1e-7)
     np.testing.assert_array_equal(to_unit(np.full((1, 1), 255, np.uint8), (0, 9), "x"), [[1]])
     for values, range_, reason in (
-        (GREY, (0, 4095), rf"uint16 values, {GREY.min()} to {GREY.max()}: beyond data.value_range 0,4095"),
+        (GRAY, (0, 4095), rf"uint16 values, {GRAY.min()} to {GRAY.max()}: beyond data.value_range 0,4095"),
         (FLOAT, (0, 1), "float32 values, -.* beyond data.value_range 0,1"),
         (np.array([[0, np.nan]]), (0, 1), "NaN or infinite pixels"),
         (np.array([[0, np.inf]]), (0, 1), "NaN or infinite pixels"),
@@ -135,7 +135,7 @@ def test_the_same_picture_in_8_and_in_16_bits_gives_the_same_crops(scale):
     deep, shallow = Files(png16(np.asarray(image).astype(np.uint16) * scale)), Files(encoded(image, "PNG"))
     range_ = (0.0, 255.0 * scale)
     for ours, theirs in zip(crops_of(deep, range_), crops_of(shallow, range_), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a hue turns with the last bits of nearly grey
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)  # a hue turns with the last bits of nearly gray
     for ours, theirs in zip(crops_of(deep, range_), crops_of(shallow, None), strict=True):
         levels = (ours - theirs)[0] * torch.tensor(STD).view(3, 1, 1) * 255
         assert levels.abs().mean() <= 1
@@ -194,12 +194,12 @@ def test_images_that_a_range_does_not_fit_are_counted_and_one_is_named():
 def test_a_few_deep_files_among_many_are_found(tmp_path):
     for i in range(200):
         photo(8, 8).save(tmp_path / f"{i}.jpg")
-    (tmp_path / "deep.png").write_bytes(png16(GREY % 1000))
+    (tmp_path / "deep.png").write_bytes(png16(GRAY % 1000))
     (tmp_path / "broken.png").write_bytes(b"no image")
     (tmp_path / "nan.tif").write_bytes(tiff(FLOAT * np.nan))
     chosen, words = look_at_values([ImageFolder(str(tmp_path))], 3).decide()
     assert chosen == (0, 1023)
-    high = (GREY % 1000).max()
+    high = (GRAY % 1000).max()
     assert words.startswith("1 of 1 images looked at are deeper than 8 bits: uint16, values ") and str(high) in words
     assert words.endswith("; data.value_range 0,1023, 8-bit images 0,255")
 
@@ -237,7 +237,7 @@ def _refused_on_this_rank(root: Path) -> str:
 
 
 def test_two_ranks_agree(tmp_path):
-    for rank, data in enumerate((png16(GREY % 3000), tiff(FLOAT))):
+    for rank, data in enumerate((png16(GRAY % 3000), tiff(FLOAT))):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "a.tif").write_bytes(data)
     first, second = run_on_ranks(_chosen_by_this_rank, tmp_path)

@@ -74,7 +74,7 @@ def test_ranks_share_the_queries():
 
 
 class _Colors:
-    """Image i is one grey of value i; its label is i % 3."""
+    """Image i is one gray of value i; its label is i % 3."""
 
     def __init__(self, images):
         self.labels = [i % 3 for i in range(images)]

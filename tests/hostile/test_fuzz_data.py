@@ -20,7 +20,7 @@ from dino_ds.data.decode import EncodedImage
 from dino_ds.data.sources import build_source
 from dino_ds.errors import UserError
 from tests.data.files import decode_rgb, encoded, png_chunk, png_of
-from tests.data.test_rasters import BANDS, CONTIG, GREY, LAYOUTS, dicom, npy, tif, with_tags
+from tests.data.test_rasters import BANDS, CONTIG, GRAY, LAYOUTS, dicom, npy, tif, with_tags
 from tests.hostile.guard import bounded, examples, raised_by
 from tests.hostile.mutate import broken_bytes
 
@@ -66,9 +66,9 @@ RLE = "1.2.840.10008.1.2.5"
 RASTERS = {
     **{name: LAYOUTS[name] for name in ("interleaved LZW tiles", "bands of deflate", "ImageJ", "NumPy, bands last")},
     "pages": LAYOUTS["a page a band, by tifffile"],
-    "oriented TIFF of 16 bits": tif(GREY, photometric="miniswhite", extratags=[(0x0112, "H", 1, 6, True)]),
-    "DICOM": dicom(GREY, RescaleSlope=1, RescaleIntercept=-9),
-    "DICOM of run lengths": dicom(GREY, RLE),
+    "oriented TIFF of 16 bits": tif(GRAY, photometric="miniswhite", extratags=[(0x0112, "H", 1, 6, True)]),
+    "DICOM": dicom(GRAY, RescaleSlope=1, RescaleIntercept=-9),
+    "DICOM of run lengths": dicom(GRAY, RLE),
 }
 
 
@@ -138,8 +138,8 @@ RASTER_BOMBS = {
     "TIFF of a million pages of nothing": lambda: (
         b"II*\0\x08\0\0\0" + b"".join(struct.pack("<HI", 0, 14 + 6 * page) for page in range(10**6))
     ),
-    "DICOM of 65,535 x 65,535": lambda: dicom(GREY, Rows=65535, Columns=65535),
-    "DICOM that inflates": lambda: dicom(GREY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99\0"),
+    "DICOM of 65,535 x 65,535": lambda: dicom(GRAY, Rows=65535, Columns=65535),
+    "DICOM that inflates": lambda: dicom(GRAY).replace(b"1.2.840.10008.1.2.1\0", b"1.2.840.10008.1.2.1.99\0"),
 }
 
 

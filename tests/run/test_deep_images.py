@@ -31,7 +31,7 @@ STEP = "checkpoints/step_00000002"
 
 
 def deep_folder(root: Path, images: int, top: int, seed: int = 0) -> Path:
-    """16-bit grey PNGs with values to `top`, in three classes."""
+    """16-bit gray PNGs with values to `top`, in three classes."""
     generator = np.random.default_rng(seed)
     for i in range(images):
         (root / f"class{i % 3}").mkdir(parents=True, exist_ok=True)

@@ -96,7 +96,7 @@ def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, t
         ({"gram.teacher": "OTHER", "gram.crop_size": "40"}, "OTHER can't take its crops: images of 40 x 40 pixels"),
         ({"gram.teacher": "OTHER", "gram.refresh_every": "2"}, "whose EMA teacher can't replace it: set gram.refresh"),
         ({"gram.teacher": "OTHER/none"}, "gram.teacher OTHER/none: OTHER/none does not exist"),
-        ({"gram.teacher": "GREY"}, "gram.teacher GREY is for images of 1 channels, and this run's have 3"),
+        ({"gram.teacher": "GRAY"}, "gram.teacher GRAY is for images of 1 channels, and this run's have 3"),
         (
             {"model.backbone": "tests.run.test_gram:NoPatches", "model.drop_path": "0", "gram.crop_size": "none"},
             "gram.weight is for patches: tests.run.test_gram:NoPatches gives features of whole images only",
@@ -104,10 +104,10 @@ def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, t
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_is_written(trained, tmp_path, changes, says):
-    places = {"OTHER": str(trained / "other"), "GREY": str(trained / "grey.safetensors")}
-    if "GREY" in says:
-        grey = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
-        save_file(grey.state_dict(), places["GREY"])
+    places = {"OTHER": str(trained / "other"), "GRAY": str(trained / "gray.safetensors")}
+    if "GRAY" in says:
+        gray = VisionTransformer(replace(VITS["vit_tiny_patch16_224"], in_chans=1), 32)
+        save_file(gray.state_dict(), places["GRAY"])
 
     def placed(text):
         for word, place in places.items():
