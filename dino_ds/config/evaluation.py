@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 from pydantic_core.core_schema import ValidationInfo
@@ -23,28 +24,45 @@ from dino_ds.config.fields import (
 )
 from dino_ds.config.sections import DataSection
 
-BENCHMARKS = {
-    "oxford": "evals.landmarks:oxford",
-    "paris": "evals.landmarks:paris",
-    "davis": "evals.davis:davis",
+
+class EvaluationEntry(NamedTuple):
+    """An evaluation in the table below.
+
+    Args:
+        function: MODULE:FUNCTION of dino_ds, from an EvalContext to numbers by name.
+        metric: the number by which teachers can be compared, for `eval.keep_best`; "" for none.
+        titles: number -> title and unit of its chart; others have their name.
+        has_images: whether it brings images of its own, from `eval.benchmark_root`.
+    """
+
+    function: str
+    metric: str = ""
+    titles: Mapping[str, tuple[str, str]] = {}
+    has_images: bool = False
+
+
+_STATISTICS = {
+    "feature_std": ("Spread of features: 0 collapsed, 1 even", ""),
+    "rankme": ("Directions that features use (RankMe)", ""),
+    "uniformity": ("Uniformity of features, lower is more even", ""),
 }
-"""Evaluations that have their own images; the values are as in EVALUATIONS."""
 EVALUATIONS = {
-    "knn": "evals.suite:knn",
-    "linear": "evals.suite:linear",
-    "ridge": "evals.suite:ridge",
-    "retrieval": "evals.suite:retrieval",
-    "statistics": "evals.suite:statistics",
-    **BENCHMARKS,
+    "knn": EvaluationEntry("evals.suite:knn", "knn"),
+    "linear": EvaluationEntry("evals.suite:linear", "linear", {"linear": ("Linear classifier", "%")}),
+    "ridge": EvaluationEntry(
+        "evals.suite:ridge", "ridge", {"ridge": ("Linear classifier in closed form (ridge)", "%")}
+    ),
+    "retrieval": EvaluationEntry(
+        "evals.suite:retrieval", "retrieval_map", {"retrieval_map": ("Retrieval of images of a class", "% mAP")}
+    ),
+    "statistics": EvaluationEntry("evals.suite:statistics", "rankme", _STATISTICS),
+    "oxford": EvaluationEntry("evals.landmarks:oxford", has_images=True),
+    "paris": EvaluationEntry("evals.landmarks:paris", has_images=True),
+    "davis": EvaluationEntry("evals.davis:davis", has_images=True),
 }
-"""Evaluations by name -> MODULE:FUNCTION of dino_ds, from an EvalContext to numbers; a new one is a line here."""
-EVALUATION_OF: dict[str, str] = {
-    "knn": "knn",
-    "linear": "linear",
-    "ridge": "ridge",
-    "retrieval_map": "retrieval",
-    "rankme": "statistics",
-}
+"""Evaluations by name; a new one is an entry here."""
+BENCHMARKS = tuple(name for name, entry in EVALUATIONS.items() if entry.has_images)
+EVALUATION_OF = {entry.metric: name for name, entry in EVALUATIONS.items() if entry.metric}
 """Metric that teachers can be compared by -> the evaluation that computes it; the held-out loss needs none."""
 VAL_LOSS = "val_loss"
 """The metric that is better when smaller."""

@@ -257,7 +257,9 @@ ARCHIVES = {
     ".parquet": "data.parquet:ParquetImages",
     **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
 }
-"""Ending of files that hold many images -> MODULE:CLASS of the source that reads several of them, or parts of each."""
+"""Ending of files that hold many images -> MODULE:CLASS of the source of several of them: CLASS(files[, part])."""
+REMOTE_ARCHIVES = (".tar", ".parquet")
+"""Those that are read at an address too: CLASS(files[, part], cache_gib=size)."""
 _USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
 IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
 """The forms of images that data.root takes, in words."""

@@ -14,7 +14,7 @@ from typing import Any
 from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
 from dino_ds.basics.text_file import is_url
-from dino_ds.config.fields import ARCHIVES, HDF5, IMAGE_FORMS, SOURCES
+from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
@@ -180,10 +180,10 @@ def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> En
     paths = expand(path)
     if paths == [path] and not path.lower().endswith(tuple(ARCHIVES)):
         paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(tuple(ARCHIVES))]
-    if not paths or paths[0].lower().endswith(HDF5):
+    if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
         raise DataError(
-            f"data.root {root}: an address is of .tar or .parquet files, a folder right in which they are, or a .txt "
-            "list that names single images; other files are read on a disk: copy them"
+            f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
+            "are, or a .txt list that names single images; other files are read on a disk: copy them"
         )
     return _open_all(paths, root, part, cache_gib=cache_gib)
 

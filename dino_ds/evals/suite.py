@@ -85,7 +85,7 @@ def statistics(context: EvalContext) -> dict[str, float]:
 
 def find_evaluation(name: str) -> Evaluation:
     """The function of an evaluation."""
-    function: Evaluation = by_name(EVALUATIONS[name])
+    function: Evaluation = by_name(EVALUATIONS[name].function)
     return function
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dino_ds.config.evaluation import EVALUATIONS
 from dino_ds.method.specs.base import OF_EVERY_RUN
 from dino_ds.report.curves import Curve, Metrics
 
@@ -86,15 +87,7 @@ SMALL = (
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )
-_OF_EVALUATIONS = {
-    "linear": ("Linear classifier", "%"),
-    "ridge": ("Linear classifier in closed form (ridge)", "%"),
-    "retrieval_map": ("Retrieval of images of a class", "% mAP"),
-    "feature_std": ("Spread of features: 0 collapsed, 1 even", ""),
-    "rankme": ("Directions that features use (RankMe)", ""),
-    "uniformity": ("Uniformity of features, lower is more even", ""),
-}
-"""Titles and units of what evaluations write; others have the name of their figure."""
+_OF_EVALUATIONS = {number: title for entry in EVALUATIONS.values() for number, title in entry.titles.items()}
 _MOST_OTHERS = 60
 
 

@@ -15,6 +15,7 @@ from PIL import Image
 from dino_ds.cli.main import main
 from dino_ds.commands import evaluate
 from dino_ds.commands.evaluate import run
+from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.data.sources import build_source
 from dino_ds.errors import ConfigError, DataError
 from dino_ds.evals.advice import note_on_shared
@@ -31,7 +32,7 @@ from tests.weights.test_weights import _backbone
 DEFAULTS = {"source": None, "benchmark_root": None, "size": None, "temperature": None, "images": None}
 
 
-LABELED = ["knn", "linear", "ridge", "retrieval", "statistics"]
+LABELED = [name for name in EVALUATIONS if name not in BENCHMARKS]
 
 
 @pytest.fixture(scope="module")

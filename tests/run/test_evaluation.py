@@ -11,6 +11,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import dino_ds
+from dino_ds.config.evaluation import BENCHMARKS, EVALUATIONS
 from dino_ds.data.sources import build_source
 from dino_ds.evals.context import EvalContext, Settings
 from dino_ds.evals.results import read_results
@@ -19,7 +20,7 @@ from dino_ds.weights.load import Backbone
 from tests.ranks import run_on_ranks
 from tests.run.harness import image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
 
-FROM_FEATURES = ("knn", "linear", "ridge", "retrieval", "statistics")
+FROM_FEATURES = [name for name in EVALUATIONS if name not in BENCHMARKS]
 K = 5
 
 
