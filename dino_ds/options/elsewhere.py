@@ -1,4 +1,4 @@
-"""Answers to words of other programs, to networks as papers name them, and to words that a shell has split."""
+"""Finds what a user meant by another program's option, by a paper's name of a network, or by a stray word."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dino_ds.options.definition import Command
 
 _NOTHING_MEANT = "options are written --key value"
 _WITHOUT_NAME = {"root": "images are given with", "out": "what is written with"}
-"""Options whose name people leave out."""
+"""Options whose names users leave out, and the beginning of the answer."""
 
 
 def option_elsewhere(name: str, value: str, command: Command) -> str | None:
-    """The sentence on what to use here for an option that other programs have, or None if nothing knows it."""
+    """Return a sentence that says what to use here instead of another program's option; None for an unknown option."""
     word = name.replace("-", "_").lower()
     leaf = word.rpartition(".")[-1]
     if word.startswith("no_") and (switch := _switch(word[3:], command)):
@@ -40,15 +40,15 @@ def option_elsewhere(name: str, value: str, command: Command) -> str | None:
 
 
 def _switch(word: str, command: Command) -> str | None:
-    """The switch that is called `word`, with or without its section."""
+    """Find the switch that `word` names, with or without the section."""
     switches = [name for name, option in command.known_options.items() if option.is_switch]
     return next((name for name in switches if word in (name, name.rpartition(".")[-1])), None)
 
 
 def stray_word(word: str, before: tuple[str, str] | None, command: Command, first: bool = True) -> str:
-    """The sentence on what a word without an option's name was meant as.
+    """Return a sentence about what a word without an option's name was probably meant to be.
 
-    before: the option (without dashes) that was read before it and its value. first: of such words.
+    before: name (without dashes) and value of the option before the word. first: whether it is the first such word.
     """
     name, value = before or ("", "")
     if name == "resume" and value == "true":
@@ -99,7 +99,7 @@ _NETWORK = re.compile(r"(facebook/)?(dino(v[23])?[-_ ]?)?(vit|deit)[-_ ]?[a-z]*(
 
 
 def check_networks(recipes: Iterable[str], backbone: str | None) -> None:
-    """Raises ConfigError where a network is named in the place of a recipe, or not by timm's name as the backbone."""
+    """Raises ConfigError if a network is named as the recipe, or if the backbone does not have timm's name."""
     for name in recipes:
         weights = None if "/" in name else weights_elsewhere(name)
         if name not in recipe_names() and not is_file(name) and (weights or _NETWORK.fullmatch(name.lower())):
@@ -108,7 +108,7 @@ def check_networks(recipes: Iterable[str], backbone: str | None) -> None:
                 f"no recipe is named {name!r}: they are called by project, size and patch, such as vits16, vitb16, "
                 f"dinov2_vits14 and dinov3_vitl16 (dino-ds train --help){weights}"
             )
-    # Names with "patch" are timm's way; the backbones' own check knows which there are.
+    # Names with "patch" follow timm; whether such a backbone exists is checked elsewhere.
     is_network = backbone and "patch" not in backbone and _NETWORK.fullmatch(backbone.lower())
     if is_network and not weights_elsewhere(str(backbone)):
         timm = "vit_small_patch16_224, vit_base_patch14_dinov2, vit_large_patch16_dinov3"

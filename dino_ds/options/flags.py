@@ -1,6 +1,6 @@
-"""Reads a command line, or the keywords of a call in Python, and refuses what it does not know before anything starts.
+"""Reads a command line, or the keywords of a call in Python, and refuses unknown options before anything starts.
 
-fire runs a command before it complains about a bad flag: a mistyped one would train for days with defaults.
+fire runs a command before it complains about a bad flag: after a typo, a run would train for days with defaults.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ALIASES = {"deepspeed_config": "ds_config"}
 
 @dataclass
 class Flags:
-    """The options of a command: its own, converted, and overrides of the recipe and of the ds JSON by dotted key, as
-    text of a command line or values of Python.
+    """The options of a call: the command's own, converted, and overrides of the recipe and the ds JSON by dotted key,
+    as text from a command line or as Python values.
 
-    train_words, train: what follows "--" for a command that takes `train`'s options.
+    train_words, train: the words after "--" for a command that takes `train`'s options, and the same words parsed.
     """
 
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ def parse_flags(command: Command, argv: Sequence[str]) -> Flags:
 
 
 def flags_of_call(command: Command, keywords: Mapping[str, Any]) -> Flags:
-    """Read the keywords of a call in Python: options without a value are None. Raises ConfigError with one line per
-    problem."""
+    """Read the keywords of a call in Python; None is an option that is not given. Raises ConfigError with one line
+    per problem."""
     by_name = {name: option for option in command.all_options for name in (field_of(option), option.name)}
     flags, problems = Flags(), list[str]()
     for name, value in _flat("", keywords, command):
@@ -82,7 +82,7 @@ def flags_of_call(command: Command, keywords: Mapping[str, Any]) -> Flags:
 
 
 def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value): data={"root": X} is "data.root": X."""
+    """Yield pairs of dotted name and value: data={"root": X} becomes ("data.root", X)."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and name not in command.known_options:
@@ -92,8 +92,8 @@ def _flat(prefix: str, values: Mapping[Any, Any], command: Command) -> Iterator[
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value in the types that schemas read: a number for one of numpy's or torch's, text for a path, a tuple for a
-    list. Raises ConfigError for any other type."""
+    """Convert a value to the types that schemas read: scalars of NumPy and torch to numbers, paths to text, lists to
+    tuples. Raises ConfigError for any other type."""
     if getattr(value, "shape", None) == ():
         value = value.item()
     if isinstance(value, str | os.PathLike):
@@ -112,7 +112,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def check_required(command: Command, flags: Flags) -> None:
-    """Raises ConfigError for what has no default and was not given."""
+    """Raises ConfigError for an option that has no default and was not given."""
     for option in command.own_options:
         if option.info.is_required() and option.name not in flags.fixed:
             words = f"dino-ds {command.name} {' '.join(command.bare).upper()}"
@@ -121,7 +121,7 @@ def check_required(command: Command, flags: Flags) -> None:
 
 
 def _parse_both(command: Command, words: list[str]) -> Flags:
-    """Read the command's own words, "--", and those of `train`."""
+    """Read the words of the command itself, "--", and the words of `train`."""
     end = words.index("--") if "--" in words else len(words)
     parts: list[Flags] = []
     problems: list[str] = []
@@ -138,7 +138,7 @@ def _parse_both(command: Command, words: list[str]) -> Flags:
 
 
 def drop_local_rank(argv: Sequence[str]) -> list[str]:
-    """Remove the --local_rank=N that DeepSpeed's launcher adds; the environment says it too."""
+    """Remove the --local_rank=N that DeepSpeed's launcher adds: the environment has the local rank too."""
     words, kept = list(argv), []
     while words:
         word = words.pop(0)
@@ -197,7 +197,7 @@ def _names(command: Command) -> list[str]:
 
 
 def _is_for_switch(option: Option, word: str) -> bool:
-    """Whether the word after a switch is its value: true, false, or what else it takes."""
+    """Whether the word after a switch is the switch's value: true, false, or another value that it takes."""
     if len(option.members) == 1:
         return word.lower() in ("true", "false")
     try:
@@ -248,7 +248,7 @@ def _store(command: Command, flags: Flags, name: str, value: Any, problems: list
 
 
 def _unknown(command: Command, name: str, value: str) -> str:
-    """The sentence for a flag that nothing knows."""
+    """Describe an unknown flag: what to use instead, or which options there are."""
     if answer := option_elsewhere(name, value, command):
         return f"unknown option: {answer}"
     names = _names(command)
@@ -266,7 +266,7 @@ def _unknown(command: Command, name: str, value: str) -> str:
 
 
 def _nearest_ds_keys(name: str) -> str:
-    """A suggestion of the nearest keys of the ds JSON; those that end in one word (device) only for dotted names."""
+    """Suggest the nearest keys of the ds JSON; keys whose last part is one word (device) only for dotted names."""
     keys = [key for key in key_names() if "." in name or "_" in key.rsplit(".", 1)[-1]]
     return suggestion([f"ds.{key}" for key in nearest(name, keys, cutoff=0.85)])
 

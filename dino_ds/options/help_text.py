@@ -1,4 +1,4 @@
-"""`--help`, made from the schemas; the site's page of options is that of `train --help all`."""
+"""Makes the pages of `--help` from the schemas; the site's page of options is that of `train --help all`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRST_KEYS = (
     *("data.root", "data.source", "data.global_batch", "length", "optimizer.lr", "crops.global_size"),
     *("model.backbone", "model.init_from", "eval.root", "save_every"),
 )
-"""Options of `train`, and keys of the recipe, that a first day needs: the short page has these alone."""
+"""Options of `train`, and keys of the recipe, that a new user needs first: the short page shows only these."""
 _RULES = """\
 rules
   a recipe says what is learned, the ds JSON how fast and on what hardware: another changes results by rounding alone
@@ -47,7 +47,7 @@ rules
 
 
 def help_text(words: list[str]) -> str:
-    """The page of `dino-ds [COMMAND] --help [all]`."""
+    """Return the page of `dino-ds [COMMAND] --help [all]`."""
     named = find_command([word for word in words if not word.startswith("-")])
     if named is None:
         return _overview()
@@ -77,12 +77,12 @@ def _overview() -> str:
 
 
 def _commands_of(group: str) -> list[Command]:
-    """The commands under a heading by name; the one of the heading's name comes first."""
+    """Return the commands under a heading, sorted by name; a command with the heading's name comes first."""
     return sorted((c for c in COMMANDS.values() if c.group == group), key=lambda c: (c.name != group, c.name))
 
 
 def _short_page(command: Command) -> str:
-    """The first screen of a command with hundreds of options."""
+    """Return the first screen for a command with hundreds of options."""
     options = {option.name: option for option in command.all_options}
     options = {name: options[name] for name in FIRST_OPTIONS} if command is TRAIN else options
     keys = {key.name: key for key in recipe_options()}
@@ -123,7 +123,7 @@ def _command_page(command: Command) -> str:
 
 
 def _head(command: Command, *recipes: str) -> list[str]:
-    """Usage, summary and, of `train`, recipes by purpose: those of these sections of elsewhere.yaml."""
+    """Return usage and summary; for `train` also recipes by purpose, from the given sections of elsewhere.yaml."""
     ds = " [--ds_config FILE.json]" if command.takes_ds else ""
     recipe = " [--config RECIPE] [--section.key value ...]" if command.takes_recipe else " [--option value ...]"
     train = " -- TRAIN OPTIONS" if command.takes_train else ""

@@ -1,4 +1,4 @@
-"""Options of the commands about a trained model: how good its features are, what it sees, its weights elsewhere."""
+"""Options of the commands that evaluate a trained model, use and show its features, and export its weights."""
 
 from __future__ import annotations
 

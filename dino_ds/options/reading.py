@@ -1,4 +1,4 @@
-"""Makes the arguments of a command's function from its flags: options, and the content of files."""
+"""Turns parsed flags into the arguments of a command's function: its options, and the content of named files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _no_images(resumes: bool) -> str:
 
 
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
-    """An instance of the command's options, and its function's other keywords. Raises ConfigError.
+    """Return an instance of the command's options, and the other keywords of its function. Raises ConfigError.
 
-    `notes` among them, human-readable lines, are not the function's; `train` has them in its `given`.
+    One keyword, `notes` (human-readable lines), is not for the function; `train` has its notes in `given`.
     """
     check_required(command, flags)
     values = {**flags.fixed}
@@ -79,7 +79,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
     if hasattr(options, "model") and getattr(options, "weights", NEWEST) != NEWEST:
-        chosen = chosen_model(options.model, options.weights)  # from here on it is a path as one may give it
+        chosen = chosen_model(options.model, options.weights)  # from here on a path, as a user may give it
         options = dataclasses.replace(options, model=chosen, weights=command.known_options["weights"].info.default)
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
@@ -91,9 +91,9 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
 def _read_train(
     options: TrainOptions, config: str | None, overrides: Mapping[str, Any]
 ) -> tuple[TrainOptions, dict[str, Any]]:
-    """`train`'s options with a run folder, its recipe, and what is given of that.
+    """Return `train`'s options with a run folder, and as keywords the recipe and what the user gave for it.
 
-    Raises ConfigError, and CheckpointError where --from is not a run.
+    Raises ConfigError, and CheckpointError if --from does not name a run.
     """
     if options.print is not None and (options.from_ or options.resume is not False):
         raise ConfigError(
@@ -121,8 +121,8 @@ def _read_train(
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
-    """Raises ConfigError, CheckpointError where --resume has nothing but a folder to go by that is not a run's, unless
-    a run `may_start` there, or is that of a run whose recipe is lost."""
+    """Check a folder that alone tells --resume what to train. Unless the overrides name images, raises CheckpointError
+    for a run whose recipe is lost, and for a folder without a run if none `may_start` there."""
     is_run, names_images, recorded = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
     if is_run and not names_images and not recorded.is_file():
         state = "is not a file" if os.path.lexists(recorded) else "is missing"

@@ -1,6 +1,6 @@
 """The advice of `dino-ds advise` on each setting: its value, the flags, and the reason, with a source.
 
-A rule without a source says that it is a rule of thumb. Nothing here reads an image or needs torch.
+A reason without a source says that it is a rule of thumb. Nothing here reads an image or needs torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOMENTA = (
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of advice: a readable `value`, why, with a source, and the `flags` of `train` that follow from it."""
+    """One piece of advice: a readable `value`, the reason with a source, and the `flags` of `train` that follow."""
 
     setting: str
     value: str
@@ -47,7 +47,7 @@ class Row:
 
 
 def advise(data: Data, gpus: Gpus) -> list[Row]:
-    """The rows in the order in which one decides. `data` has at least LEAST_IMAGES images; `gpus`: the useful ones."""
+    """Advise on each setting, in the order of decisions. `data` has LEAST_IMAGES or more; `gpus`: useful ones."""
     recipe, weights = recipe_for(data, gpus), released_weights(data, gpus)
     return [
         _start(data, gpus, weights),
@@ -60,7 +60,7 @@ def advise(data: Data, gpus: Gpus) -> list[Row]:
 
 
 def fewer_gpus(data: Data, used: Gpus, offered: int) -> Row:
-    """The advice to take fewer GPUs than there are."""
+    """Advise to use fewer GPUs than are offered."""
     why = f"{batch_size(data, used)} images a step (below), {LEAST_BATCH} or more for each GPU: rule of thumb"
     return Row("GPUs", f"{used.count} of {offered}", why)
 
@@ -133,7 +133,7 @@ def _crops(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Row:
 
 
 def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Iterator[Row]:
-    """Length, batch, learning rate, momentum, prototypes, as far as they are not the recipe's."""
+    """Advise on length, batch, learning rate, momentum and prototypes, unless the recipe's values stay."""
     if not gpus.count:
         yield _cpu_length(data)
         return
@@ -157,7 +157,7 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
     flags = {"optimizer.lr": f"{rate:g}", "optimizer.warmup": f"{warmup} epochs"}
     row = Row("learning rate", f"{_rate(rate, batch)}, warm-up {warmup} epochs", why, flags)
     if recipe == "small":
-        yield replace(row, flags={**flags, "optimizer.lr_scaling": "linear"})  # its own is the root's, for its own rate
+        yield replace(row, flags={**flags, "optimizer.lr_scaling": "linear"})  # the recipe's root is for its own rate
         ema, faster = f"{small_momentum(batch):g}", "low ones learn faster (docs/small-data.md)"
         why = f"recipe small's 0.9 at 64 images, by the root of the batch: {faster}"
         yield Row("EMA momentum", f"{ema} to 1", why, {"teacher.momentum": ema})
@@ -171,7 +171,7 @@ def _schedule(data: Data, gpus: Gpus, recipe: str, weights: str | None) -> Itera
 
 
 def _continued(images: int, batch: int) -> Iterator[Row]:
-    """The schedule of a run from released weights: recipe continue's, or a shorter or longer one."""
+    """Advise on the schedule of a run from released weights: that of recipe continue, shortened or lengthened."""
     length = continued_length(images)
     steps, tenth = length // batch, length // 10
     why = f"a quarter of what training from scratch takes: rule of thumb ({_LIGHTLY_LENGTHS})"
@@ -190,7 +190,7 @@ def _continued(images: int, batch: int) -> Iterator[Row]:
 
 
 def _rate(rate: float, batch: int) -> str:
-    """optimizer.lr, and what it is at this batch."""
+    """Describe optimizer.lr, and the learning rate that follows at this batch."""
     return f"{rate:g} for 256 images" + (f": {rate * batch / 256:.2g} for {batch}" if batch != 256 else "")
 
 

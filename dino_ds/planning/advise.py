@@ -35,14 +35,14 @@ from dino_ds.planning.rules import (
 )
 
 _LARGE_SIDE = 1024
-"""Pixels of the shorter side from which decoding is worth saving."""
+"""Pixels of the shorter side above which smaller copies of the images are worth making: they decode faster."""
 _SECONDS, _LEAST_SAMPLE = 3.0, 20
-"""Longest time for looking at images, but for at least _LEAST_SAMPLE of them."""
+"""Seconds after which no more images are read, once there are _LEAST_SAMPLE."""
 _WIDTH = 120
 
 
 def run(options: AdviseOptions) -> Result:
-    """The advice. Raises ConfigError where there are too few images, DataError where none can be read."""
+    """Look at the images and advise. Raises ConfigError for too few images, DataError if none can be read."""
     name, offered = _offered_gpus(options)
     if options.source == "folder":
         if options.root is None:
@@ -81,7 +81,7 @@ def run(options: AdviseOptions) -> Result:
 
 
 def _offered_gpus(options: AdviseOptions) -> tuple[str | None, Gpus]:
-    """Name and number of the GPUs that are named, else of this machine's. Raises ConfigError."""
+    """Return name, number and memory of the GPUs in the options, else of this machine's. Raises ConfigError."""
     here = [] if options.gpu or options.memory_gib else find_gpus()
     if here:
         name, memory, count = here[0].name, min(gpu.memory_gib for gpu in here), options.gpus or len(here)
@@ -94,7 +94,7 @@ def _offered_gpus(options: AdviseOptions) -> tuple[str | None, Gpus]:
 
 
 def _look_at(source: Source, sample: int) -> dict[str, Any]:
-    """Facts of the source and of images drawn at random, `sample` at most. Raises DataError where none can be read."""
+    """Return facts about the source and at most `sample` random images. Raises DataError if none can be read."""
     print(
         f"looking at {min(sample, len(source)):,} of {len(source):,} images, 3 s at most", file=sys.stderr, flush=True
     )
@@ -130,8 +130,8 @@ def _look_at(source: Source, sample: int) -> dict[str, Any]:
 
 
 def _train_flags(options: AdviseOptions, recipe: str, rows: Sequence[Row], classes: int) -> dict[str, str]:
-    """Options of `dino-ds train` that the recipe does not set so itself; of images in class folders a tenth is held
-    out for k-NN where no folder of tests lies beside them."""
+    """Return the options of `dino-ds train` that differ from the recipe. Of images with classes a tenth is held out
+    for k-NN, unless a folder of test images is beside them."""
     flags = {"data.source": options.source}
     flags |= {"data.root": options.root} if options.root else {}
     tests = test_folder(Path(options.root)) if options.source == "folder" and options.root else None
@@ -165,13 +165,13 @@ def _notes(data: Data, gpus: Gpus, options: AdviseOptions, has_tests: bool) -> I
 
 
 def _images(options: AdviseOptions, section: str = "data.") -> str:
-    """The images as options of commands that take a recipe's keys; without a `section`, of commands about models."""
+    """Name the images by options of commands that take a recipe's keys; with section "", of commands about models."""
     source = [] if options.source == "folder" else [f"--{section}source", options.source]
     return shlex.join([*source, *([] if options.root is None else [f"--{section}root", options.root])])
 
 
 def _about_images(data: Data, images: Mapping[str, Any], named: str) -> Iterator[str]:
-    """`named`: the options that name the images."""
+    """Yield notes about the images; named: the options that name them."""
     if images["unreadable"]:
         share = images["unreadable"] / images["looked_at"]
         yield f"{share:.1%} of the images can't be read: above 1 % the run stops (dino-ds look-data names them)"
@@ -188,7 +188,7 @@ def _embed(options: AdviseOptions) -> str:
 
 
 def _page(result: Mapping[str, Any], images_of: str) -> str:
-    """The advice as text of 120 columns; images_of: where the images are."""
+    """Format the advice as text of 120 columns; images_of: folder or source of the images."""
     images = result["found"]
     classes = "no labels" if images["classes"] is None else f"{images['classes']:,} classes"
     side = images["side"]
@@ -208,7 +208,7 @@ def _page(result: Mapping[str, Any], images_of: str) -> str:
 
 
 def _wrapped(text: str, indent: int = 2) -> list[str]:
-    """A text in 120 columns; a command, on a line of its own, stays whole."""
+    """Wrap a text at 120 columns; a line with a command is not broken."""
     wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=" " * indent, break_long_words=False)
     wrapper.break_on_hyphens = False
     return [part for line in text.splitlines() for part in ([line] if "dino-ds" in line else wrapper.wrap(line))]

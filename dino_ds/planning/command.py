@@ -1,4 +1,4 @@
-"""`dino-ds plan`: does it fit, and which ds config to take. Needs no GPU."""
+"""`dino-ds plan`: whether a training fits on given GPUs, and which ds config to take. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from dino_ds.planning.recommend import RECOMMENDED, check_new, recommend, write_
 
 _WORKSPACES = "cuDNN's workspaces are not counted, which networks with convolutions need beside their tensors"
 _IMAGES = 1_000_000
-"""Images whose hours are given where the recipe counts in epochs: the planner sees no images."""
+"""Images whose hours are estimated if the recipe's length is in epochs: the planner does not see the dataset."""
 
 
 def run(options: PlanOptions, *, recipe: Recipe, ds: dict[str, Any] | None, ds_path: str | None) -> Result:
-    """The result of `plan`, and its page."""
+    """Return the result of `plan`, and its page."""
     result = plan(options, recipe=recipe, ds=ds, ds_path=ds_path)
     return Result(result, page(result))
 
@@ -92,7 +92,7 @@ def _given(recipe: Recipe, ds: dict[str, Any], path: str, cluster: Cluster) -> d
 
 
 def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[str, Any]) -> str:
-    """The answer in one line: it fits, it fits with a change, or it does not fit."""
+    """Answer in one line: it fits, it fits with a change, or it does not fit."""
     needs, largest = (
         f"{as_given.memory.gib:.1f} of {as_given.limit_gib:g} GiB",
         result["max_micro_batch_of_global_batch"],
@@ -110,7 +110,7 @@ def _verdict(recipe: Recipe, cluster: Cluster, as_given: Fit, result: Mapping[st
 
 
 def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster, needed: Fit) -> dict[str, Any]:
-    """The result of `dino-ds plan`, but for its verdict: plain JSON, bytes and hours."""
+    """Return the result of `dino-ds plan` without the verdict, as plain values for JSON."""
     world, config, batch = cluster.world_size, needed.config, recipe.data.global_batch
     largest = largest_micro_batch(recipe, ds, path, world, cluster.gpu.memory_gib)
     notes = accumulation_notes(recipe, config.micro_batch, config.accumulation, world)
@@ -151,7 +151,7 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
 
 
 def _activations(recipe: Recipe, config: DsConfig) -> dict[str, int]:
-    """The bytes that autograd keeps of one micro-batch without and with checkpointing."""
+    """Return the bytes that autograd keeps for one micro-batch, without and with activation checkpointing."""
     without = dataclasses.replace(config, checkpoint_blocks=0, checkpoint_on_cpu=False)
     all_blocks = dataclasses.replace(without, checkpoint_blocks="all")
     variants = {"without_checkpointing": without, "with_checkpointing": all_blocks}
@@ -159,7 +159,7 @@ def _activations(recipe: Recipe, config: DsConfig) -> dict[str, int]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The result as text for people."""
+    """Format the result as text for people."""
     gpus = result["gpus_per_node"] * result["nodes"]
     total, limit = sum(result["bytes_per_gpu"].values()), result["limit_bytes"]
     nodes = f" in {result['nodes']} nodes" if result["nodes"] > 1 else ""

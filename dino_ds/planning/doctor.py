@@ -35,7 +35,7 @@ _LOAD_CURES = {
 
 
 def run(options: DoctorOptions, *, recipe: Recipe, ds: Mapping[str, Any], ds_path: str) -> Result:
-    """Print each finding once it is known; the result exits with code 2 where something stops training."""
+    """Print each finding as soon as it is known; the result exits with code 2 if something would stop training."""
     if not options.json:
         print(f"doctor on {platform.node()}; loading torch and DeepSpeed takes some seconds", flush=True)
     findings = []
@@ -62,7 +62,7 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
         from dino_ds.planning.doctor_machine import look_at_machine
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        # Batch sizes depend on machines that are not looked at.
+        # Batch sizes depend on the other machines of the run, which are not known here.
         kept = {key: value for key, value in ds.items() if key not in _BATCH_KEYS}
         config = resolve_ds_config(kept, ds_path, recipe.data.global_batch, 1)
         yield from look_at_compiler(config)
@@ -70,20 +70,20 @@ def _findings(options: DoctorOptions, recipe: Recipe, ds: Mapping[str, Any], ds_
 
 
 def look_at_software() -> Iterator[Finding]:
-    """Python and the packages, whose versions `pip check` compares; the imports that training does."""
+    """Check Python's version, list those of packages (`pip check` compares them), and try the imports of training."""
     least, most = (".".join(map(str, pair)) for pair in _PYTHONS)
     cure = f"Python {least} to {most} is needed: make PYTHON=python{most} setup"
     fits = _PYTHONS[0] <= sys.version_info[:2] <= _PYTHONS[1]
     yield judge("python", f"{platform.python_version()} ({sys.executable})", cure, not fits, FAILURE)
     yield judge("software", ", ".join(f"{name} {_version(name) or 'absent'}" for name in _SHOWN))
-    # Only the first that does not load: the others need it.
+    # Report only the first one that does not load: the later ones need it.
     for name, cure in _LOAD_CURES.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 module = import_deepspeed() if name == "deepspeed" else importlib.import_module(name)
             if name == "torch" and not module.accelerator.is_available():
-                os.environ.setdefault("DS_ACCELERATOR", "cpu")  # found by DeepSpeed too, with a warning
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would find it too, but warn
         except Exception as error:
             text = f"{name} {_version(name) or 'absent'} does not load ({one_line(error)})"
             yield judge("software", text, cure, level=FAILURE)
@@ -98,7 +98,7 @@ def _version(name: str) -> str:
 
 
 def look_at_compiler(config: DsConfig) -> Iterator[Finding]:
-    """The compiler that a compiled step needs."""
+    """Check for the compiler that a compiled step needs."""
     if config.performance.compile != "off":
         path = shutil.which("g++")
         cure = "dino_ds.compile needs a compiler: apt-get install g++"

@@ -31,7 +31,7 @@ _FILES = 4096
 
 
 def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[Finding]:
-    """What a rank of this recipe and ds config would meet here."""
+    """Yield findings about what a rank with this recipe and ds config needs of this machine."""
     yield from look_at_gpus(config)
     total, free = host_memory_gib()
     text = f"{len(usable_cores())} cores, {free:.1f} of {total:.1f} GiB memory free"
@@ -45,14 +45,14 @@ def look_at_machine(config: DsConfig, recipe: Recipe, run_dir: str) -> Iterator[
 
 
 def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
-    """The GPUs, and whether the device has the ds config's precision."""
+    """Check the GPUs, and whether the device supports the ds config's precision."""
     gpus = find_gpus()
     for number, gpu in enumerate(gpus):
         text = f"{number}: {gpu.name}, capability {gpu.capability}, {gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
         taken = gpu.free_gib < 0.9 * gpu.memory_gib
         yield judge("gpu", text, "other processes hold memory: nvidia-smi lists them", taken)
     if not gpus:
-        with warnings.catch_warnings(record=True) as caught:  # what torch says of a driver that it can't use
+        with warnings.catch_warnings(record=True) as caught:  # torch's warning about a driver that it can't use
             warnings.simplefilter("always")
             torch.cuda.is_available()
         yield no_gpu(one_line(caught[0].message, 200) if caught else "")
@@ -65,7 +65,7 @@ def look_at_gpus(config: DsConfig) -> Iterator[Finding]:
 
 
 def no_gpu(complaint: str) -> Finding:
-    """The finding where torch finds no GPU; complaint: torch's own words about the driver."""
+    """Explain why torch finds no GPU; complaint: torch's warning about the driver, or ""."""
     if not os.path.exists(_DRIVER) and shutil.which("nvidia-smi") is None:
         cure = "with a GPU in this machine: install its driver; in a container: docker run --gpus all"
         return judge("gpu", "no GPU: training runs on the CPU, with gloo", cure)
@@ -78,7 +78,7 @@ def no_gpu(complaint: str) -> Finding:
 
 
 def look_at_shared_memory(recipe: Recipe) -> Finding:
-    """Shared memory for the loader processes of this machine alone, with a rank on each GPU."""
+    """Check the shared memory for loader processes, for a run on this machine alone with a rank on each GPU."""
     if not os.path.isdir(_SHARED_MEMORY):
         return judge("shm", "this system has no /dev/shm")
     disk = os.statvfs(_SHARED_MEMORY)
@@ -93,7 +93,7 @@ def look_at_shared_memory(recipe: Recipe) -> Finding:
 
 
 def look_at_limits() -> Finding:
-    """Open files of a process, and with InfiniBand the memory that it may lock."""
+    """Check how many files a process may open and, with InfiniBand, how much memory it may lock."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if _INFINIBAND.is_dir() and locked != resource.RLIM_INFINITY:
@@ -114,7 +114,7 @@ def _disk(content: str, path: Path, wanted: int) -> Finding:
 
 
 def look_at_network() -> Iterator[Finding]:
-    """The libraries of collectives, and whether the machine's own name has an address that others reach."""
+    """Check the libraries for collectives, and whether the machine's name has an address that others can reach."""
     nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if dist.is_nccl_available() else "no NCCL"
     lacking = torch.cuda.is_available() and not dist.is_nccl_available()
     yield judge("network", f"gloo, {nccl}", "several GPUs need NCCL: install a torch built with it", lacking)

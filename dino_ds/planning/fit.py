@@ -14,19 +14,19 @@ from dino_ds.costs.memory import GIB, Memory, estimate_memory
 from dino_ds.costs.step_costs import count_parameters
 from dino_ds.models.specs.backbones import BACKBONES
 
-# Assumptions, not measured: what the driver and the libraries' kernels take of a device, NCCL's channels where there
-# are several ranks, and the part of the tensors' size that the allocator can't use between them.
+# Assumed, not measured: device memory of the driver and the libraries' kernels, NCCL's channels with several ranks,
+# and what the allocator loses to fragmentation, as a part of the tensors' size.
 CONTEXT_BYTES = GIB // 2
 NCCL_BYTES = GIB // 2
 FRAGMENTATION = 0.05
-# What a config that the planner chooses may be predicted to take of a card, its own margins included.
+# Largest part of a GPU's memory that a config of the planner's choice may need by prediction, margins included.
 FILLED = 0.97
 _MOST_IMAGES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A resolved config on GPUs of `limit_gib`; `memory` of one of them by part, margins included."""
+    """A resolved config, the `memory` that it needs on each GPU, by part with margins, and the GPU's `limit_gib`."""
 
     config: DsConfig
     memory: Memory
@@ -40,7 +40,7 @@ class Fit:
 def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> Fit:
     """Resolve the ds JSON with the recipe's global batch on `world_size` GPUs, and rehearse its micro-batch.
 
-    Raises ConfigError if the batch sizes do not go together.
+    Raises ConfigError if the batch sizes contradict each other.
     """
     config = _resolved(recipe, ds, ds_path, recipe.data.global_batch, world_size)
     return _fit(recipe, config, world_size, limit_gib)
@@ -49,8 +49,8 @@ def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, li
 def fit_with(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
 ) -> Fit:
-    """The fit of this micro-batch, accumulated to the recipe's global batch or just above it, on the line through
-    rehearsed ones: for a search."""
+    """Estimate the fit of this micro-batch, accumulated to the recipe's global batch or just above it. For a search:
+    the costs are not rehearsed, but lie on a line through those of rehearsed micro-batches."""
     accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
     batch = micro_batch * accumulation * world_size
     config = _resolved(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size)
@@ -67,13 +67,13 @@ def _fit(recipe: Recipe, config: DsConfig, world_size: int, limit_gib: float, ex
 
 
 def rehearsed(candidate: Fit, recipe: Recipe, world_size: int) -> Fit:
-    """`found` by a search, of its micro-batch as it is rehearsed."""
+    """Rehearse the micro-batch of a `candidate` that a search found, for its exact fit."""
     return _fit(recipe, candidate.config, world_size, candidate.limit_gib)
 
 
 def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float) -> int:
-    """The most images per GPU and micro-batch that fit, whether they divide the global batch or not; 0 for none."""
-    low, high = 0, 64  # the line to smaller ones is only asked for where this does not fit
+    """Return the largest micro-batch that fits, whether it divides the global batch or not; 0 if none fits."""
+    low, high = 0, 64  # smaller ones are estimated only if this does not fit
     while high <= _MOST_IMAGES and fit_with(recipe, ds, ds_path, world_size, limit_gib, high).fits:
         low, high = high, 2 * high
     while high - low > 1:
@@ -86,19 +86,19 @@ def largest_micro_batch(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, wor
 
 
 def micro_batches(global_batch: int, world_size: int) -> list[int]:
-    """Micro-batches that divide the global batch, largest first; [] if there are none."""
+    """List the micro-batches that divide a GPU's share of the batch, largest first; [] without an equal share."""
     images, rest = divmod(global_batch, world_size)
     return [] if rest else [size for size in range(images, 0, -1) if images % size == 0]
 
 
 def with_batch(ds: Mapping[str, Any], micro_batch: int, accumulation: int | str) -> dict[str, Any]:
-    """`ds` with this micro-batch and accumulation."""
+    """Return `ds` with this micro-batch and accumulation."""
     kept = {key: value for key, value in ds.items() if key != "train_batch_size"}
     return kept | {"train_micro_batch_size_per_gpu": micro_batch, "gradient_accumulation_steps": accumulation}
 
 
 def with_margins(memory: Memory, world_size: int) -> Memory:
-    """`memory` plus what no tensor accounts for."""
+    """Add to `memory` what is not in tensors: fragmentation, the CUDA context and NCCL."""
     margins = {
         "fragmentation margin": round(FRAGMENTATION * sum(memory.parts.values())),
         "CUDA context and NCCL": CONTEXT_BYTES + (NCCL_BYTES if world_size > 1 else 0),
@@ -107,8 +107,8 @@ def with_margins(memory: Memory, world_size: int) -> Memory:
 
 
 def with_backbone(recipe: Recipe, backbone: str | None) -> Recipe:
-    """`recipe` with this backbone, and crops that its patches divide: 96 pixels become 98 for patches of 14, as in
-    DINOv2. Raises ConfigError."""
+    """Return `recipe` with this backbone, and with crop sizes rounded to multiples of its patch: 96 pixels become 98
+    for patches of 14, as in DINOv2. Raises ConfigError."""
     if backbone is None:
         return recipe
     patch = BACKBONES[backbone].stride if backbone in BACKBONES else 1

@@ -1,4 +1,4 @@
-"""The planner's table of graphics cards, and the hours that their peak allows.
+"""The planner's table of graphics cards, and estimates of hours from their peak.
 
 Dense TFLOP/s of bf16 (fp16 where there is no bf16) with FP32 accumulation are NVIDIA's: data sheets of T4, V100, A10,
 A100, A6000, L4, L40S, H100, H200 and HGX B200; whitepapers of the GeForce cards (Turing, Ampere GA102, Ada, Blackwell).
@@ -16,7 +16,7 @@ from dino_ds.basics.names import did_you_mean, suggestion
 from dino_ds.errors import ConfigError
 
 REACHED = 0.3, 0.5
-"""Parts of a card's peak that trainings of such networks reach, from published runs; nothing was measured here."""
+"""Parts of a card's peak that published trainings of such networks reach, low and high; nothing was measured here."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` cards of a kind in each of `nodes`."""
+    """`nodes` machines with `gpus` cards of the same kind in each."""
 
     gpu: Gpu
     gpus: int
@@ -74,8 +74,8 @@ GPUS: dict[str, Gpu] = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a card by its name in the table, without its memory where that says which. Raises ConfigError with the
-    nearest names."""
+    """Find a card of the table by name; its memory may be left out if the model is enough. Raises ConfigError with
+    the nearest names."""
     if name in GPUS:
         return GPUS[name]
     word = re.sub(r"[^a-z0-9]", "", name.lower())
@@ -90,7 +90,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
-    """A card of the table, with `memory_gib` if that is given; without a name one of which only that is known.
+    """Return the named card, with `memory_gib` if given; without a name, a card of which only `memory_gib` is known.
 
     Raises ConfigError.
     """
@@ -103,7 +103,7 @@ def named_gpu(name: str | None, memory_gib: float | None) -> Gpu:
 
 
 def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
-    """Fewest and most hours in which a card computes `flops`, by `REACHED`; None where its peak is unknown."""
+    """Return the fewest and the most hours that a card needs for `flops`, by `REACHED`; None if its peak is unknown."""
     if gpu.tflops is None:
         return None
     least, most = (flops / (part * gpu.tflops * 1e12) / 3600 for part in reversed(REACHED))
@@ -111,7 +111,7 @@ def hours(gpu: Gpu, flops: float) -> tuple[float, float] | None:
 
 
 def describe_hours(gpu: Gpu, flops: float, work: str) -> str:
-    """A sentence on the hours of `work`, which takes `flops` of each card."""
+    """Describe in a sentence the hours of `work`, which takes `flops` on each card."""
     span = hours(gpu, flops)
     if span is None:
         return f"{work}: {short(flops / 1e15)} PFLOP on each GPU, whose peak is not known here"

@@ -1,4 +1,4 @@
-"""Resources common to the machines of a run, and the host memory and disk that a node needs."""
+"""The resources that all ranks of a run have, and the host memory and disk space that a run needs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dino_ds.costs.memory import GIB, element_bytes
 from dino_ds.costs.step_costs import count_parameters, step_costs, student_facts
 from dino_ds.method.specs.of_recipe import teachers_of
 
-# Assumptions: a training process with its CUDA libraries, and a loader process without what it shares with others.
+# Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
 PROCESS_BYTES = 3 * GIB
 WORKER_BYTES = 350 * 2**20
-# As data/workers.py decides where the recipe leaves it open, on a node with cores enough; batches that each prefetches.
+# Defaults of data/workers.py on a node with enough cores: loader processes of a rank, prefetched batches of each.
 _WORKERS, _PREFETCHED = 16, 3
 _FP32 = 4
 _SAVED = "checkpoint being written"
-# Masters and Adam's two moments.
+# Bytes per trained weight: FP32 master weight and Adam's two moments.
 _STATE = 12
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Resources common to all ranks (the minimum of each). card_gib: memory of a rank's GPU, None without one;
-    host_gib: of its node, which `ranks_per_node` share, without a GPU what these may take of it now; libraries: bytes
-    of a process before it builds anything."""
+    """Resources that every rank can count on. card_gib: memory of a rank's GPU; None without a GPU. host_gib: memory of
+    a node, which `ranks_per_node` share; without a GPU, what the ranks may use of it now. libraries: bytes of a process
+    before it builds anything."""
 
     ranks: int
     ranks_per_node: int
@@ -36,7 +36,7 @@ class Machine:
     libraries: int = 0
 
     def in_common(self, other: Machine) -> Machine:
-        """The least of both: every rank trains with the same config."""
+        """Return the resources that both machines have: every rank trains with the same config."""
         cards = [m.card_gib for m in (self, other) if m.card_gib is not None]
         return Machine(
             self.ranks,
@@ -50,7 +50,7 @@ class Machine:
 
 
 def find_machine() -> Machine:
-    """Find what this rank has."""
+    """Find the resources of this rank."""
     import torch
 
     from dino_ds.basics.host_memory import host_memory_gib
@@ -63,7 +63,7 @@ def find_machine() -> Machine:
     return Machine(
         distributed.world_size(),
         here,
-        # On a CPU all is taken from there, of which other programs have their part; the ranks have loaded theirs.
+        # On a CPU the run itself is in host memory: what is free now, and the libraries that the ranks have loaded.
         host_memory_gib()[0] if card else usable_memory_gib() + here * libraries,
         card.total_memory / 2**30 if card else None,
         bf16=card is None or card.major >= 8,
@@ -73,7 +73,7 @@ def find_machine() -> Machine:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """Size of a checkpoint, at most: FP32 masters and moments of trained weights, teachers and their centers."""
+    """Estimate a checkpoint's largest size: FP32 master weights and moments of trained weights, teachers, centers."""
     facts = student_facts(recipe)
     teachers = teachers_of(recipe)
     copies = _FP32 * sum(teacher.follows for teacher in teachers)
@@ -84,7 +84,7 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 
 
 def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> dict[str, int]:
-    """Host memory of each node with `gpus` of the `world_size` ranks, by part."""
+    """Estimate the host memory in bytes of a node with `gpus` of the `world_size` ranks, by part."""
     zero, weights = config.raw["zero_optimization"], count_parameters(recipe)
     trained = sum(student_facts(recipe).trained.values())
     here, learning = (count * gpus // world_size if config.stage else count for count in (weights, trained))
@@ -93,7 +93,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         "processes": PROCESS_BYTES * gpus,
         "loader processes": WORKER_BYTES * workers * gpus,
         "loaded batches": (workers * _PREFETCHED + 1) * recipe.batch_bytes(config.micro_batch) * gpus,
-        # FP32 gradients lie beside the state.
+        # FP32 gradients are there too.
         "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
         "offloaded frozen teacher": _of_frozen_teacher(recipe, config, gpus, world_size),
@@ -103,7 +103,7 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
 
 
 def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
-    """Bytes of a frozen teacher's backbone where the ds config says that it lies on the host."""
+    """Return the bytes of frozen teachers' backbones on the host; 0 if the ds config does not offload them."""
     if config.performance.frozen_teacher != "offloaded":
         return 0
     teachers, specs = step_costs(recipe, config, on_gpu=True).teachers, teachers_of(recipe)
@@ -112,7 +112,7 @@ def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: 
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
-    """The least host memory of each node: without loader processes, whose number and batches follow from its cores."""
+    """Return the least host memory of a node: without loader processes, whose number follows from the node's cores."""
     parts = host_bytes(recipe, config, gpus, world_size)
     left_out = {"loader processes", "loaded batches"} | (set() if recipe.save_in_background else {_SAVED})
     return sum(size for name, size in parts.items() if name not in left_out)

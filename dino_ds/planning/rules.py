@@ -1,4 +1,4 @@
-"""The rules of `dino-ds advise`, settings for data, as functions. docs/notes/advice.md has their sources."""
+"""The rules of `dino-ds advise`: functions from data and GPUs to settings. docs/notes/advice.md has their sources."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from dino_ds.config.fields import MOST_PASSES
 
 FROZEN = "vit_small_patch14_dinov2.lvd142m --size 224"
-"""Released weights whose features are worth a look before any training, with the size of the images, for `embed`."""
+"""Arguments of `embed` for released weights whose features are worth a look before any training."""
 _MANY_IMAGES = 1_000_000
-"""Images from which training from scratch is the rule: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
+"""Images from which on training starts from scratch: DINO's and DINOv2's authors had ImageNet's 1.28 million."""
 _FEW_FOR_DINO = 100_000
-"""Images below which recipes for few images are taken, from scratch."""
+"""Images below which training from scratch takes a recipe for small datasets."""
 _TINY_SIDE = 96
 """Pixels of the shorter side below which weights and crops for 224 pixels make no sense."""
 _LARGE_GIB = 39.0
 LEAST_BATCH = 32
-"""Images of a step, and of each GPU's share of it."""
+"""Fewest images of a step, and of each GPU's share of a step."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """The facts that decide: number of images, median shorter side in pixels, channels (1 or 3 are one thing: gray is
-    read as RGB)."""
+    """The facts that decide: number of images, median shorter side in pixels, channels (1 and 3 are treated alike:
+    gray is read as RGB)."""
 
     images: int
     side: int
@@ -47,7 +47,7 @@ class Gpus:
 
 
 def recipe_for(data: Data, gpus: Gpus) -> str:
-    """The shipped recipe that the rest changes."""
+    """Choose the shipped recipe, which the other settings then change."""
     if data.tiny or not gpus.count:
         return "small"
     if released_weights(data, gpus):
@@ -60,7 +60,7 @@ def recipe_for(data: Data, gpus: Gpus) -> str:
 
 
 def released_weights(data: Data, gpus: Gpus) -> str | None:
-    """timm's name of the weights to continue from, None to train from scratch."""
+    """Return timm's name of the weights to continue from, or None to train from scratch."""
     if data.tiny or not gpus.count or not data.color or data.images >= _MANY_IMAGES:
         return None
     large = gpus.count >= 4 and data.images >= 100_000
@@ -68,28 +68,28 @@ def released_weights(data: Data, gpus: Gpus) -> str | None:
 
 
 def epochs(images: int) -> int:
-    """20 million images in all, within 100 and 2000 epochs; above ImageNet's 1.28 million images 128 million, and 5
-    epochs at least."""
+    """Return the epochs that show 20 million images in all, but 100 to 2000; from ImageNet's 1.28 million images on,
+    those that show 128 million, but 5 to 100."""
     return round(min(max(20e6 / images, 100), MOST_PASSES) if images < 1_280_000 else min(max(128e6 / images, 5), 100))
 
 
 def continued_length(images: int) -> int:
-    """Images that a run from released weights sees, of fewer than a million: a quarter of those from scratch."""
+    """Return how many images a run from released weights shows: a quarter of a run from scratch; below a million."""
     return min(max(5_000_000, 25 * images), 500 * images)
 
 
 def useful_gpus(data: Data, gpus: Gpus) -> int:
-    """Number of these GPUs that get 32 images or more of each step; 0 without any."""
+    """Return how many of these GPUs get at least 32 images of each step; 0 without GPUs."""
     return min(gpus.count, max(1, _wanted_batch(data, gpus) // LEAST_BATCH))
 
 
 def batch_size(data: Data, gpus: Gpus) -> int:
-    """Images of an optimizer step, a multiple of the GPUs."""
+    """Return the images of an optimizer step, a multiple of the number of GPUs."""
     return max(1, _wanted_batch(data, gpus) // gpus.count) * gpus.count
 
 
 def _wanted_batch(data: Data, gpus: Gpus) -> int:
-    """A power of two: 8 steps an epoch or more, where these have 32 images."""
+    """Return a power of two that leaves at least 8 steps in an epoch, but at least 32."""
     if recipe_for(data, gpus).startswith("dinov2"):
         return 2048
     wanted = 1024 if gpus.count >= 16 else 512 if data.images >= _MANY_IMAGES else 256
@@ -97,18 +97,18 @@ def _wanted_batch(data: Data, gpus: Gpus) -> int:
 
 
 def prototypes(images: int) -> int:
-    """A power of two: 16 images or more for each."""
+    """Return a power of two, with at least 16 images for each prototype, but 1024 to 65536."""
     return min(max(2 ** int(math.log2(images / 16)), 1024), 65536)
 
 
 def momentum(batch: int, steps: int) -> float:
-    """Momentum of the EMA teacher at the start: it averages as many images as DINO's (0.996 at 512), but never more
-    than a hundredth of the run."""
+    """Return the EMA teacher's momentum at the start: it averages as many images as DINO's (0.996 at 512), but at most
+    a hundredth of the run, and is at least 0.99."""
     return round(max(0.99, min(1 - 0.004 * batch / 512, 1 - 100 / steps)), 4)
 
 
 def small_momentum(batch: int) -> float:
-    """Momentum of recipe small at another batch than its 64 images: the root rule, measured at 16 and 256."""
+    """Scale the momentum of recipe small from its batch of 64 to another: square-root rule, measured at 16 and 256."""
     return round(0.9 ** math.sqrt(batch / 64), 3)
 
 
@@ -117,5 +117,5 @@ def tiny_patch(data: Data) -> int:
 
 
 def cpu_patch(data: Data) -> tuple[int, int]:
-    """Side of the patches, and of the largest crops: 64 patches of these at most."""
+    """Return the sides of the patches and of the largest crops, which have at most 64 patches."""
     return (4, 16) if data.side < 16 else (8, 64) if data.tiny else (16, 96)

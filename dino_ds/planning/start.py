@@ -1,4 +1,4 @@
-"""The ds config that a run starts with: the named one, that of the run it continues, or the planner's; and its fit."""
+"""Chooses the ds config of a start: the named one, the resumed run's, or the planner's; checks that it fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MICRO, _ACCUMULATION = "train_micro_batch_size_per_gpu", "gradient_accumulation
 
 @dataclass(frozen=True)
 class Start:
-    """A ds JSON, where it is from, and the sentence that says so; resolved: for the machine's ranks."""
+    """A ds JSON, its path, the sentence that says why it was chosen, and `config`: resolved for the machine's ranks."""
 
     ds: Mapping[str, Any]
     path: str
@@ -52,7 +52,7 @@ class Start:
 def choose_ds_config(
     recipe: Recipe, options: TrainOptions, ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any] | None
 ) -> Chosen:
-    """The ds config of a start of `train`, the same on all ranks, each of which must call it. Raises ConfigError."""
+    """Choose the ds config of a start of `train`, the same on all ranks; all must call it. Raises ConfigError."""
     machine = functools.reduce(Machine.in_common, distributed.gather_objects(find_machine()))
     before, saved = None, Path(options.run_dir) / "ds_config.json"
     with distributed.raise_on_all_ranks():
@@ -61,7 +61,7 @@ def choose_ds_config(
     before = distributed.gather_objects(before)[0]
 
     def choose() -> Start:
-        start = named_start(recipe, ds, path, machine)  # in every case: it checks the batch
+        start = named_start(recipe, ds, path, machine)  # always, because it checks the batch
         if overrides is not None and before is not None:
             return resumed_start(recipe, before, str(saved), overrides, machine)
         return start if overrides is None or machine.card_gib is None else planned_start(recipe, overrides, machine)
@@ -86,7 +86,7 @@ def _memory_line(memory: Memory | None) -> Event:
 
 
 def _trained_part(recipe: Recipe) -> str:
-    """The part of the weights that is trained, where others are frozen, else ""."""
+    """Describe the trained part of the weights, or return "" if none is frozen."""
     if recipe.model.train == ALL:
         return ""
     trained = sum(student_facts(recipe).trained.values())
@@ -94,13 +94,13 @@ def _trained_part(recipe: Recipe) -> str:
 
 
 def named_start(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine) -> Start:
-    """The start with the ds config that was named, or the default of a machine without GPUs. Raises ConfigError."""
+    """Return the start with the named ds config, or with the default of a machine without GPUs. Raises ConfigError."""
     return Start(ds, path, path, _resolve(recipe, ds, path, machine))
 
 
 def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: Machine) -> Start:
-    """The start with the planner's ds config for these GPUs and `overrides` of single keys. Raises ConfigError, also if
-    nothing fits."""
+    """Return the start with the planner's ds config for these GPUs, and `overrides` of its keys. Raises ConfigError,
+    also if nothing fits."""
     assert machine.card_gib is not None
     card, path = Gpu("a GPU", machine.card_gib, bf16=machine.bf16), "the planner's choice"
     cluster = Cluster(card, machine.ranks_per_node, -(-machine.ranks // machine.ranks_per_node))
@@ -116,8 +116,8 @@ def planned_start(recipe: Recipe, overrides: Mapping[str, Any], machine: Machine
 def resumed_start(
     recipe: Recipe, saved: dict[str, Any], path: str, overrides: Mapping[str, Any], machine: Machine
 ) -> Start:
-    """The start of the run that is resumed, `saved` in its folder: precision and stage stay, the micro-batch does as
-    far as other ranks or another global batch allow. Raises ConfigError."""
+    """Return the start of a resumed run with `saved`, its folder's ds JSON: precision and stage stay, and as far as the
+    number of ranks and the global batch allow, the micro-batch. Raises ConfigError."""
     ds = copy.deepcopy(saved)
     images, rest = divmod(recipe.data.global_batch, machine.ranks)
     # Somebody may have written "auto" into the file since.
@@ -146,7 +146,7 @@ def _follow_ranks(zero: dict[str, Any]) -> None:
 
 
 def _changed(ds: Mapping[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The ds JSON with `overrides`; where one of them is a batch size, the other follows from it."""
+    """Return the ds JSON with `overrides`; if micro-batch or accumulation is among them, the other follows from it."""
     batches = {_MICRO, _ACCUMULATION} & overrides.keys()
     kept = {**ds, _MICRO: "auto", _ACCUMULATION: "auto"} if batches else dict(ds)
     kept.pop("train_batch_size", None)
@@ -159,7 +159,7 @@ def _resolve(recipe: Recipe, ds: Mapping[str, Any], path: str, machine: Machine)
 
 
 def agreed(recipe: Recipe, machine: Machine, choose: Callable[[], Start]) -> Start:
-    """The start that `choose` gives, on every rank; rank 0 has rehearsed the step for all of them, which takes seconds.
+    """Return the result of `choose` on every rank; rank 0 first rehearses the step for all ranks, which takes seconds.
     Every rank must call it. Raises ConfigError."""
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:
@@ -169,8 +169,8 @@ def agreed(recipe: Recipe, machine: Machine, choose: Callable[[], Start]) -> Sta
 
 
 def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None:
-    """The memory of each rank as it is measured while it trains, without the planner's margins; None if not
-    estimated."""
+    """Predict the memory of a rank as training will measure it, without the planner's margins; None for a backbone
+    without an estimate."""
     try:
         return estimate_memory(recipe, config, machine.ranks, machine.card_gib is not None, machine.libraries)
     except NotEstimated:
@@ -178,7 +178,7 @@ def predict(recipe: Recipe, config: DsConfig, machine: Machine) -> Memory | None
 
 
 def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
-    """Raises ConfigError, with what takes less, where more is predicted than a GPU or the host has."""
+    """Raises ConfigError, with what would take less, if the predicted memory is more than a GPU or the host has."""
     if problem := _problem(recipe, start.config, machine):
         images, cures = recipe.data.global_batch // machine.ranks, list[str]()
         if start.is_named and machine.card_gib is not None:
@@ -195,7 +195,7 @@ def check_fits(recipe: Recipe, start: Start, machine: Machine) -> None:
 
 
 def _problem(recipe: Recipe, config: DsConfig, machine: Machine) -> str:
-    """The memory that is too small, in words that follow the config's name; "" where all is large enough."""
+    """Return which memory is too small, in words that follow the config's name; "" if both are large enough."""
     memory, here = predict(recipe, config, machine), machine.ranks_per_node
     if memory is None:
         return ""

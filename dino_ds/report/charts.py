@@ -15,7 +15,7 @@ from dino_ds.report.curves import Curve, Metrics
 KNN, RAW_PIXELS, CHANCE = "knn_top1", "knn_raw_pixels", "knn_chance"
 KNN_BASELINES = {"start": "start", "untrained": "untrained", "raw_pixels": "raw pixels", "chance": "chance"}
 EVALUATED, SHARE = "eval/", "share/"
-"""Prefixes of what evaluations during training write, except those of k-NN, and of the parts of a mixture."""
+"""Prefixes of keys: evaluations during training, except k-NN; shares of a mixture's sources."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Series:
-    """The look of one key of metrics.jsonl; its numbers times `factor` are in `unit`."""
+    """How one key of metrics.jsonl is shown; its values times `factor` are in `unit`."""
 
     key: str
     title: str
@@ -92,7 +92,7 @@ _MOST_OTHERS = 60
 
 
 def find_series(metrics: Metrics) -> list[Series]:
-    """The small charts: the loss terms' scalars and what later versions write, SMALL, evaluations while training."""
+    """List the small charts: scalars of loss terms and unknown keys, SMALL, shares of a mixture, evaluations."""
     keys, titles = find_others(metrics), metrics.titles
     names = [key.removeprefix(EVALUATED) for key in keys if key.startswith(EVALUATED)]
     evaluated = [Series(f"{EVALUATED}{name}", *_OF_EVALUATIONS.get(name, (name, ""))) for name in names]
@@ -102,18 +102,18 @@ def find_series(metrics: Metrics) -> list[Series]:
 
 
 def find_shares(keys: Iterable[str]) -> list[str]:
-    """Keys of the part of the images that came from each source of a mixture."""
+    """Return the keys with the share of images from each source of a mixture."""
     return [key for key in keys if key.startswith(SHARE)]
 
 
 def find_others(metrics: Metrics) -> list[str]:
-    """Keys that are not in the tables: what loss terms and evaluations write."""
+    """Return the keys that only some runs have: those of loss terms, evaluations and mixtures."""
     known = {*OF_EVERY_RUN, KNN, RAW_PIXELS, CHANCE, "measured_anew"} - {"kl"}
     return [key for key in metrics.curves if key not in known]
 
 
 def loss_chart(metrics: Metrics) -> Chart:
-    """The loss; of an objective of one term above the entropy of its targets, below which it can't fall."""
+    """Chart the loss; for an objective of one term with the entropy of its targets, below which it can't fall."""
     lines, unit, several = [Line("loss", metrics["loss"])], "", any(key.endswith(_LOSS) for key in metrics.curves)
     if len(metrics[_ENTROPY]) and not several:
         lines, unit = [*lines, Line("entropy of the targets: the floor", metrics[_ENTROPY], 8)], "nats"
@@ -128,11 +128,11 @@ def knn_chart(metrics: Metrics) -> Chart:
 
 
 def summarize_knn(metrics: Metrics) -> dict[str, float | int] | None:
-    """The newest and the best accuracy of the teacher, each with its step, and its baselines, in percent, or None
+    """Return the newest and the best accuracy of the teacher, each with its step, and baselines, in percent; None
     without evaluations.
 
-    The first value is that of the untrained network, or of the weights that the run began with (start). Values before
-    a resume with other test images or settings do not count.
+    The first value is the baseline "untrained", or "start" if the run began with weights. Values before a resume with
+    other test images or settings do not count.
     """
     curve = metrics[KNN]
     anew = metrics["measured_anew"]
@@ -157,12 +157,12 @@ _SCALARS = {_ENTROPY: "teacher entropy", _KL: "KL of teacher and student", _CROS
 
 
 def title_of_term(name: str, titles: Mapping[str, str]) -> str:
-    """The loss of a term in a few words: its own of `titles`, where the run's recipe tells it."""
+    """Return the title of a term's loss: the one in `titles`, if the run's recipe is known."""
     return titles.get(name, f"Loss of {name}") if name else "Loss"
 
 
 def title_of_scalar(key: str, titles: Mapping[str, str]) -> tuple[str, str]:
-    """Title and unit of a curve that a term writes."""
+    """Return title and unit of a curve of a loss term."""
     for end, words in _SCALARS.items():
         if key == end or key.endswith(f"_{end}"):
             name = key.removesuffix(end).rstrip("_")

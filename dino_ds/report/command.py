@@ -20,7 +20,7 @@ from dino_ds.report.text import duration, gib, nats, number, percent
 
 
 def run(options: ReportOptions) -> Result:
-    """Write RUN/report.html; its path, and a summary of the run. Raises ConfigError."""
+    """Write RUN/report.html; return its path and a summary of the run. Raises ConfigError."""
     folder = Path(os.path.expanduser(options.run))
     page = Path(os.path.expanduser(options.out)) if options.out else folder / "report.html"
     _check_out(page, folder)

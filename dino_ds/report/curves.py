@@ -1,4 +1,4 @@
-"""metrics.jsonl as columns of numbers, a million lines in seconds."""
+"""Reads metrics.jsonl into columns of numbers, a million lines in seconds."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Curve:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has more points than can be told apart."""
+        """Whether the curve has more points than a chart can show apart."""
         return len(self) > 4 * _PARTS
 
     def outline(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The mean step and the lowest, mean and highest finite value of each of 400 equal parts of x that has one."""
+        """Split x into 400 equal parts; return mean x and lowest, mean and highest y of parts with finite values."""
         known = np.isfinite(self.y)
         x, y = self.x[known], self.y[known]
         edges = np.linspace(self.x[0], self.x[-1], _PARTS + 1)[1:-1]
@@ -61,9 +61,9 @@ EMPTY = Curve(np.empty(0), np.empty(0))
 
 @dataclass(frozen=True)
 class Metrics:
-    """Curves over the step by the key of metrics.jsonl; `lines` that were read, `broken` ones that were skipped;
-    `titles` of the loss terms by name, as far as the run's recipe is known; began_with_weights: the recipe says
-    that they were not drawn."""
+    """Curves over the step by key of metrics.jsonl. lines, broken: numbers of lines that were read, and skipped.
+    titles: of the loss terms by name, {} if the run's recipe is unknown. began_with_weights: the recipe says that the
+    initial weights were not random."""
 
     curves: dict[str, Curve]
     lines: int
@@ -76,7 +76,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The curves of a metrics.jsonl; of two lines of one step the later counts.
+    """Read the curves of a metrics.jsonl; of two lines with the same step the later counts.
 
     Raises OSError, or ConfigError for another kind of file.
     """
@@ -96,7 +96,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line; NaN and infinity are text there. Raises an error for anything else."""
+    """Return the numbers of a line, where NaN and infinity are text. Raises an error if step or values are missing."""
     try:
         values = dict(zip(record, map(float, record.values()), strict=True))
     except (TypeError, ValueError):
@@ -107,9 +107,9 @@ def _numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _curve_of(pairs: np.ndarray) -> Curve:
-    """Steps and values in turn, in the order of the file -> ascending steps, the later of two equal ones.
+    """Alternating steps and values, in the order of the file -> a curve; of equal steps the last one counts.
 
-    Values of 1e100 and beyond, which no run has, become infinite, so that arithmetic with the others is safe.
+    Values beyond 1e100, which no run has, become infinite, and those below 1e-100 zero, so that arithmetic is safe.
     """
     steps, values = pairs[0::2], pairs[1::2]
     size = np.abs(values)

@@ -1,4 +1,4 @@
-"""Figures made of images and maps over them, as matplotlib Figures, and these as files and tensors. No display."""
+"""Draws images and maps over them as matplotlib Figures, and turns these into pixels and PNG files. No display."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 DPI = 90
 _HEADS = 12
-"""Heads that get a column of their own."""
+"""Most attention heads that are shown, each in a column."""
 _FRAMES = {True: "#1971c2", False: "#f08c00"}
-"""Frames of a neighbor of the query's class, and of another: blue and orange, which most people tell apart."""
+"""Frames of neighbors of the query's class and of other classes: blue and orange, which most people tell apart."""
 _CELL, _GAP, _LINE = 1.5, 0.06, 0.24
 """Inches: a picture's side, between pictures, a line of text."""
 _LETTERS = 17
 _GROUPS = 20
-"""Groups that the map's legend names, as many as there are colors."""
+"""Most groups that the map's legend names: the number of colors."""
 _MAP = 8.0
 """Inches of the map's side."""
 
@@ -55,7 +55,7 @@ class Sheet:
             self._text(column, self._top - _GAP, title, 11)
 
     def put(self, row: int, column: int, picture: np.ndarray, caption: str = "", frame: str | None = None) -> None:
-        """A picture (h, w, 3) in [0, 1] or uint8, not cut: the longer side fills the cell; `frame` is a color."""
+        """Draw a picture (h, w, 3) in [0, 1] or uint8, uncropped: the longer side fills the cell; frame: a color."""
         x, y = _GAP + column * (_CELL + _GAP), self._top + row * self._row
         high, wide = (_CELL * side / max(picture.shape[:2]) for side in picture.shape[:2])
         left, top = x + (_CELL - wide) / 2, y + (_CELL - high) / 2
@@ -74,7 +74,7 @@ class Sheet:
 
 
 def shorten(text: str) -> str:
-    """The part of a text that fits under a picture."""
+    """Shorten a text to what fits under a picture."""
     return text if len(text) <= _LETTERS else text[: _LETTERS - 1] + "…"
 
 
@@ -86,8 +86,8 @@ def picture_of(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 
 def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:
-    """Pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row an image, a column a
-    head (figure 3 of the DINO paper)."""
+    """Draw pictures (b, H, W, 3) in [0, 1] and the CLS token's attention (b, heads, h, w): a row for each image, a
+    column for each head (figure 3 of the DINO paper)."""
     heads = attention.shape[1]
     shown = min(heads, _HEADS)
     names = [f"head {head}" for head in range(shown)]
@@ -100,8 +100,8 @@ def draw_attention(pictures: Tensor, attention: Tensor) -> Figure:
 
 
 def draw_pca(pictures: Tensor, tokens: Tensor) -> Figure:
-    """Pictures (b, H, W, 3) and patch tokens (b, h, w, d): images above, the first three components of all patches
-    as RGB below."""
+    """Draw pictures (b, H, W, 3), and below them as RGB the first three principal components of their patch tokens
+    (b, h, w, d)."""
     colors = patch_colors(tokens)
     sheet = Sheet(2, len(pictures))
     for column, (picture, map_) in enumerate(zip(pictures.numpy(), colors.numpy(), strict=True)):
@@ -113,7 +113,7 @@ def draw_pca(pictures: Tensor, tokens: Tensor) -> Figure:
 def patch_colors(tokens: Tensor) -> Tensor:
     """Patch tokens (..., d) -> their first three principal components as RGB (..., 3).
 
-    Equal colors mean equal things in all images. A component's sign is arbitrary: its largest weight is positive.
+    A color means the same in all images. A component's sign is arbitrary: its largest weight is made positive.
     Source: DINOv3's `notebooks/pca.ipynb`: components of unit variance, doubled, through a sigmoid.
     """
     flat = tokens.flatten(0, -2).double()
@@ -121,7 +121,7 @@ def patch_colors(tokens: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(centered.T @ centered / len(centered))
     axes = vectors.flip(dims=(1,))[:, :3]
     axes = axes * axes.gather(0, axes.abs().argmax(dim=0, keepdim=True)).sign()
-    # Where there is no variance at all every patch gets the middle gray.
+    # Without any variance every patch becomes middle gray.
     deviations = values.flip(dims=(0,))[:3].clamp_min(0).sqrt() + 1e-12
     return torch.sigmoid(2 * (centered @ (axes / deviations))).float().unflatten(0, tokens.shape[:-1])
 
@@ -147,8 +147,8 @@ def draw_neighbors(
 
 
 def place(features: Tensor) -> tuple[np.ndarray, str]:
-    """Features (n, d), n > 1 -> points (n, 2), the same ones each time, and the method's name: t-SNE where scikit-learn
-    is installed and there are neighborhoods to keep, else PCA. Cosines decide, as in k-NN."""
+    """Features (n, d), n > 1 -> points (n, 2), the same in each call, and the method's name: t-SNE if scikit-learn is
+    installed and n >= 5, else PCA. Features are normalized, as in k-NN."""
     unit = F.normalize(features.float(), dim=-1)
     if len(unit) >= 5 and _has_sklearn():
         from sklearn.manifold import TSNE
@@ -165,12 +165,12 @@ def _has_sklearn() -> bool:
         spec = importlib.util.find_spec("sklearn")
     except ValueError:  # a stand-in for a module may have no spec
         return False
-    # A cache that outlives a module is a folder of its name, which has no file to import.
+    # A folder that an uninstalled package left behind, such as a cache, has no file to import.
     return spec is not None and spec.origin is not None
 
 
 def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Sequence[str] | None, title: str) -> Figure:
-    """Points (n, 2) with a uint8 thumbnail (h, w, 3) each, framed in a color by group; a legend of up to 20 groups."""
+    """Draw a uint8 thumbnail (h, w, 3) at each of the points (n, 2), framed by group; a legend for up to 20 groups."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
@@ -196,7 +196,7 @@ def draw_map(points: np.ndarray, thumbnails: Sequence[np.ndarray], groups: Seque
 
 
 def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Sequence[Sequence[float]]) -> np.ndarray:
-    """Thumbnails with frames of these colors on a white square, uint8 (h, w, 3); lower ones lie on higher ones."""
+    """Draw thumbnails with frames of these colors on a white square, uint8 (h, w, 3); lower ones cover higher ones."""
     side = round(_MAP * DPI)
     canvas = Image.new("RGB", (side, side), "white")
     size = round(side * float(np.clip(0.7 / np.sqrt(len(points)), 0.03, 0.07)))
@@ -212,7 +212,7 @@ def _scatter(points: np.ndarray, thumbnails: Sequence[np.ndarray], frames: Seque
 
 
 def heat(picture: Tensor, attention: Tensor, top: float | None = None) -> np.ndarray:
-    """A map (h, w) in heat colors over the gray picture (H, W, 3); lightest at `top`, else at its own maximum."""
+    """Overlay the gray picture (H, W, 3) with a map (h, w) in heat colors, lightest at `top` or the map's maximum."""
     from matplotlib import colormaps
 
     scaled = attention / max(float(attention.max()) if top is None else top, 1e-12)
@@ -231,7 +231,7 @@ def figure_pixels(figure: Figure) -> np.ndarray:
     figure.set_dpi(DPI)
     canvas = FigureCanvasAgg(figure)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # a class in letters that the font lacks has boxes for a name
+        warnings.filterwarnings("ignore", "Glyph")  # letters that the font lacks are drawn as boxes
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
 

@@ -28,7 +28,7 @@ LEVELS = {
 }
 """Kinds of events that are incidents, and how bad they are."""
 _ENDS = {"done": "finished", "ended": "ended", "stopped": "stopped", "error": "failed", "hang": "failed", "images": ""}
-"""Kinds of events after which a run has ended so, or goes on."""
+"""How a run has ended after the last event of these kinds; "" if it goes on."""
 _LARGEST_NUMBER = 1e100
 _BEST = "best_teacher.json"
 _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
@@ -37,7 +37,7 @@ _TRACES = ("hang-*.txt", "error-*.txt", "bad_batches.jsonl")
 
 @dataclass(frozen=True)
 class Incident:
-    """`time` such as "2026-11-21T16:47:54Z"."""
+    """An event that the report lists; `time` is such as "2026-11-21T16:47:54Z"."""
 
     kind: str
     time: str
@@ -51,7 +51,7 @@ class Events:
     Attributes:
         newest: the last event of each kind.
         ended: finished, ended (by eval.stop_after), stopped, failed or "".
-        incidents: in their order, at most 50 of a kind.
+        incidents: in the order of the file, at most 50 of a kind.
         counts: number of all incidents by kind.
     """
 
@@ -61,11 +61,11 @@ class Events:
     counts: dict[str, int] = field(default_factory=dict)
 
     def text(self, kind: str) -> str:
-        """The line of the newest event of a kind without its first word, or ""."""
+        """Return the line of the newest event of a kind without the first word, or ""."""
         return self.newest[kind]["line"].partition(" ")[2].strip() if kind in self.newest else ""
 
     def fact(self, kind: str, name: str, of: type[T]) -> T | None:
-        """A fact of the newest event of a kind, or None where it is missing or of another type."""
+        """Return a fact of the newest event of a kind, or None if it is missing or of another type."""
         value = self.newest.get(kind, {}).get(name)
         return value if isinstance(value, of) else None
 
@@ -112,7 +112,7 @@ class RunFiles:
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps of the recipe's length; a start may have been told to end before (--max_steps)."""
+        """Steps of the recipe's length, None if unknown; a start with --max_steps may end before."""
         if steps := self.events.fact("length", "steps", int):
             return steps
         if self.recipe is None or self.recipe.length.unit == "epochs":
@@ -121,7 +121,7 @@ class RunFiles:
 
 
 def read_run(path: Path) -> RunFiles:
-    """Raises ConfigError where there is no run, or one that has written no metrics."""
+    """Read a run folder. Raises ConfigError if there is no run, or if the run has not written metrics yet."""
     if not path.is_dir():
         reason = "it is a file" if path.exists() else f"it does not exist{near_run(path)}"
         raise ConfigError(f"{path} is not a run folder: {reason}")
@@ -168,7 +168,7 @@ def _read(notes: list[str], path: Path, read: Callable[[Path], T], otherwise: T,
 
 
 def read_events(path: Path) -> Events:
-    """The events of a run; lines that are broken are left out. Raises OSError, ConfigError for another kind of file."""
+    """Read the events of a run without broken lines. Raises OSError, and ConfigError for another kind of file."""
     events = Events()
     for raw in read_lines(path):
         try:
@@ -186,7 +186,7 @@ def read_events(path: Path) -> Events:
 
 
 def with_titles(metrics: Metrics, recipe: Recipe) -> Metrics:
-    """Metrics that know the titles of loss terms, as their specs give them, and what the run began with."""
+    """Add to metrics the titles of the recipe's loss terms, and whether the run began with weights."""
     began = recipe.model.init_from is not None or recipe.stage_start is not None
     titles = {term.name: term.title for term in known_terms(recipe)}
     return replace(metrics, titles=titles, began_with_weights=began)
@@ -209,7 +209,7 @@ def _read_recipe(run: RunFiles) -> None:
 
 
 def _evaluations(path: Path, notes: list[str]) -> list[Evaluation]:
-    """The evaluations of a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
+    """Read the run's evaluations from a file that holds {name: {"results": {metric: value}, "step": ..., ...}}."""
     file = path / RESULTS
     if not file.exists():
         return []
@@ -231,7 +231,7 @@ def _numbers(values: dict[str, Any]) -> dict[str, float]:
 
 
 def _ended_by_ranks(path: Path) -> str:
-    """How a run of a version without events.jsonl has ended, by its heartbeats; "" if they disagree."""
+    """Return how a run without events.jsonl, of an earlier version, has ended, by heartbeats; "" if they disagree."""
     ends = {_ENDS.get(beat.ended, "") for beat in Heartbeats(path).read()}
     return "failed" if "failed" in ends else ends.pop() if len(ends) == 1 else ""
 

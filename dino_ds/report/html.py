@@ -1,4 +1,4 @@
-"""Pages that are one file: nothing is fetched, and jinja2 escapes all text so that none of it is taken for HTML."""
+"""Makes pages that are one file and fetch nothing; jinja2 escapes all text, so that none is taken for HTML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dino_ds.report.plot import chart_svg
 _TEMPLATES = Path(__file__).parent / "templates"
 _MAX_PIXELS = 100_000_000
 _LONG_WORD = 28
-"""Letters, beyond which a word in a table may be broken: paths."""
+"""Letters beyond which a word in a table, such as a path, may be broken."""
 
 
 class Tag(NamedTuple):
@@ -36,7 +36,7 @@ def is_long(cell: str | Tag) -> bool:
 
 
 def render(template: str, **values: Any) -> str:
-    """HTML of one of the templates; every value is escaped."""
+    """Return the HTML of a template filled with values, which are all escaped."""
     return _environment().get_template(template).render(values)
 
 
@@ -51,7 +51,7 @@ def _environment() -> jinja2.Environment:
 
 
 def draw_chart(chart: Chart) -> str:
-    """HTML of a chart with its title and newest values, or "" if no line has a finite value."""
+    """Return the HTML of a chart with title and newest values, or "" if no line has a finite value."""
     svg = chart_svg(chart)
     lines = [line for line in chart.lines if len(line.curve.finite)]
     lost = sum(len(line.curve) - len(line.curve.finite) for line in lines)
@@ -59,13 +59,13 @@ def draw_chart(chart: Chart) -> str:
 
 
 def build_document(title: str, body: str) -> str:
-    """A whole document around HTML. Its policy forbids scripts and every request."""
+    """Wrap HTML into a complete document, whose content security policy forbids scripts and all requests."""
     style = (_TEMPLATES / "page.css").read_text(encoding="utf-8")
     return render("page.html", title=title, body=body, style=style)
 
 
 def embedded_file(path: Path, width: int) -> tuple[str, tuple[int, int]]:
-    """A data: address of a PNG file as WebP at most `width` wide, and its size.
+    """Return a data: URL of a PNG file, as WebP and at most `width` pixels wide, and the size in pixels.
 
     Raises OSError or ValueError for what is not a picture.
     """

@@ -44,9 +44,9 @@ _THUMBNAIL = 128
 _AT_ONCE = 32
 _FEW_PATCHES, _MANY_PATCHES = 16, 30
 _LEAST_PATCHES, _LARGEST_PATCH = 100, 16
-"""Patches of an image, and pixels of a patch's side, from which attention shows more than a few blocks."""
+"""Fewest patches of an image, and largest side of a patch, with which attention shows more than a few blocks."""
 _TIMES = 6
-"""Pictures of a run whose recipe does not say how often they are drawn, the start's and the last ones among them."""
+"""How many times a run draws pictures, start and end included, if its recipe does not say how often."""
 
 
 def run(options: PicturesOptions) -> Result:
@@ -62,7 +62,7 @@ def run(options: PicturesOptions) -> Result:
 
 
 def shown_kinds(model: Backbone) -> list[str]:
-    """The kinds of pictures that say something about a network."""
+    """List the kinds of pictures that say something about a network."""
     patches = (model.image_size // model.stride) ** 2
     has_attention = model.is_vit and model.stride <= _LARGEST_PATCH and patches >= _LEAST_PATCHES
     none = {"pca": not model.has_patches, "attention": not has_attention}
@@ -77,9 +77,9 @@ def draw_pictures(
     device: torch.device,
     at_batch: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, Figure]]:
-    """(kind, Figure) of images spread over a source, one after another; `at_batch` is called after each batch.
+    """Yield (kind, Figure) of images spread evenly over a source; `at_batch` is called after each batch.
 
-    Raises ConfigError for a kind that the network has not, DataError where the images can't be read.
+    Raises ConfigError for a kind that the network does not support, DataError if the images can't be read.
     """
     if chosen := [kind for kind in _OF_PATCHES if kind in kinds]:
         crop = EvalCrop(side_of(model), model.normalization)
@@ -98,8 +98,8 @@ def draw_pictures(
 
 
 def side_of(model: Backbone) -> int:
-    """Pixels of the images whose patches are shown: twice the native side within 16 and 30 patches, never less than
-    the native side; that one of a network that takes no other."""
+    """Return the side in pixels of images whose patches are shown: twice the native side, but 16 to 30 patches and at
+    least the native side; the native side if the network takes no other."""
     native = model.image_size // model.stride
     side = model.stride * max(native, min(max(2 * native, _FEW_PATCHES), _MANY_PATCHES))
     try:
@@ -110,8 +110,8 @@ def side_of(model: Backbone) -> int:
 
 
 def _read(source: Source, count: int, crop: EvalCrop, value_range: ValueRange | None) -> Iterator[tuple[int, Tensor]]:
-    """Index and pixels (c, side, side), normalized, of at most `count` images spread over `source`; those that can't
-    be read are left out. Raises DataError where none can."""
+    """Yield index and normalized pixels (c, side, side) of at most `count` images spread evenly over `source`, without
+    unreadable ones. Raises DataError if none can be read."""
     chosen, readable, first = evenly_spaced_indices(len(source), count), 0, ""
     for index in chosen:
         try:
@@ -160,7 +160,7 @@ class _Bank:
         return draw.draw_map(points, self._thumbnails, groups, f"{method} of {len(points)} images' features")
 
     def draw_neighbors(self) -> Figure:
-        """The nearest images of some queries, none of which is its own neighbor."""
+        """Draw the nearest images of some queries; a query is not its own neighbor."""
         queries = evenly_spaced_indices(len(self._features), _QUERIES)
         similarity, index = nearest(self._features[queries], self._features, min(_NEIGHBORS + 1, len(self._features)))
         neighbors, captions, same_class = [], [], []
@@ -181,9 +181,9 @@ def _thumbnails(pixels: Tensor, normalization: Normalization) -> list[np.ndarray
 
 
 class PeriodicPictures(AtStep):
-    """The newest teacher's pictures of some training images, always the same, in RUN/pictures/STEP/ and TensorBoard.
+    """Draws the teacher's pictures, of the same training images each time, into RUN/pictures/STEP/ and TensorBoard.
 
-    Drawn every `every` steps, at the start and at the end of the run.
+    This happens every `every` steps, at the start and at the end of the run.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class PeriodicPictures(AtStep):
         if distributed.rank() == 0:
             try:
                 self._draw(moment)
-            except Exception as error:  # a full disk, too little memory, a library: training is worth more
+            except Exception as error:  # a full disk, too little memory, a library: training must go on
                 reason = error or type(error).__name__
                 moment.log.info(f"warning  no pictures of step {moment.step}: {reason}; training continues")
         distributed.barrier()
         return True
 
     def _draw(self, moment: Moment) -> None:
-        """PNG files, and the same for TensorBoard."""
+        """Write PNG files, and the same pictures to TensorBoard."""
         pictures = moment.run_dir / "pictures"
         folder = pictures / step_name(moment.step)
         teacher = live_teacher(moment.teacher, self._image_size, self._normalization)
@@ -231,16 +231,16 @@ class PeriodicPictures(AtStep):
             for name, figure in drawn:
                 pixels = draw.figure_pixels(figure)
                 moment.log.picture(name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), moment.step)
-                pictures.mkdir(exist_ok=True)  # not its parents: a run folder that is gone must not come back
+                pictures.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"{name}.png", draw.png_of(pixels))
 
 
 class PictureFiles:
-    """`out`, or RUN/pictures where `model` is a run (of a checkpoint a folder in it), or ./pictures; `written` are the
-    files' paths so far.
+    """Writes PNG files into `out`; by default into RUN/pictures if `model` is a run, a folder in it if `model` is a
+    checkpoint, else ./pictures. written: the paths of the files so far.
 
-    Raises ConfigError where nothing can be written: pictures may take minutes.
+    Raises ConfigError early if the folder can't be written to: pictures may take minutes.
     """
 
     def __init__(self, model: str, out: str | None) -> None:

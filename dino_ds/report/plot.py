@@ -12,7 +12,7 @@ from dino_ds.report.charts import Chart, Line
 from dino_ds.report.text import number
 
 COLORS = ("#2f6db3", "#dd8a2c", "#2a9461", "#b8406f", "#7659bd", "#8a6d3b", "#138a9b", "#7b8594")
-"""The same as --c1 to --c8 of templates/page.css, by whose values the page replaces them."""
+"""The colors --c1 to --c8 of templates/page.css; in the SVG these variables take their place."""
 _INK, _GRID = "#5c6776", "#dfe4ea"
 _ON_PAGE = {**{color: f"var(--c{i})" for i, color in enumerate(COLORS, 1)}, _INK: "var(--soft)", _GRID: "var(--line)"}
 _MOST_DOTS = 80
@@ -22,7 +22,7 @@ _LABEL = 13
 
 
 def chart_svg(chart: Chart) -> str:
-    """An SVG element in the colors of the page, or "" if no line has a finite value."""
+    """Draw a chart as an SVG element in the colors of the page; "" if no line has a finite value."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def chart_svg(chart: Chart) -> str:
         figure = Figure(figsize=(width / 72, height / 72), frameon=False)
         axes = figure.add_axes((52 / width, 22 / height, (width - 70) / width, (height - 42) / height))
         axes.patch.set_visible(False)
-        axes.set_title("", y=1.0)  # else each drawing looks four times for a place above the ticks
+        axes.set_title("", y=1.0)  # else each drawing computes the title's position four times
         _plot(axes, chart)
         axes.text(2 / width - 52 / (width - 62), 1.03, chart.unit, transform=axes.transAxes, color=_INK, style="italic")
         file = io.StringIO()
@@ -49,10 +49,10 @@ def chart_svg(chart: Chart) -> str:
 
 
 def _plot(axes: Any, chart: Chart) -> None:
-    """Draw the lines and levels of a chart on matplotlib's axes, which hold all of their finite values.
+    """Draw the lines and levels of a chart on matplotlib's axes, with limits that include all finite values.
 
-    y is logarithmic if all values are positive and the largest is 100 times the smallest. A curve with more points
-    than can be told apart is the range of its values with their mean drawn over it.
+    y is logarithmic if all values are positive and the largest is at least 100 times the smallest. A curve with more
+    points than can be told apart becomes a band from the lowest to the highest values, with their mean over it.
     """
     lines = [line for line in chart.lines if len(line.curve.finite)]
     values = np.concatenate([line.curve.finite for line in lines] or [np.zeros(1)])
@@ -60,7 +60,7 @@ def _plot(axes: Any, chart: Chart) -> None:
     values = np.concatenate([values, [*chart.levels.values()], [0.0] if chart.zero else []])
     low, high = (np.log10(end) if is_log else end for end in (values.min(), values.max()))
     pad = 0.06 * (high - low)
-    if pad < 1e-9 * abs(high):  # one value
+    if pad < 1e-9 * abs(high):  # all values are equal
         pad = 0.1 * abs(high)
     pad = pad or 1.0
     low -= 0.0 if chart.zero and low == 0 else pad
@@ -86,7 +86,7 @@ def _draw_line(axes: Any, line: Line) -> None:
 
 
 def _draw_levels(axes: Any, chart: Chart) -> None:
-    """Dashed lines with their names and values; names that would overlap move apart."""
+    """Draw dashed lines with their names and values; names that would overlap move apart."""
     height = axes.get_window_extent().height * 72 / axes.figure.dpi
     room = 0.0
     for name, value in sorted(chart.levels.items(), key=lambda level: level[1]):
@@ -99,7 +99,7 @@ def _draw_levels(axes: Any, chart: Chart) -> None:
 
 
 def _style(axes: Any, small: bool, is_log: bool) -> None:
-    """Few round ticks with short numbers, a faint grid and no frame."""
+    """Set few round ticks with short numbers, a faint grid and no frame."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     axes.xaxis.set_major_locator(MaxNLocator(4 if small else 6, integer=True, steps=_ROUND))

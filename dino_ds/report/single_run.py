@@ -25,17 +25,17 @@ _STATES = {
 }
 _OPEN_LINES = 12
 _WIDTH = 1000
-"""Pixels of embedded pictures."""
+"""Largest width of embedded pictures, in pixels."""
 _MOST = 12
 _WIDE_FROM = 2.2
-"""Times its height: over both columns."""
+"""Pictures that are wider than their height times this span both columns."""
 _PICTURES = {
     "map": "Map of images: those whose features are alike lie together",
     "neighbors": "Nearest neighbors of six images, with the cosines of their features",
     "pca": "Patches, colored by the first three principal components of their features",
     "attention": "Attention of the CLS token, head by head",
 }
-"""Titles, in the order of the page; those of the first two are not folded."""
+"""Titles of the kinds of pictures, in the order of the page; the first two kinds are not folded."""
 _OPEN = ("map", "neighbors")
 
 
@@ -68,14 +68,14 @@ def draw_run(run: RunFiles) -> str:
 
 
 def state_badge(facts: dict[str, Any]) -> Tag:
-    """The state of a run; how far it was where it has not reached its length."""
+    """Return the state of a run, and its step if it has not reached its length."""
     state, step, planned = facts["state"], facts["step"], facts["planned_steps"]
     at = f" at {number(step)} of {number(planned)}" if planned and step < planned else ""
     return Tag(f"{_STATES[state]}{at}", f"state {state}")
 
 
 def _images(run: RunFiles) -> str:
-    """The images in words, such as "2,880 images of photos"."""
+    """Describe the images in words, such as "2,880 images of photos"."""
     count, root = run.events.fact("images", "images", int), run.events.fact("images", "place", str)
     if count is None or root is None:
         return "images whose number is not known"
@@ -86,7 +86,7 @@ def _images(run: RunFiles) -> str:
 
 
 def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, float]]]]:
-    """Bars of k-NN: start, best and newest teacher, raw pixels and chance."""
+    """Return the bars of k-NN: start, best and newest teacher, raw pixels and chance."""
     names = {"start": "start", "untrained": "start: untrained"}
     if knn.get("best") != knn.get("teacher"):
         names["best"] = f"best, step {knn['best_step']:,}"
@@ -98,14 +98,14 @@ def _knn_bars(knn: dict[str, float]) -> list[tuple[str, str, list[tuple[int, flo
 
 
 def _alarms(run: RunFiles) -> list[str]:
-    """The newest line of each kind that is bad."""
+    """Return the newest line of each kind of incident that is bad, with its time and number."""
     newest = {incident.kind: incident for incident in run.events.incidents if LEVELS[incident.kind] == "bad"}
     times = {kind: f", {number(n)} times" if n > 1 else "" for kind, n in run.events.counts.items()}
     return [f"{incident.line} ({incident.time}{times[kind]})" for kind, incident in newest.items()]
 
 
 def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Title, figure and explanation of six figures, which fill rows of six, three and two."""
+    """Return title, value and explanation of six figures: six fill rows of six, three and two."""
     of = f"of {number(facts['planned_steps'])}; " if facts["planned_steps"] else ""
     epochs = f", epoch {number(facts['epoch'])}" if facts["epoch"] is not None else ""
     wait, entropy = facts["data_wait_fraction"], facts["teacher_entropy"]
@@ -121,7 +121,7 @@ def _cards(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _charts(metrics: Metrics) -> dict[str, Any]:
-    """The charts in the order of the page; curves that never change are text."""
+    """Draw the charts in the order of the page; curves that never change become text."""
     small = [series for series in find_series(metrics) if len(series.curve(metrics).finite)]
     drawn = [series for series in small if not series.curve(metrics).constant]
     large = {
@@ -142,7 +142,7 @@ def _constant(series: Series, metrics: Metrics) -> str:
 
 
 def _load_pictures(run: RunFiles) -> dict[str, Any]:
-    """By kind the pictures of the start beside the newest ones; then those that are not of a step of training."""
+    """Load the first and newest pictures of each kind, to be shown side by side; then those of no training step."""
     folder, order = run.path / "pictures", list(_PICTURES)
     steps, others = dict[str, list[Path]](), list[Path]()
     for path in run.pictures:
@@ -167,12 +167,12 @@ def _load_pictures(run: RunFiles) -> dict[str, Any]:
 
 
 def _ends_of(paths: list[Path]) -> list[Path]:
-    """The first and the last picture of a kind, or the only one."""
+    """Return the first and the last picture of a kind, or the only one."""
     return [paths[0], paths[-1]] if len(paths) > 1 else paths
 
 
 def _step_of(path: Path, folder: Path) -> str:
-    """The name of its folder: "step_00000500" -> "step 500"."""
+    """Describe a picture's step by the name of its folder: "step_00000500" -> "step 500"."""
     name = str(path.parent.relative_to(folder))
     word, _, digits = name.rpartition("_")
     if not (word and digits.isascii() and digits.isdigit()):
@@ -181,7 +181,7 @@ def _step_of(path: Path, folder: Path) -> str:
 
 
 def _picture(path: Path, caption: str) -> dict[str, Any]:
-    """Embed one file; one that can't be read has an `error` instead."""
+    """Embed one picture; return an `error` instead for a file that can't be read."""
     try:
         address, (wide, high) = embedded_file(path, _WIDTH)
     except (OSError, ValueError) as error:
@@ -191,7 +191,7 @@ def _picture(path: Path, caption: str) -> dict[str, Any]:
 
 
 def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
-    """Rows of the table; facts about an evaluation are in its first row."""
+    """Return the rows of the table; facts about an evaluation are in its first row."""
     rows = list[tuple[str, ...]]()
     for evaluation in evaluations:
         about = evaluation.about
@@ -206,7 +206,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> list[tuple[str, ...]]:
 
 
 def _memory(run: RunFiles, facts: dict[str, Any]) -> dict[str, Any] | None:
-    """Bars of predicted and measured memory."""
+    """Return the bars of predicted and measured memory, or None if one of them is unknown."""
     measured, predicted = facts["memory_gib"], facts["memory_predicted_gib"]
     if not measured or not predicted:
         return None

@@ -24,11 +24,11 @@ from dino_ds.report.html import Tag
 from dino_ds.report.text import percent, short
 
 _NOISE, _FALL = 1.0, 0.2
-"""Points of accuracy that are noise, and the part of the gain whose loss is worth a word."""
+"""Difference in accuracy that is noise, in points; part of the gain whose loss is reported."""
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
-    """Plain values for JSON; None for what the run does not tell. Losses in nats, accuracies in percent."""
+    """Return plain values for JSON; None for what is unknown. Losses are in nats, accuracies in percent."""
     metrics = run.metrics
     return {
         "run": str(run.path),
@@ -56,7 +56,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 
 def judge(run: RunFiles, knn: dict[str, float | int] | None) -> tuple[str, str]:
-    """Whether the run has learned something: good, odd or bad, and a sentence with what to do."""
+    """Judge whether the run has learned something: return good, odd or bad, and a sentence that says what to do."""
     if run.metrics["collapsed"].last == 1:
         return "bad", (
             "Collapsed: the features of all images are alike. Start again with a smaller --optimizer.lr or a longer "
@@ -97,13 +97,13 @@ def describe_network(run: RunFiles) -> str:
         if model.train != ALL:
             learning = sum(student_facts(run.recipe).trained.values()) / 1e6
             weights += f", {short(learning)} M trained ({model.train})"
-    except ConfigError:  # the notes say which of the user's code is not here
+    except ConfigError:  # the notes name the user's code that is missing
         weights = "how many weights is not known here"
     return f"{model.backbone}, {model.spec().sizes}; {weights}"
 
 
 def training_seconds(metrics: Metrics) -> float | None:
-    """Seconds in steps alone: images over images per second, window by window; evaluations and pauses do not count."""
+    """Return the seconds in steps, without evaluations and pauses: images / (images per second), summed over lines."""
     images, rate = metrics["images"], metrics["images_per_second"]
     if not len(images) or len(images) != len(rate):
         return None
@@ -113,13 +113,13 @@ def training_seconds(metrics: Metrics) -> float | None:
 
 
 def mean_rate(metrics: Metrics) -> float | None:
-    """Images per second of training."""
+    """Return the images per second of all training steps, without evaluations and pauses."""
     seconds, images = training_seconds(metrics), _last(metrics["images"])
     return images / seconds if seconds and images else None
 
 
 def _last(curve: Curve) -> float | None:
-    """The last value, or None if there is none or it is not finite."""
+    """Return the last value, or None if there is none or it is not finite."""
     return curve.last if math.isfinite(curve.last) else None
 
 
@@ -137,7 +137,7 @@ def _mean(curve: Curve) -> float | None:
 
 
 def changed_settings(run: RunFiles) -> list[tuple[Tag, str, str, str]]:
-    """Key, value, default and description of every setting that is not the default."""
+    """Return key, value, default and description of every setting that differs from the default."""
     if run.recipe is None:
         return []
     values, defaults = flat_values(run.recipe), flat_values(Recipe())
@@ -166,7 +166,7 @@ def environment_rows(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def reproduction(run: RunFiles) -> str:
-    """The command that trains again from the run's own files."""
+    """Return the command that repeats the training from the files of the run."""
     files = ["--config", f"{run.path}/config.yaml", "--ds_config", f"{run.path}/ds_config.json"]
     if origin := Origin.read(run.path):
         files += ["--from", f"{origin.run}/checkpoints/{step_name(origin.step)}"]

@@ -1,4 +1,4 @@
-"""Numbers and durations as a reader wants them."""
+"""Formats numbers and durations for readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dino_ds.basics.digits import short
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number as `short` has it, or a mark for one that is unknown or not finite."""
+    """Format a number by `short`, or as a sign if it is unknown or not finite."""
     if value is None or math.isnan(value):
         return "–" if value is None else "NaN"
     if math.isinf(value):
@@ -21,7 +21,7 @@ def percent(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """The two largest units of a duration, such as "3 h 12 min"."""
+    """Format a duration by its two largest units, such as "3 h 12 min"."""
     if seconds is None:
         return "–"
     left = round(seconds)

@@ -1,4 +1,4 @@
-"""The first and last lines of a run's log: what is trained, on what, for how long, and what is not as usual."""
+"""The first and last lines of a run's log: what is trained, on what, for how long, and what is unusual."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
 
 MOST_KEPT = 0.5
-"""Largest share of its initial weights that a teacher may still hold at the end."""
+"""Largest share that the initial weights may still have in a teacher at the end."""
 _MOST_LINES = 9
 """Lines on the screen before the line about the run folder."""
 _SHOWN_ELSEWHERE = ("data.root", "data.source")
@@ -33,8 +33,8 @@ _PICTURES = ("map", "neighbors", "pca", "attention")
 
 
 def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None, notes: Iterable[str]) -> None:
-    """Write the first lines of a run's log: for people on the screen, then the details. `notes` were collected while
-    the run was built."""
+    """Write the first lines of a run's log: those that the screen shows, then details. `notes` were collected while the
+    run was built."""
     recipe, config, device = folder.recipe, folder.config, run.step.engine.device
     steps, batch = run.step.schedules.steps, recipe.data.global_batch
     given_batch = config.micro_batch, config.accumulation, distributed.world_size()
@@ -69,7 +69,7 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None
 
 
 def _summary(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None) -> Iterator[str]:
-    """Lines that say what is trained, on which images and device, and for how long."""
+    """Yield lines that say what is trained, on which images and device, and for how long."""
     recipe, config, options = folder.recipe, folder.config, run.options
     data, ranks, steps = recipe.data, distributed.world_size(), run.step.schedules.steps
     yield Event(f"images   {options.images:,} in {data.place}", images=options.images, place=data.place)
@@ -103,7 +103,7 @@ def _summary(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None
 
 
 def _crops_in_words(recipe: Recipe) -> str:
-    """ "2 global crops of 224 px, 8 local of 96"."""
+    """Describe the crops in words, such as "2 global crops of 224 px, 8 local of 96"."""
     several = []
     for resolution in recipe.resolutions:
         first, *others = [
@@ -114,7 +114,7 @@ def _crops_in_words(recipe: Recipe) -> str:
 
 
 def unused_classes(recipe: Recipe, source: Source) -> list[str]:
-    """A note where the images lie in class folders, and no test images are named or held out."""
+    """Return a note if the images are in class folders, and no test images are named or held out."""
     classes, asked = len(source.classes or ()), recipe.eval
     if classes < 2 or asked.root or asked.val_share or asked.evals != "auto" or not recipe.data.own_files:
         return []
@@ -122,7 +122,7 @@ def unused_classes(recipe: Recipe, source: Source) -> list[str]:
 
 
 def few_images(images: int, shown: int) -> list[str]:
-    """Warnings of a run that shows too few `images`, or them too often, `shown` images in all."""
+    """Return warnings about too few `images`, and about images shown too often; shown: images of all steps."""
     most = MOST_PASSES * images
     few = f"{images} images are few (LightlyTrain recommends several thousand): dino-ds advise says what else to do"
     often = (
@@ -133,8 +133,8 @@ def few_images(images: int, shown: int) -> list[str]:
 
 
 def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
-    """Warnings about EMA teachers that are still mostly their initial weights after `steps` steps, and so teach an
-    untrained network."""
+    """Return warnings about EMA teachers that after `steps` steps still consist mostly of their random initial weights,
+    and so give the targets of an untrained network."""
     warnings = []
     drawn = recipe.stage_start is None and recipe.model.init_from is None
     for teacher in teachers_of(recipe):
@@ -152,7 +152,7 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
 
 
 def _objective_lines(recipe: Recipe) -> list[str]:
-    """Lines about crops and masks, heads, loss terms and teachers."""
+    """Return lines about crops and masks, heads, loss terms and teachers."""
     crops, terms = recipe.crops, terms_of(recipe)
     masks = ""
     if crops.mask != "none":
@@ -174,7 +174,7 @@ def _objective_lines(recipe: Recipe) -> list[str]:
 
 
 def _sizes_in_words(recipe: Recipe) -> str:
-    """ "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
+    """Describe the crops: "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
     several = [(describe_crops(recipe.groups_of(resolution)), resolution.share) for resolution in recipe.resolutions]
     if len(several) == 1:
         return several[0][0]
@@ -182,7 +182,7 @@ def _sizes_in_words(recipe: Recipe) -> str:
 
 
 def closing_lines(run: Run, model: ModelSection) -> list[str]:
-    """The lines of a run that has come to its last step."""
+    """Return the last lines of the log of a run that has reached its last step."""
     path, steps = run.path, run.step.schedules.steps
     knows = model.spec().timm_model(model.backbone) is not None
     how = f"{path / 'teacher.json'} says how timm loads it" if knows else f"dino_ds.load({str(path)!r}) loads it"
@@ -199,6 +199,6 @@ def closing_lines(run: Run, model: ModelSection) -> list[str]:
 
 
 def _newest_picture(pictures: Path) -> Path | None:
-    """The most telling picture of the newest step that has any."""
+    """Return the most telling picture of the newest step that has pictures."""
     folders = sorted(pictures.glob("step_*"), reverse=True)
     return next((path for folder in folders for name in _PICTURES if (path := folder / f"{name}.png").is_file()), None)

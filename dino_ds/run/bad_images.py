@@ -1,5 +1,4 @@
-"""Reports images that can't be read and steps that were skipped for a number that is not finite; ends a run with too
-many of either."""
+"""Reports unreadable images, and steps skipped because of NaN or infinity; ends a run with too many of either."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _SHOWN = 5
 """Unreadable images that the screen names; log.txt names all."""
 _DEVIATIONS = 4.0
 _NO_CONTRAST = 1e-3
-"""The largest range of a channel that counts as a single color, in deviations; a level of 8 bits is 17 times that."""
+"""Largest range of a channel that counts as a single color, in standard deviations; an 8-bit level is 17 times this."""
 _GRID = 32
 
 
@@ -76,9 +75,9 @@ class BadSteps:
         self._in_a_row = 0
 
     def report(self, window: list[tuple[MicroStep, list[str]]]) -> None:
-        """Report a skipped step; `window` is what this rank has trained on. Every rank calls it.
+        """Report a skipped step. window: this rank's micro-batches, with their images' names. Every rank must call it.
 
-        Raises NumericError, on all ranks, at the last bad step that is allowed, or if the scale can't fall.
+        Raises NumericError, on all ranks, at the third bad step in a row, or if the loss scale can't fall further.
         """
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
@@ -115,7 +114,7 @@ class BadSteps:
             )
 
     def _record(self, names: dict[int, list[str]], quantity: str) -> None:
-        """A line for each rank in `names`: those whose loss was not finite, or all where only the gradient was not."""
+        """Write a line for each rank in `names`: those with a non-finite loss, or all if only the gradient is."""
         if distributed.rank() == 0:
             common = {"step": self._run.step.applied_steps, "in_a_row": self._in_a_row}
             for rank, images in names.items():
@@ -142,18 +141,19 @@ def constant_images(crops: list[Tensor]) -> Tensor:
 
 
 def part_shares(indices: Tensor, ends: Mapping[str, int]) -> list[Tensor]:
-    """The part () of a micro-batch that came from each source of a mixture, on the device; none for a single source."""
+    """Return the share () of a micro-batch from each source of a mixture, on the device; [] for a single source."""
     below = [indices.new_zeros(()), *((indices % max(ends.values()) < end).sum() for end in ends.values())]
     return [(now - before) / len(indices) for before, now in pairwise(below)]
 
 
 def allowed_bad_images(fraction: float, sampled: int, images: int) -> int:
-    """Number of unreadable images that is allowed among the first `sampled` different ones of `images`.
+    """Return how many unreadable images are allowed among the first `sampled` different ones of `images`.
 
-    Images come in random order, so this is what data with exactly `fraction` of unreadable images shows, plus 4
-    standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is ceil(fraction *
-    images) once all were met. Data twice as bad as allowed is found out after about 16 / fraction images, a folder
-    without readable images at once, and one bad file among the first stops no run unless `fraction` is 0.
+    Images come in random order, so this is the expected number in data with exactly `fraction` of unreadable images,
+    plus 4 standard deviations (of the hypergeometric distribution, with p for p (1 - p)), rounded up. It is
+    ceil(fraction * images) once all images were seen. Data twice as bad as allowed is detected after about 16 /
+    fraction images, a folder without readable images at once; one bad file among the first stops no run unless
+    `fraction` is 0.
     """
     sampled = min(sampled, images)
     expected = fraction * sampled

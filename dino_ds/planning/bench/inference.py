@@ -1,4 +1,4 @@
-"""`dino-ds bench inference`: latency and throughput of a teacher's features, by batch size and way to run it."""
+"""`dino-ds bench inference`: latency and throughput of feature extraction, by batch size and way to run it."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def run(options: BenchInferenceOptions) -> Result:
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for batch in tqdm(options.batches, desc="batch sizes", leave=False, disable=None):
-            torch.compiler.reset()  # a program for each batch size: together they would fill its cache
+            torch.compiler.reset()  # each batch size has its own graph: all would fill the cache
             try:
                 images = torch.randn(batch, channels, side, side, device=device())
                 backbone.features(images)
-            except RuntimeError as error:  # of memory, on the CPU too; without it there is nothing to compare with
+            except RuntimeError as error:  # out of memory, also on a CPU; without a baseline nothing is compared
                 skipped[f"batch {batch}"] = _reason(error)
                 continue
             ways, why = _ways(backbone, images, Path(folder, "model.onnx"), options.threads)
@@ -78,7 +78,7 @@ def run(options: BenchInferenceOptions) -> Result:
 
 
 def _random(name: str) -> Backbone:
-    """Random weights of an architecture. Raises ConfigError for a name that a recipe can't have."""
+    """Build an architecture with random weights. Raises ConfigError for a name that no recipe accepts."""
     try:
         spec = backbone_spec(name)
     except ValueError as error:
@@ -87,7 +87,7 @@ def _random(name: str) -> Backbone:
 
 
 def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple[dict[str, Features], dict[str, str]]:
-    """The functions that compute the features by name, each tried once, and why others are left out."""
+    """Return functions that compute the features, each tried once, and why others are skipped; both by name."""
     builders: dict[str, Callable[[], Features]] = {
         BASELINE: lambda: backbone.features,
         "bf16": lambda: _changed(backbone, bf16=True, compiled=False),
@@ -101,7 +101,7 @@ def _ways(backbone: Backbone, images: Tensor, file: Path, threads: int) -> tuple
             way = build()
             way(images)
             ways[name] = way
-        except (RuntimeError, ConfigError) as error:  # also of a compiler or an exporter that is not whole here
+        except (RuntimeError, ConfigError) as error:  # also of an incomplete compiler or exporter
             full = isinstance(error, torch.OutOfMemoryError)
             skipped[f"{name}, batch {len(images)}" if full else name] = _reason(error)
     return ways, skipped
@@ -114,7 +114,7 @@ def _reason(error: Exception) -> str:
 
 
 def _changed(backbone: Backbone, bf16: bool, compiled: bool) -> Features:
-    """Weights and activations in bf16, the images cast in the measured time; compiled blocks."""
+    """Copy the backbone, in bf16 (casting the images is part of the measured time), with compiled blocks, or both."""
     cuda = torch.cuda.is_available()
     if bf16 and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError("this GPU has no bf16 arithmetic")
@@ -145,7 +145,7 @@ def _onnxruntime(backbone: Backbone, file: Path, threads: int) -> Features:
 
 
 def _measured(ways: dict[str, Features], images: Tensor, options: BenchInferenceOptions) -> list[dict[str, Any]]:
-    """Measure each way, with as many rounds as fit into the time by the first pass of all."""
+    """Measure each way, with as many rounds as fit into `options.seconds`, judged by one pass of all ways."""
     began, batch = time.monotonic(), len(images)
     features = {name: way(images).float().cpu() for name, way in ways.items()}
     exact = features[BASELINE]

@@ -1,4 +1,4 @@
-"""`dino-ds bench ladder`: from the plain DINO step upwards, one optimization at a time: what each is worth here."""
+"""`dino-ds bench ladder`: adds one optimization at a time to the plain DINO step, and measures what each gains."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
 
 FIRST = 3
-"""Steps whose losses are compared: exact optimizations add in another order, and Adam makes the difference grow."""
+"""Steps whose losses are compared; later, Adam amplifies the rounding of exact optimizations: another summing order."""
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
 _OF_OTHERS = ("channels-last images",)
@@ -46,7 +46,7 @@ CLIPPING = 3.0
 
 @dataclass(frozen=True)
 class LadderStep:
-    """The make of a training step of the engine. exact: the result stays the same up to rounding."""
+    """How a training step of the ladder is built. exact: its result equals the plain step's up to rounding."""
 
     name: str
     exact: bool = True
@@ -58,7 +58,7 @@ class LadderStep:
 
 
 def all_steps() -> list[LadderStep]:
-    """The steps from the plain one upwards, each with all optimizations of those before it."""
+    """Return the steps, the plain one first; each adds an optimization to the step before it."""
     steps = [LadderStep("plain step")]
 
     def add(name: str, levers: dict[str, Any] | None = None, **changes: Any) -> None:
@@ -73,17 +73,17 @@ def all_steps() -> list[LadderStep]:
     add("oneDNN's products", onednn=True)
     add("bf16", exact=False, precision="bf16")
     add("torch.compile", {"compile": "default"})
-    add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # not both
+    add("batched stochastic depth", {"compile": "off"}, batched_stochastic_depth=True)  # these two exclude each other
     return steps
 
 
 def last_exact() -> LadderStep:
-    """All exact optimizations."""
+    """Return the step with all exact optimizations."""
     return [step for step in all_steps() if step.exact][-1]
 
 
 def why_skipped(step: LadderStep, recipe: Recipe) -> str | None:
-    """Why this step can't be measured here; None if it can."""
+    """Return why this step can't be measured here, or None if it can."""
     cuda, is_vit = torch.cuda.is_available(), "packed" in recipe.model.spec().obeys
     if step.name in (_OF_OTHERS if is_vit else _OF_VITS):
         kind = "one of our ViTs, which have no such convolutions" if is_vit else "not one of our ViTs"
@@ -105,7 +105,7 @@ def _cpu_has_bf16() -> bool:
 
 
 def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
-    """A trial of this step with `batch` images, on one process."""
+    """Build a trial of this step with `batch` images, in one process."""
     if step.batched_stochastic_depth:
         recipe = change_recipe(recipe, {"model.stochastic_depth": "batched"})
     stage = 0 if step.precision == "fp32" else 1
@@ -119,8 +119,8 @@ def build_ladder_step(step: LadderStep, recipe: Recipe, batch: int) -> Trial:
 
 
 class PlainPrototypes(Prototypes):
-    """All logits in one matrix, and `dino_loss` or `ibot_loss` of them; normalizes the whole weight in each pass.
-    FP32."""
+    """Computes all logits as one matrix, in FP32, and `dino_loss` or `ibot_loss` of it; normalizes the whole weight in
+    each pass."""
 
     def forward(self, z: Tensor, comparison: Comparison | None = None) -> Logits | Compared:
         if comparison is None or not (comparison.exclude_own or comparison.weights is not None):
@@ -142,14 +142,14 @@ class PlainPrototypes(Prototypes):
 
 
 def use_plain_losses(network: Network) -> None:
-    """Let the heads of a network compute their losses by the formulas."""
+    """Make the heads of a network compute their losses by the plain formulas, without tiles."""
     for head in network.heads().values():
         head.prototypes.__class__ = PlainPrototypes
 
 
 @dataclass
 class _Measured:
-    """One ladder step. losses: of each training step."""
+    """Measurements of one ladder step. losses: one for each training step."""
 
     memory: ChildResult
     losses: list[float] = field(default_factory=list)
@@ -176,7 +176,7 @@ def run(options: BenchLadderOptions, *, recipe: Recipe) -> Result:
 def _prepare(
     step: LadderStep, recipe: Recipe, batch: int, options: BenchLadderOptions
 ) -> tuple[_Measured, Callable[[], None]]:
-    """Build one step; its peak memory comes from this GPU's allocator or from a process of its own."""
+    """Build one ladder step; peak memory is read from the GPU's allocator, or on a CPU measured in a child process."""
     memory, peak = ChildResult(None, 0.0, 0.0), None
     if torch.cuda.is_available():
         peak = GpuPeak()
@@ -205,7 +205,7 @@ def take_ladder_step(name: str, recipe: dict[str, Any], batch: int) -> None:
 
 
 def _run(step: LadderStep, trial: Trial) -> Tensor:
-    """One training step; without oneDNN's products where the ladder has not come to them yet."""
+    """Run one training step; matrix products are torch's own unless this ladder step has oneDNN's."""
     with nullcontext() if step.onednn else products_of_torch():
         return trial.run()
 

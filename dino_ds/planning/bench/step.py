@@ -38,11 +38,11 @@ from dino_ds.planning.measure.trial import (
 
 _TRACED, _OPERATORS = 3, 15
 Settings = dict[str, tuple[Recipe, dict[str, Any]]]
-"""The settings that are compared: recipe and ds JSON by name."""
+"""Recipe and ds JSON of each compared setting, by name."""
 
 
 def run(options: BenchStepOptions, *, recipe: Recipe, ds: dict[str, Any], ds_path: str) -> Result:
-    """Measure the step of `recipe` and `ds`, or two settings that `compare` ("key=a,b") tells apart.
+    """Measure the step of `recipe` and `ds`, or of two settings with different values of a key: `compare` ("key=a,b").
 
     Raises ConfigError for a setting that does not exist.
     """
@@ -84,7 +84,7 @@ def _settings(recipe: Recipe, ds: dict[str, Any], ds_path: str, compare: str | N
 
 
 def _peak_memory(recipe: Recipe, ds: dict[str, Any], ds_path: str, batch: int, threads: int) -> dict[str, float]:
-    """Measure it in a process of its own; with several ranks it is read in this one, later."""
+    """Measure peak memory in a child process; {} with several ranks, where it is read in this process later."""
     if distributed.world_size() > 1:
         return {}
     arguments = {"recipe": recipe.model_dump(mode="json"), "ds": ds}
@@ -102,7 +102,7 @@ def take_steps(recipe: dict[str, Any], ds: dict[str, Any], ds_path: str, batch: 
 def _measure(
     resolved: dict[str, tuple[Recipe, DsConfig]], memory: dict[str, dict[str, float]], options: BenchStepOptions
 ) -> list[dict[str, Any]]:
-    """Time the settings, interleaved. memory: of each, if known; a GPU's is measured here, for one setting."""
+    """Time the settings, interleaved. memory: of each setting; {} on a GPU, where it is measured here, for one."""
     peak, waits = None if memory else GpuPeak(), options.data or distributed.world_size() > 1
     parts = {name: PartTimes(device(), waits) for name in resolved}
     with ExitStack() as feeds:
@@ -121,7 +121,7 @@ def _measure(
 
 
 def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Callable[[], object]:
-    """The step of one setting, on real images where `feeds` closes their loader."""
+    """Build the step of one setting; with `feeds`, which closes the loader, on real images."""
     trial = build_trial(recipe, config)
     if feeds is None:
         return trial.run
@@ -130,7 +130,7 @@ def _step_of(recipe: Recipe, config: DsConfig, feeds: ExitStack | None) -> Calla
 
 
 def _trace(step: Callable[[], object], folder: Path) -> dict[str, str]:
-    """Write what torch's profiler sees of a few steps into trace.json, with their parts; its table of operators."""
+    """Profile a few steps with torch into trace.json, parts included; return its path and a table of operators."""
     on_gpu, rank = torch.cuda.is_available(), distributed.rank()
     path = folder / (f"trace_rank{rank}.json" if rank else "trace.json")
     with (

@@ -1,4 +1,4 @@
-"""The machine: its GPUs, and the memory that trainings may take."""
+"""Finds this machine's GPUs, and the memory that training may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FREE_PART = 0.9
 
 @dataclass(frozen=True)
 class VisibleGpu:
-    """Memory in GiB; `free_gib` is what other processes leave."""
+    """A GPU that torch sees; `free_gib` is the memory that other processes leave."""
 
     name: str
     capability: str
@@ -22,7 +22,7 @@ class VisibleGpu:
 
 
 def find_gpus() -> list[VisibleGpu]:
-    """The GPUs that torch sees; none on a machine without."""
+    """List the GPUs that torch sees; [] without any."""
     if not torch.cuda.is_available():
         return []
     gpus = []
@@ -34,5 +34,5 @@ def find_gpus() -> list[VisibleGpu]:
 
 
 def usable_memory_gib() -> float:
-    """Memory that trainings on a CPU may take: 90 % of what is free."""
+    """Return the host memory that training on a CPU may use: 90 % of what is free."""
     return _FREE_PART * host_memory_gib()[1]

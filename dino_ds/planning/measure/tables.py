@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with padded columns, all but the first aligned to the right."""
+    """Format a table with padded columns, all but the first aligned to the right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = []
     for row in (header, *rows):
@@ -33,5 +33,5 @@ class Finding:
 
 
 def judge(topic: str, text: str, remedy: str = "", bad: bool = True, level: str = WARNING) -> Finding:
-    """A finding of `level` with its remedy if it is `bad` and has one, else a fine one."""
+    """Make a finding: of `level` and with the remedy if it is `bad` and has a remedy, else of level FINE."""
     return Finding(topic, level, text, remedy) if bad and remedy else Finding(topic, FINE, text)

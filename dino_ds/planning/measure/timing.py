@@ -1,4 +1,4 @@
-"""Times several things interleaved in one process, so that what disturbs one disturbs all."""
+"""Times several functions interleaved in one process, so that a disturbance slows all of them alike."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dino_ds.basics.ranges import listen
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each run, by the clock of `clock_of`."""
+    """Seconds of each run, by the `clock` that `clock_of` chose."""
 
     all_seconds: tuple[float, ...]
     clock: str
@@ -33,8 +33,8 @@ class Timing:
 
 
 def clock_of(device: torch.device, waits: bool = False) -> str:
-    """ "cpu", time of all threads of this process, for what computes with one thread on the CPU and `waits` for no
-    other process, since the load of others doesn't lengthen it; else "wall"."""
+    """Choose the clock: "cpu", this process's CPU time, which other programs' load doesn't lengthen, for work with
+    one thread on the CPU that `waits` for no other process; else "wall"."""
     return "cpu" if device.type == "cpu" and torch.get_num_threads() == 1 and not waits else "wall"
 
 
@@ -43,7 +43,7 @@ def now_by(clock: str) -> Callable[[], float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything."""
+    """Wait until the device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -51,7 +51,7 @@ def synchronize(device: torch.device) -> None:
 def time_interleaved(
     runs: Mapping[str, Callable[[], object]], repeats: int, warmup: int, device: torch.device, waits: bool = False
 ) -> dict[str, Timing]:
-    """Time each of `runs` `repeats` times after `warmup` times, interleaved, every second round in reverse order."""
+    """Time each of `runs` `repeats` times after `warmup` calls, interleaved, every second round in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     clock = clock_of(device, waits)
     now = now_by(clock)
@@ -88,7 +88,7 @@ class PartTimes:
         self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
 
     def after(self, warmup: int, run: Callable[[], object]) -> Callable[[], None]:
-        """`run`, whose parts are timed once it has run `warmup` times."""
+        """Wrap `run` so that its parts are timed after the first `warmup` calls."""
         left = warmup
 
         def timed() -> None:
@@ -103,7 +103,7 @@ class PartTimes:
         return timed
 
     def read(self) -> dict[str, float]:
-        """Seconds by part so far; waits for the device."""
+        """Return the seconds of each part so far; waits for the device."""
         synchronize(self._device)
         for name, begin, end in self._events:
             self._seconds[name] = self._seconds.get(name, 0.0) + begin.elapsed_time(end) / 1000
