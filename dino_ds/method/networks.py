@@ -1,4 +1,4 @@
-"""Networks of a recipe on the meta device, from which student and teachers are made; its optimizer as plain values."""
+"""Builds a recipe's network on the meta device, from which student and teachers are made, and its optimizer options."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from dino_ds.models.trained import keep_trained
 def build_meta(
     recipe: Recipe, performance: PerformanceOptions, queries: Mapping[str, Query], outputs: Sequence[str]
 ) -> Network:
-    """The network of a recipe that gives those of `queries` and of features that are `outputs`, weights without memory.
+    """Build a recipe's network, without memory for weights, that returns the queries and features named in `outputs`.
 
-    What model.train leaves out wants no gradient. Raises ConfigError where the backbone has no such part, and for
-    batched stochastic depth that grows by block, in compiled blocks.
+    Weights outside the part that model.train names require no gradient. Raises ConfigError if the backbone has no such
+    part, and for compiled blocks with batched stochastic depth that grows by block.
     """
     model = recipe.model
     grows = model.stochastic_depth == "batched" and model.drop_path_growth == "linear" and model.drop_path
@@ -60,20 +60,20 @@ def build_meta(
 
 
 def speed_options(performance: PerformanceOptions) -> dict[str, Any]:
-    """The options of a backbone that change its speed alone, by name, as a ds config has them."""
+    """The options of a ds config that change only a backbone's speed, by name."""
     known = {field.name for field in fields(BackboneOptions)}
     return {name: value for name, value in vars(performance).items() if name in known}
 
 
 def build_head(width: int, head: HeadSection, sync_batch_norm: bool = True) -> DinoHead:
-    """A recipe's head for features of `width`."""
+    """Build a recipe's head for features of `width`."""
     built = DinoHead(width, head.hidden, head.bottleneck, head.prototypes, head.layers, head.learned_lengths)
     built = built.free_prototypes() if head.free_prototypes else built
     return built.add_batch_norm(sync_batch_norm) if head.batch_norm else built
 
 
 def optimizer_options(section: OptimizerSection) -> OptimizerOptions:
-    """The options that a recipe's section `optimizer` gives the engine; the others come with the schedules."""
+    """The engine's options from a recipe's section `optimizer`; its other keys reach the engine by the schedules."""
     known = {field.name for field in fields(OptimizerOptions)}
     same = {name: value for name, value in section if name in known}
     return OptimizerOptions(betas=(section.beta1, section.beta2), **same)

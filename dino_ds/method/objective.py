@@ -1,4 +1,4 @@
-"""The contract of a loss term, and the objective that several of them make."""
+"""The contract of a loss term, and the objective, the weighted sum of terms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Outputs = Mapping[str, Mapping[str, Output]]
 
 @dataclass(frozen=True)
 class Needs:
-    """The outputs that a term reads of the student's network and of each teacher's: names of `queries`, or features
+    """The outputs that a term reads from the student's network and from each teacher's: names of `queries`, or features
     such as "cls/global" and "patches/global"."""
 
     student: tuple[str, ...]
@@ -48,10 +48,10 @@ class Measured(NamedTuple):
 
 
 class TargetEntropy(NamedTuple):
-    """The entropy of targets that a term measures.
+    """Facts about a term's scalar that is the mean entropy of targets.
 
-    prototypes: their number; cross_entropy: name of the scalar with the cross-entropy (None: the term's loss); rows:
-    the things that have a target, as messages name them.
+    prototypes: number of prototypes; cross_entropy: name of the scalar with the cross-entropy (None: the term's loss);
+    rows: what has one target each, as messages name it.
     """
 
     prototypes: int
@@ -60,9 +60,9 @@ class TargetEntropy(NamedTuple):
 
 
 class Entropy(NamedTuple):
-    """The scalar that is the mean entropy of the targets of a cross-entropy, and the scalar of that loss; their
-    difference is logged as `kl`, and both together tell a collapse. prototypes: their number, whose ln is the largest
-    entropy; rows: see `TargetEntropy`."""
+    """Names of the scalars of a cross-entropy, `loss`, and of the mean entropy of its targets, `scalar`. Their
+    difference is logged as `kl`; entropy and KL together show a collapse. prototypes: their number, whose ln is the
+    largest entropy; rows: see `TargetEntropy`."""
 
     scalar: str
     loss: str
@@ -72,10 +72,10 @@ class Entropy(NamedTuple):
 
 
 class RunningMean:
-    """gather() per micro-batch, commit() once per applied optimizer step, drop() after a skipped one. FP32.
+    """An FP32 mean: gather() per micro-batch, commit() once per applied optimizer step, drop() after a skipped one.
 
     Source: DINO, equation 4 (arXiv 2104.14294): c <- m c + (1 - m) mean of the teacher's logits over all ranks.
-    Sums and counts are kept, so micro-batches and ranks of unequal size weigh as they should.
+    Sums and counts are kept, so micro-batches and ranks of unequal size get their right weights.
     """
 
     def __init__(self, width: int, momentum: float, device: torch.device | str = "cpu") -> None:
@@ -85,12 +85,12 @@ class RunningMean:
 
     @torch.no_grad()
     def gather(self, rows: Tensor) -> None:
-        """Rows (n, k) of one micro-batch join the window."""
+        """Add rows (n, k) of one micro-batch to the window."""
         self.gather_sum(rows.float().sum(dim=0), len(rows))
 
     @torch.no_grad()
     def gather_sum(self, total: Tensor, count: int) -> None:
-        """The sum (k,) of `count` rows of one micro-batch joins the window."""
+        """Add the sum (k,) of `count` rows of one micro-batch to the window."""
         self._pending[:-1] += total
         self._pending[-1] += count
 
@@ -100,11 +100,11 @@ class RunningMean:
 
     @torch.no_grad()
     def commit(self, total: Tensor) -> None:
-        """Move the mean by the window's total (k + 1,) over all ranks, and begin a new window.
+        """Update the mean with the window's total (k + 1,) over all ranks, and begin a new window.
 
-        Without rows it stays as it is.
+        Without rows the mean does not change.
         """
-        moves = total[-1].clamp_max(1 - self.momentum)  # or 0: rows are whole numbers
+        moves = total[-1].clamp_max(1 - self.momentum)  # or 0 without rows: total[-1] is an integer
         self.value.lerp_(total[:-1] / total[-1].clamp_min(1), moves)
         self.drop()
 
@@ -113,7 +113,7 @@ class RunningMean:
         self._pending = torch.zeros_like(self._pending)
 
     def load(self, value: Tensor) -> None:
-        """Set the mean (k,), as a checkpoint has it, and begin a new window."""
+        """Set the mean (k,), such as from a checkpoint, and begin a new window."""
         self.value.copy_(value)
         self.drop()
 
@@ -121,9 +121,9 @@ class RunningMean:
 class Term(ABC):
     """One summand of the objective.
 
-    `scalars` names what `loss` measures besides; of these `entropies` are the mean entropies of targets, their names
-    end in teacher_entropy, and `spread` is one that is 0 where all images have one feature and 1 where they are far
-    apart, or "". `statistics` by their names in checkpoints. No other term may use these names.
+    `scalars`: names of what `loss` measures besides the loss. `entropies`: those that are mean entropies of targets;
+    their names end in teacher_entropy. `spread`: the one that is 0 if all images have the same feature and 1 if the
+    features are far apart, or "". `statistics`: by their names in checkpoints. No other term may use these names.
     `whole_step`: targets depend on all micro-batches of a step.
     """
 
@@ -147,8 +147,8 @@ class Term(ABC):
 class Objective:
     """The weighted sum of named terms, and the running statistics of all of them.
 
-    A term's weight is the schedule's of its name, or 1. With several terms each one's loss, unweighted, is among the
-    scalars as NAME_loss.
+    A term's weight is the schedule's weight of that name, or 1. With several terms, the unweighted loss of each is
+    among the scalars, as NAME_loss.
     """
 
     def __init__(self, terms: Mapping[str, Term]) -> None:
@@ -157,7 +157,7 @@ class Objective:
         self.scalars = tuple(scalar for name in self.terms for scalar in (*self.terms[name].scalars, *self._own(name)))
 
     def _own(self, name: str) -> tuple[str, ...]:
-        """The scalar of a term's own loss: none where it is the objective."""
+        """The name of the scalar of a term's own loss; none if this term is the whole objective."""
         return (f"{name}_loss",) if len(self.terms) > 1 else ()
 
     @property
@@ -173,7 +173,7 @@ class Objective:
 
     @property
     def spreads(self) -> list[str]:
-        """The scalars that say how far apart features of different images are."""
+        """The names of the scalars that measure how far apart features of different images are."""
         return [term.spread for term in self.terms.values() if term.spread]
 
     @property
@@ -189,7 +189,7 @@ class Objective:
     def targets(
         self, window: Sequence[Outputs], masks: Sequence[Masks], schedule: ScheduleValues
     ) -> list[dict[str, Any]]:
-        """For each micro-batch of a window every term's targets, by its name; their rows join the statistics."""
+        """Make every term's targets, by the term's name, for each micro-batch of a window, and gather statistics."""
         by_term = {name: term.targets(window, masks, schedule) for name, term in self.terms.items()}
         for name, made in by_term.items():
             if not isinstance(made, Sequence) or len(made) != len(window):
@@ -207,7 +207,7 @@ class Objective:
         }
 
     def loss(self, student: StudentOutputs, targets: Mapping[str, Any], schedule: ScheduleValues) -> Measured:
-        """The student's outputs by name -> the weighted sum of the terms, and their scalars."""
+        """Compute the weighted sum of the terms, and their scalars, from the student's outputs by name."""
         total: Tensor | None = None
         scalars: dict[str, Tensor] = {}
         for name, term in self.terms.items():
@@ -220,19 +220,19 @@ class Objective:
         return Measured(total, scalars)
 
     def student_features(self) -> tuple[str, ...]:
-        """The names of the outputs that terms read of the student, each once."""
+        """The names of the outputs that terms read from the student, each once."""
         return tuple(dict.fromkeys(name for term in self.terms.values() for name in term.needs.student))
 
     def teacher_features(self, teacher: str) -> tuple[str, ...]:
-        """The names of the outputs that terms read of one teacher, each once."""
+        """The names of the outputs that terms read from one teacher, each once."""
         return tuple(dict.fromkeys(n for term in self.terms.values() for n in term.needs.teachers.get(teacher, ())))
 
     def pending(self) -> list[Tensor]:
-        """This rank's window of each statistic, flat; to be summed over ranks and given to `commit` in one piece."""
+        """This rank's window of each statistic, flat; to be concatenated, summed over ranks and passed to `commit`."""
         return [statistic.pending() for statistic in self.statistics.values()]
 
     def commit(self, total: Tensor) -> None:
-        """Move the statistics by the window's totals over all ranks, and begin a new window."""
+        """Update the statistics with the window's totals over all ranks, and begin a new window."""
         sizes = [len(pending) for pending in self.pending()]
         for statistic, part in zip(self.statistics.values(), total.split(sizes), strict=True):
             statistic.commit(part)
@@ -248,13 +248,13 @@ class Objective:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises KeyError for a statistic that is not there."""
+        """Restore what `state` returned. Raises KeyError for a missing statistic."""
         for name, statistic in self.statistics.items():
             statistic.load(state[name])
 
 
 def _checked(name: str, term: Term, result: object) -> Measured:
-    """The result of a term's `loss`. Raises ConfigError unless it is one number with the scalars that it declares."""
+    """The result of a term's `loss`. Raises ConfigError unless it is one number and the term's declared scalars."""
     gave = f"loss term {name}: loss() gave"
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
         raise ConfigError(f"{gave} a {type(result).__name__}: return Measured(loss, {{scalar: value}})")

@@ -1,4 +1,4 @@
-"""The inputs from which the specs of loss terms and teachers build them."""
+"""The inputs from which specs build loss terms and teachers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps the features of a run near those of the weights that it started from.
 
-Source: distillation of features as in AM-RADIO (arXiv 2312.06709), from the start in the place of another teacher and
-without a layer in between.
+Source: distillation of features as in AM-RADIO (arXiv 2312.06709), with the starting weights as the teacher and without
+a layer between student and loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dino_ds.weights.frozen import FrozenSource, find_frozen
 
 
 class PreserveTerm(Term):
-    """1 - cosine, the mean of that of CLS features and that of patch features, if the backbone has some. FP32."""
+    """1 - cosine of CLS features, averaged with that of patch features if the backbone has these. FP32."""
 
     def __init__(self, has_patches: bool) -> None:
         self._features = (cls_of(GLOBAL), *([patches_of(GLOBAL)] if has_patches else []))
@@ -51,20 +51,20 @@ def _distance(features: object, wanted: Tensor | None) -> Tensor:
 
 
 class StartTeacher(FixedTeacher):
-    """The weights of model.init_from."""
+    """The frozen teacher with the weights of model.init_from."""
 
     term, key = PRESERVE, "model.init_from"
 
 
 def build_preserve(spec: PreserveSpec, parts: TermParts) -> PreserveTerm:
-    """The term that a spec describes."""
+    """Build the term that a spec describes."""
     return PreserveTerm(parts.recipe.model.spec().patch_width > 0)
 
 
 def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
-    """The frozen start, placed as dino_ds.frozen_teacher says; every rank must call it.
+    """Build the frozen teacher of the start, placed as dino_ds.frozen_teacher says; every rank must call this.
 
-    Raises CheckpointError for weights that can't be used, ConfigError for those of images of other channels.
+    Raises CheckpointError for weights that can't be used, ConfigError if they take another number of channels.
     """
     recipe, config = parts.recipe, parts.config
     ours, weights = Normalization.of(recipe), str(recipe.model.init_from)

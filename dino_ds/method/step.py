@@ -1,7 +1,7 @@
-"""The algorithm on one screen: what one micro-batch does, and what moves when its window ends.
+"""The algorithm on one screen: what one micro-batch does, and what changes when its window ends.
 
-Teachers, running statistics and schedules move once per *applied* optimizer step. Accumulation and fp16 overflow are
-then right by construction.
+Teachers, running statistics and schedules advance once per *applied* optimizer step. This makes gradient accumulation
+and fp16 overflow right by construction.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Inputs(NamedTuple):
 
 
 class TrainingStep:
-    """Student, teachers, objective and schedules moving together; `applied_steps` is the clock of the run.
+    """Trains the student and advances teachers, objective and schedules with it; `applied_steps` is the run's clock.
 
     Args:
         groups: the crop groups of a micro-batch.
-        seed: seeds the draws that all images of a step share.
+        seed: of the random choices that all images of a step share.
 
     Attributes:
         flags: FLAGS of this rank, which travel with the all-reduce of the objective's running statistics.
@@ -80,21 +80,21 @@ class TrainingStep:
 
     @property
     def window(self) -> int:
-        """The number of micro-batches that `prepare` sees together: a step's, where targets depend on all of them."""
+        """The number of micro-batches that `prepare` gets at once: a step's if targets depend on all of them, or 1."""
         return self.engine.config.accumulation if self.objective.whole_step else 1
 
     def prepare(self, window: Sequence[Inputs]) -> None:
-        """Make the targets of the next micro-batches, at the beginning of a step where `window` is more than 1."""
+        """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""
         assert len(window) == self.window and not self._targets
         if self.engine.config.performance.compile == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()  # what graphs gave before may be overwritten now
+            torch.compiler.cudagraph_mark_step_begin()  # earlier outputs of graphs may be overwritten now
         with named_range("teacher"):
             outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
         with named_range("targets"):
             self._targets = self.objective.targets(outputs, [inputs.masks for inputs in window], self.schedule)
 
     def micro_batch(self, inputs: Inputs, after_backward: Callable[[], None] | None = None) -> MicroStep:
-        """Run one micro-batch; its targets are made first, unless `prepare` has made them.
+        """Run one micro-batch, after making its targets unless `prepare` has made them.
 
         after_backward: called while the device works, before the optimizer's results are read.
         """
@@ -138,9 +138,9 @@ class TrainingStep:
 
     @torch.no_grad()
     def measure(self, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of a micro-batch and its scalars, with the schedule's values of the next step; between steps.
+        """Compute the loss and scalars of a micro-batch with the schedule of the next step; call it between steps.
 
-        Nothing is dropped at random, and nothing moves: no statistic, buffer or counter. Every rank must call it."""
+        Nothing is dropped at random, and no statistic, buffer or counter changes. Every rank must call it."""
         schedule, (crops, _, masks) = self.schedule, inputs
         with self.engine.evaluating(), uncompiled():
             outputs = self.teachers(crops, masks, schedule)
@@ -154,20 +154,20 @@ class TrainingStep:
         return loss, scalars
 
     def _moving_buffers(self) -> list[Tensor]:
-        """The buffers of student and teachers that forward passes move."""
+        """The buffers of student and teachers that forward passes change."""
         return [*self.engine.buffers().values(), *self.teachers.moving_buffers().values()]
 
     def _restore_buffers(self) -> None:
-        """A skipped step changes nothing, and forward passes have moved buffers."""
+        """Restore the buffers that forward passes have changed: a skipped step must change nothing."""
         _copy(self._moving_buffers(), self._buffers)
 
     def state(self) -> dict[str, Tensor]:
-        """The part of the training state that every rank holds whole, by reference; the engine's shards are its own."""
+        """The part of the training state that is whole on every rank, by reference; the engine saves its own shards."""
         buffers = {f"student.{name}": tensor for name, tensor in self.engine.buffers(saved=True).items()}
         return {**self.teachers.state(), **self.objective.state(), **buffers}
 
     def restore(self, state: Mapping[str, Tensor], applied_steps: int) -> None:
-        """Put back what `state` gave after `applied_steps` steps, once the engine's shards are loaded.
+        """Restore what `state` returned after `applied_steps` steps, once the engine's shards are loaded.
 
         Raises KeyError for a tensor that `state` lacks.
         """
@@ -190,7 +190,7 @@ class TrainingStep:
         self.engine.set_groups(group_settings(schedule))
         self.engine.freeze_prototypes(not schedule.prototypes_gradient)
         self.engine.freeze_backbone(schedule.backbone_frozen)
-        # The reference gives a frozen layer no gradient at all, so its Adam state begins here.
+        # In the reference a frozen layer has no gradient at all, so its Adam state begins here.
         if schedule.unfreeze_prototypes:
             self.engine.reset_optimizer_state(PROTOTYPES)
         if schedule.unfreeze_backbone:
@@ -199,7 +199,7 @@ class TrainingStep:
 
 
 def _copy(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """One kernel for all tensors of a dtype: given several, torch copies one by one."""
+    """Copy `values` into `to`, one kernel per dtype: given several dtypes, torch would copy one by one."""
     for dtype in {tensor.dtype for tensor in to}:
         pairs = [pair for pair in zip(to, values, strict=True) if pair[0].dtype == dtype]
         torch._foreach_copy_([target for target, _ in pairs], [other for _, other in pairs])

@@ -1,4 +1,4 @@
-"""Self-attention over packed tokens: linear layers once for all, the attention itself per size or in one kernel."""
+"""Self-attention over packed tokens: linear layers run once, the attention itself per size or in one kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BACKENDS = {
 class QueryKeyValue(nn.Linear):
     """The three projections in one weight (3d, d), as timm's `attn.qkv`.
 
-    It slices its weight inside its own forward: ZeRO 3 gathers a parameter only around its module's forward.
+    The weight is sliced inside this module's forward: ZeRO 3 gathers a parameter only around its module's forward.
     """
 
     def forward(  # type: ignore[override]
@@ -37,7 +37,7 @@ class QueryKeyValue(nn.Linear):
     ) -> tuple[Tensor, ...]:
         """x (tokens, d) -> all (tokens, 3d); or queries of `query_rows` (rows, d), keys and values (tokens, 2d).
 
-        bias (3d,) in the place of its own.
+        bias (3d,): used instead of the layer's bias.
         """
         bias = self.bias if bias is None else bias
         if query_rows is None:
@@ -49,11 +49,11 @@ class QueryKeyValue(nn.Linear):
 
 
 class _PerSize(torch.autograd.Function):
-    """Projections (tokens, parts * d) -> of each size its `parts` matrices (sequences, heads, tokens, c), all views.
+    """Projections (tokens, parts * d) -> for each size its `parts` matrices (sequences, heads, tokens, c), all views.
 
-    Their gradients are written into one matrix, each once. Autograd would stack those of keys and values, copy them
-    into the order of the tokens, and concatenate sizes and queries in two more passes.
-    parts: (rotated, all). With `tables` of RoPE, one of each size, the first parts are rotated while they are copied.
+    The backward pass writes each gradient once, into one matrix. Autograd would stack the gradients of keys and values,
+    copy them into the order of the tokens, and concatenate sizes and queries in two more passes.
+    parts: numbers of (rotated, all). With `tables`, RoPE's for each size, the first parts are rotated during a copy.
     """
 
     @staticmethod
@@ -86,7 +86,7 @@ class _PerSize(torch.autograd.Function):
 
 
 def _views(x: Tensor, groups: tuple[tuple[int, int], ...], parts: int, heads: int) -> list[tuple[Tensor, ...]]:
-    """x (tokens, parts * d) -> of each size `parts` views (sequences, heads, tokens, c)."""
+    """x (tokens, parts * d) -> for each size `parts` views (sequences, heads, tokens, c)."""
     cut = zip(groups, x.split([sequences * tokens for sequences, tokens in groups]), strict=True)
     return [rows.view(*group, parts, heads, -1).transpose(1, 3).unbind(2) for group, rows in cut]
 
@@ -119,7 +119,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, packing: Packing, selection: Selection | None = None, tables: Sequence[Tensor] = ()
     ) -> Tensor:
-        """x (tokens, d) -> (tokens, d), or (rows, d) for the selected ones alone. tables: of RoPE, for each size."""
+        """x (tokens, d) -> (tokens, d), or (rows, d) for the selected rows alone. tables: RoPE's, one for each size."""
         asking = packing if selection is None else selection.packing
         if self.implementation == "varlen":
             return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, asking))
@@ -130,7 +130,7 @@ class Attention(nn.Module):
     def projected(
         self, x: Tensor, packing: Packing, selection: Selection | None, tables: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Queries, keys and values as `QueryKeyValue` gives them, rotated by `tables` if there are some."""
+        """Queries, keys and values as `QueryKeyValue` returns them, rotated by `tables` if given."""
         return self.qkv(x, None if selection is None else selection.rows)
 
     def qkv_bias(self) -> Tensor | None:
@@ -139,7 +139,7 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def weights(self, x: Tensor, packing: Packing, tables: Sequence[Tensor], cls_only: bool) -> Tensor:
-        """x (b * n, d), sequences of one size -> (b, heads, n, n), or of the CLS token's queries (b, heads, 1, n)."""
+        """x (b * n, d), sequences of one size -> (b, heads, n, n), or for CLS queries alone (b, heads, 1, n)."""
         (projected,) = self.projected(x, packing, None, tables)
         ((sequences, tokens),) = packing.groups
         q, k, _ = projected.view(sequences, tokens, 3, self.heads, -1).transpose(1, 3).unbind(2)
@@ -149,8 +149,8 @@ class Attention(nn.Module):
     def _size_by_size(
         self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing, tables: Sequence[Tensor]
     ) -> Tensor:
-        """One kernel call per size; `packing` holds the keys and values, `asking` the queries. tables: of RoPE, if
-        queries and keys are not rotated yet."""
+        """Attend with one kernel call per size; `packing` is of keys and values, `asking` of queries. tables: RoPE's,
+        if queries and keys are not rotated yet."""
         groups = packing.groups
         if len(projected) == 1:
             pieces = _PerSize.apply(projected[0], groups, (2, 3), self.heads, *tables)
@@ -182,7 +182,7 @@ class Attention(nn.Module):
 
 
 def leave_out_cudnn_attention() -> None:
-    """Take cuDNN's attention kernel, which torch prefers on Hopper, only where it is named from now on.
+    """From now on, use cuDNN's attention kernel, which torch prefers on Hopper, only if it is asked for by name.
 
     With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072).
     """
@@ -190,7 +190,7 @@ def leave_out_cudnn_attention() -> None:
 
 
 def chosen_kernel(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that "auto" takes for sequences of `tokens` tokens, such as "flash"."""
+    """The kernel that "auto" selects for sequences of `tokens` tokens, such as "flash"."""
     example = torch.empty(2, heads, tokens, head_width, dtype=dtype, device=device, requires_grad=True)
     chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
     return next((name for name, backend in _BACKENDS.items() if backend == chosen), chosen.name.lower())

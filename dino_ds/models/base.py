@@ -19,28 +19,28 @@ from dino_ds.models.batch_norm import again
 from dino_ds.models.specs.base import BackboneSpec
 
 Crops = Mapping[str, Sequence[Tensor]]
-"""Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one a crop."""
+"""Crops of a micro-batch by group, in the recipe's order: a list of (b, c, h, w), one for each crop of an image."""
 CLS = "cls"
 
 
 def patches_of(group: str) -> str:
-    """The name of the patch features of a crop group among a backbone's features."""
+    """The name of a crop group's patch features, among a backbone's features."""
     return f"patches/{group}"
 
 
 def masked_of(group: str) -> str:
-    """The name of the features of the hidden patches of a crop group among those of a network."""
+    """The name of the features of a crop group's hidden patches, among a network's features."""
     return f"masked/{group}"
 
 
 def cls_of(group: str) -> str:
-    """The name of the features of a crop group's crops alone among those of a network."""
+    """The name of the CLS features of one crop group, among a network's features."""
     return f"cls/{group}"
 
 
 def is_cast(module: nn.Module) -> bool:
-    """Whether autocast casts all weights that a module owns, so that a low-precision copy of them gives the same."""
-    # timm's convolutions that standardise their weights do so in FP32. By code: a segment has a copy of its forward.
+    """Whether autocast casts all weights that a module owns, so that results with a low-precision copy are the same."""
+    # timm's convolutions that standardize their weights do so in FP32. Code is compared: segments copy their forward.
     code = getattr(type(module).forward, "__code__", None)
     plain = code in (nn.Linear.forward.__code__, nn.Conv2d.forward.__code__)
     return plain or (isinstance(module, (nn.Linear, nn.Conv2d)) and type(module).__module__.startswith("dino_ds."))
@@ -51,8 +51,8 @@ class Backbone(nn.Module, ABC):
 
     `spec` is what the rest of the program knows without building it. The constructor takes
     (spec, side of the native crop in pixels, `dino_ds.models.specs.backbones.BackboneOptions`).
-    A module inside that owns buffers must have `reset_parameters` (or torch's `reset_running_stats`) give them their
-    values: networks are built on the meta device; or the class has `drawn`. Buffers must be equal on all ranks: one
+    A module that owns buffers must set their values in `reset_parameters` (or torch's `reset_running_stats`), as
+    networks are built on the meta device, unless the class has `drawn`. Buffers must be equal on all ranks: a buffer
     that a forward pass changes has to be reduced there (`dino_ds.models.batch_norm` does).
     `training_only`: parameters of no use for features: teacher.safetensors leaves them out, and weights that a run
     starts from need not have them.
@@ -79,8 +79,8 @@ class Backbone(nn.Module, ABC):
         "cls": (v * b, d), crop-major, groups in order; for each group named in `patches`, "patches/GROUP":
         (v_g * b, (h / stride) * (w / stride), d), row by row. drop_keys (b,) int64: one key per image, from which the
         stochastic depth of its crops follows; None for none (teachers, evaluation). masks: by group which patches are
-        hidden, (v_g * b, patches of a crop) bool. step_key: one key for what all images of a step
-        share, or None outside training.
+        hidden, (v_g * b, patches of a crop) bool. step_key: one key for random choices that all images of a step share,
+        or None outside training.
         """
 
     @abstractmethod
@@ -88,15 +88,15 @@ class Backbone(nn.Module, ABC):
         """The parts that are compiled and recomputed one by one, in order; `forward` calls them by `run_segment`."""
 
     def drawn(self) -> Backbone | None:
-        """A copy on the CPU with the initial weights that its class draws, or None if they are drawn module by module,
-        as `dino_ds.models.build` does."""
+        """A copy on the CPU that its class has initialized, or None if `dino_ds.models.build` can initialize the
+        backbone module by module."""
         return None
 
     def check_trainable(self) -> None:
-        """Raises ConfigError for a network that gives features but can't be trained."""
+        """Raise ConfigError for a network that gives features but can't be trained."""
 
     def check_image(self, height: int, width: int) -> None:
-        """Raises ConfigError for an image, of these sides in pixels, that it can't take."""
+        """Raise ConfigError if the network can't take images with these sides in pixels."""
         multiple = self.spec.side_multiple
         if height % multiple or width % multiple:
             raise ConfigError(
@@ -109,9 +109,9 @@ class Backbone(nn.Module, ABC):
         return height // self.spec.stride, width // self.spec.stride
 
     def layers(self) -> dict[str, int]:
-        """The layer of every parameter, by name, for learning rates that fall from layer to layer.
+        """The layer of every parameter, by name, for layer-wise decay of learning rates.
 
-        i + 1 in segment i; one more than the last after all of them; elsewhere that of the segment before, or 0.
+        i + 1 in segment i; one more than the last after all segments; elsewhere that of the segment before, or 0.
         """
         segments = {id(p): i + 1 for i, segment in enumerate(self.segments()) for p in segment.parameters()}
         layers, before = {}, 0
@@ -128,19 +128,19 @@ class Backbone(nn.Module, ABC):
     def compile_segments(self, mode: str = "default", backend: str = "inductor") -> None:
         """torch.compile every segment.
 
-        mode: "default", "max-autotune" or "reduce-overhead", of torch's own; the second without CUDA graphs.
+        mode: torch's "default" or "reduce-overhead", or "max-autotune", here without CUDA graphs.
         """
         torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for segment in self.segments():
             segment.compile(dynamic=False, backend=backend, mode=torch_mode)
 
     def checkpoint_segments(self, count: int | None, on_cpu: bool = False) -> None:
-        """Recompute the first `count` segments, or all, in the backward pass; on_cpu: inputs are kept on the host."""
+        """Recompute the first `count` segments, or all, in the backward pass; on_cpu: keep their inputs on the host."""
         self._checkpointed = len(self.segments()) if count is None else count
         self._checkpoint_on_cpu = on_cpu
 
     def run_segment(self, i: int, segment: Callable[..., Any], *inputs: Any) -> Any:
-        """`segment(*inputs)`, the i-th or what calls it, under the activation checkpointing in force."""
+        """Call `segment`, the i-th one or a function that calls it, with its activation checkpointing."""
         if i >= self._checkpointed or not torch.is_grad_enabled():
             return segment(*inputs)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
@@ -158,9 +158,9 @@ class Backbone(nn.Module, ABC):
 
 
 def resized_patches(patches: Tensor, count: int) -> Tensor:
-    """Patches (images, n, d) of square images -> (images, count, d): bicubic, as of `F.interpolate` without antialias.
+    """Patches (images, n, d) of square images -> (images, count, d): bicubic `F.interpolate` without antialias.
 
-    FP32 where they are resized, else as they are.
+    FP32 if they are resized, otherwise unchanged.
     """
     old, new = math.isqrt(patches.shape[1]), math.isqrt(count)
     assert old**2 == patches.shape[1] and new**2 == count, "images are square"

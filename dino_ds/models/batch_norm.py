@@ -1,9 +1,9 @@
-"""BatchNorm whose statistics are those of all ranks, on any device, and count each batch once.
+"""BatchNorm on any device with statistics over all ranks, whose running averages count each batch once.
 
-torch's SyncBatchNorm runs on GPUs only, where its kernels are used, but waits for the device at every layer. Here
+torch's SyncBatchNorm runs on GPUs only and waits for the device at every layer; only its kernels are used. Here
 statistics and arithmetic are FP32 whatever the precision of the network, and the recomputation of activation
 checkpointing leaves the running averages alone.
-Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of parts are joined as in Chan et al. 1979.
+Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); statistics of ranks are combined as in Chan et al. 1979.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AGAIN = [0]
 
 @contextmanager
 def again() -> Iterator[None]:
-    """Context of a forward pass that is repeated: running averages stay as they are."""
+    """Context of a recomputed forward pass: running averages do not change."""
     _AGAIN[0] += 1
     try:
         yield
@@ -36,10 +36,10 @@ def again() -> Iterator[None]:
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
-    """torch's, of any number of dimensions; x (b, c, ...) -> the same shape and dtype.
+    """torch's BatchNorm for any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
-    `synced`: statistics of all ranks. Without it each rank has its own, and its running averages until the step is
-    applied, when they become the mean over ranks.
+    `synced`: statistics are over all ranks. Otherwise each rank has its own statistics, and its own running averages
+    until the step is applied, when these become their mean over ranks.
     """
 
     synced = False
@@ -48,20 +48,20 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         return self.normalized(x)
 
     def normalized(self, x: Tensor) -> Tensor:
-        """x less its mean, divided by its standard deviation, scaled and shifted."""
+        """Subtract the mean from x, divide by the standard deviation, scale and shift."""
         assert self.momentum is not None
         weight = None if self.weight is None else self.weight.float()
         bias = None if self.bias is None else self.bias.float()
         mean, var = self.running_mean, self.running_var
         if not self.training and mean is not None:
             return F.batch_norm(x, mean, var, weight, bias, False, 0.0, self.eps)
-        ranks = distributed.world_size() if self.synced and self.training else 1  # others may not evaluate now
+        ranks = distributed.world_size() if self.synced and self.training else 1  # a rank may evaluate alone
         if x.numel() == x.shape[1] and ranks == 1:
             raise ConfigError(
                 "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
                 "larger local crops, or take a network with LayerNorm or GroupNorm"
             )
-        # Not left out where a pass is repeated: autograd and the compiler must see the same operations.
+        # Computed in a recomputed pass too: autograd and the compiler must see the same operations.
         momentum = 0.0 if _AGAIN[0] else self.momentum
         if momentum and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -76,7 +76,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class BatchNormAct(BatchNorm):
-    """timm's BatchNormAct2d: with an activation behind it."""
+    """timm's BatchNormAct2d: BatchNorm followed by an activation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.drop(self.normalized(x)))  # type: ignore[operator]
@@ -85,7 +85,7 @@ class BatchNormAct(BatchNorm):
 class _Synced(torch.autograd.Function):
     """x (b, c, ...) normalized by the statistics of all ranks, which must have batches of one shape.
 
-    Also gives the mean (c,) and the unbiased variance (c,).
+    Also returns the mean (c,) and the unbiased variance (c,).
     """
 
     @staticmethod
@@ -129,8 +129,8 @@ class _Synced(torch.autograd.Function):
 
 
 class _SyncedOnGpu(torch.autograd.Function):
-    """`_Synced` by the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read it,
-    the host waits for the device. Not verified on a GPU.
+    """`_Synced` with the kernels of torch's SyncBatchNorm, without its mask of ranks that have no images: to read the
+    mask, the host would wait for the device. Not verified on a GPU.
     """
 
     @staticmethod
@@ -167,7 +167,7 @@ def _function_for(x: Tensor) -> type[torch.autograd.Function]:
 
 
 def _of_all_ranks(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two tensors (c,) -> both of each rank (ranks, c)."""
+    """Gather two tensors (c,) from all ranks -> (ranks, c) each."""
     local, ranks = torch.cat((first, second)), distributed.world_size()
     every = local.new_empty(ranks * len(local))
     dist.all_gather_into_tensor(every, local)
@@ -184,7 +184,7 @@ def _channels(x: Tensor) -> list[int]:
 
 
 def _own_class(kind: type) -> type[BatchNorm] | None:
-    """The class of ours for one of torch's or of timm's, which takes seconds to import: a network that has it has."""
+    """Our class for a BatchNorm class of torch or timm, or None, without importing timm, which takes seconds."""
     layers = sys.modules.get("timm.layers")
     if layers is not None and kind is layers.BatchNormAct2d:
         return BatchNormAct
@@ -192,9 +192,9 @@ def _own_class(kind: type) -> type[BatchNorm] | None:
 
 
 def use_own_batch_norm(network: nn.Module, synced: bool) -> None:
-    """Turn each BatchNorm of torch's and timm's in `network` into ours, in place: names and tensors stay.
+    """Turn each BatchNorm of torch and timm in `network` into ours, in place: names and tensors stay.
 
-    Raises ConfigError for another project's, whose arithmetic is not known.
+    Raises ConfigError for BatchNorm without momentum, and for other classes, whose arithmetic is not known.
     """
     for name, module in network.named_modules():
         if isinstance(module, BatchNorm):
@@ -219,7 +219,7 @@ def batch_norms(network: nn.Module) -> list[BatchNorm]:
 
 
 def unsynced_statistics(network: nn.Module) -> list[Tensor]:
-    """Running averages that each rank has of its own batch, FP32; none where there is one rank."""
+    """FP32 running averages that each rank computes over its own batch alone; none with a single rank."""
     if distributed.world_size() == 1:
         return []
     unsynced = [norm for norm in batch_norms(network) if not norm.synced and norm.running_mean is not None]

@@ -1,9 +1,9 @@
-"""Builds a backbone from its spec, draws its initial weights, and makes the form of it that exporters take.
+"""Builds a backbone from its spec, initializes its weights, and makes a form of it that exporters can trace.
 
-Weights are drawn module by module, so that a network need not be whole anywhere to get them. A network built on a real
-device has them from its constructors. One built on the meta device gets the same ones, bit for bit, from
-`init_weights_in_pieces`: random numbers are used up in the order in which the constructors use them.
-Source: facebookresearch/dino; what it leaves to torch's defaults is left to them here.
+Weights are initialized module by module, so that no process needs to hold a whole network. A network built on a real
+device is initialized by its constructors. A network on the meta device gets the same weights, bit for bit, from
+`init_weights_in_pieces`, which uses random numbers in the order in which the constructors use them.
+Source: facebookresearch/dino; what it leaves to torch's defaults has torch's defaults here too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dino_ds.models.base import Backbone
 from dino_ds.models.specs.base import BackboneOptions, BackboneSpec
 
 Placer = Callable[[nn.Module], None]
-"""Takes the parameters and buffers that a module owns itself once they have their values, and may move them."""
+"""Called with a module once the parameters and buffers that the module owns itself have values; may move them."""
 
 
 def build_backbone(spec: BackboneSpec, image_size: int, options: BackboneOptions | None = None) -> Backbone:
-    """A backbone with weights as its class draws them; `image_size`: side of its native crop in pixels."""
+    """Build a backbone, initialized by its class; `image_size`: side of its native crop in pixels."""
     backbone: Backbone = _class(spec.builder)(spec, image_size, options or BackboneOptions())
     return backbone
 
@@ -39,7 +39,7 @@ def tensor_shapes(
 
 
 class PlainBackbone(nn.Module):
-    """Images (b, c, h, w) -> features (b, d), by the backbone itself."""
+    """Images (b, c, h, w) -> features (b, d), computed by the backbone itself."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ def _class(path: str) -> Any:
 
 
 def init_weights(part: nn.Module) -> None:
-    """Draw the weights of a backbone or head over torch's defaults, at the end of its constructor."""
+    """Initialize the weights of a backbone or head, in place of torch's defaults, at the end of its constructor."""
     for module in part.modules():
         _init_module(module)
 
 
 def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> None:
-    """Give `part`, which is on the meta device, the weights of `drawn`, made alike on the CPU."""
+    """Give `part`, which is on the meta device, the weights of `drawn`, the same module initialized on the CPU."""
     for module, other in zip(part.modules(), drawn.modules(), strict=True):
         for name, parameter in other.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(parameter.detach()))
@@ -77,7 +77,7 @@ def take_drawn_weights(part: nn.Module, drawn: nn.Module, placer: Placer) -> Non
 
 
 def init_weights_in_pieces(part: nn.Module, placer: Placer) -> None:
-    """Draw weights on the CPU for `part` (backbone or head), on the meta device; at most one module's at a time."""
+    """Initialize `part`, a backbone or head on the meta device, by drawing weights on the CPU, module by module."""
     for module in part.modules():
         if isinstance(module, nn.Linear):
             nn.Linear(

@@ -27,7 +27,7 @@ def sample_keys(seed: int, epoch: int, indices: Tensor) -> Tensor:
 
 
 def step_key(seed: int, step: int) -> int:
-    """One key below 2^63 for what all images of a step share."""
+    """One key below 2^63 for random choices that all images of a step share."""
     return crop_seed(seed, step, -1) >> 1  # -1: no image has this index
 
 
@@ -51,7 +51,7 @@ def _write_draws(draws: Tensor, keys: Tensor) -> None:
 def drop_path_scales(draws: Tensor, rates: tuple[float, float]) -> Tensor:
     """(blocks, 2, sequences) -> the same, FP32: 0 where a branch is dropped, 1 / (1 - rate) where it is kept.
 
-    rates: of the first block and of the last; those between lie on a line.
+    rates: of the first and of the last block; rates of the blocks between are interpolated linearly.
     """
     found: Tensor = (_scales_of if fuses(draws) else _scales_of.function)(draws, *rates)
     return found
@@ -70,10 +70,11 @@ def _scales_of(draws: Tensor, first: float, last: float) -> Tensor:
 class Kept:
     """The sequences whose branch is computed at all.
 
-    rows: all their tokens in the matrix of all sequences; packing: of those rows; selection: of them, where the block
-    gives selected rows alone; places: what the block gives of them, as rows of its result; scales: sequences of a size
-    / kept ones, so that the sum over a batch stays what it was, for each of `places`, (rows, 1); inverse: for each row
-    of the result its place in `places`, or -1, on a GPU where functions are fused.
+    rows: indices of all their tokens in the matrix of all sequences.
+    packing: of `rows`; selection: among `rows`, if the block returns selected rows alone.
+    places: indices, in the block's result, of the rows that the block returns for these sequences.
+    scales: (rows, 1), for each of `places` sequences of its size / kept ones, which keeps the expected sum.
+    inverse: for each row of the result its index in `places`, or -1; None unless functions are fused on a GPU.
     """
 
     rows: Tensor
@@ -91,11 +92,11 @@ def kept_sequences(
     selection: Selection | None = None,
     made: MadeOnce | None = None,
 ) -> list[list[Kept]]:
-    """Batched stochastic depth: for each block and branch an exact part of the sequences of each size, 1 - rate.
+    """Choose the sequences of batched stochastic depth: for each block and branch the share 1 - rate of each size.
 
-    The others are not computed: the student's blocks cost (1 - mean rate). Not what `drop_path_scales` does: the number
-    no longer varies, and who is kept depends on the micro-batch. Those with the largest draws of each size are kept.
-    `selection`: the rows that the last block gives, `Packing.first_and_last`; `made`: where what no step changes lies.
+    The others are not computed: the student's blocks cost (1 - mean rate). Unlike with `drop_path_scales`, the number
+    of kept sequences does not vary, and which are kept depends on the micro-batch: those with the largest draws of each
+    size. `selection`: the rows that the last block returns, `Packing.first_and_last`; `made`: a cache.
     Source: facebookresearch/dinov2 `drop_add_residual_stochastic_depth`, with the rates of `drop_path_scales`.
     """
     made = MadeOnce() if made is None else made
@@ -142,7 +143,7 @@ def _chosen(kept: Packing, tokens: list[int], whole: Packing) -> tuple[Selection
 
 
 def _inverse(places: Tensor, packing: Packing) -> Tensor | list[list[None]]:
-    """Places (blocks, 2, kept) among the rows of a packing -> (blocks, 2, rows) int32, see `Kept`."""
+    """Indices (blocks, 2, kept) of rows of a packing -> their inverse (blocks, 2, rows) int32, see `Kept`."""
     if not fuses(places):
         return [[None, None]] * len(places)
     rows = sum(count * tokens for count, tokens in packing.groups)
@@ -152,7 +153,7 @@ def _inverse(places: Tensor, packing: Packing) -> Tensor | list[list[None]]:
 
 
 def _rows(orders: list[Tensor], packing: Packing) -> list[Tensor]:
-    """Rows of the tokens of sequences in an order, by size: (..., sequences) -> (..., sequences, tokens)."""
+    """Row indices of the tokens of sequences in `orders`, by size: (..., sequences) -> (..., sequences, tokens)."""
     rows, start = [], 0
     for order, (count, tokens) in zip(orders, packing.groups, strict=True):
         rows.append(order.unsqueeze(-1) * tokens + torch.arange(start, start + tokens, device=order.device))

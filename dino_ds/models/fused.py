@@ -1,6 +1,6 @@
-"""Small pure functions of tensors that torch.compile makes a few kernels of on a GPU; decides where that is done.
+"""Fuses small pure functions of tensors into a few GPU kernels by torch.compile, and decides where that is done.
 
-A kernel reads a tile once for many operators. On a CPU the callers' own operators work in caches and are as fast.
+A fused kernel reads a tile once for many operators. On a CPU the callers' plain operators run in caches, as fast.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dino_ds.errors import one_line
 
 _TOLERANCE = 1e-5
 _LEAST_BYTES = 16 * 2**20
-"""The size of a tensor inside a block from which functions of it are fused. A fused call takes 25 microseconds of the
-host, three plain operators 6; it spares the GPU two passes over the tensor, as long at 3 TB/s. A small network waits
-for the host. Not measured on a GPU: the part of the time that it is busy, fused and not, decides."""
+"""Size from which functions of a tensor inside a block are fused. A fused call takes 25 microseconds of the host, three
+plain operators take 6; fusing saves the GPU two passes over the tensor, which take as long at 3 TB/s. With a small
+network the GPU waits for the host. Not measured on a GPU: how busy it is, fused and not, decides."""
 _PROGRAMS = 64  # of a function: rows vary by batch, prototypes by head; torch would stop at 8
 KernelListener = Callable[[int, float], AbstractContextManager[Any]]
 _listeners: list[KernelListener] = []
@@ -33,9 +33,9 @@ _uncompiled: list[None] = []
 
 
 class Fused:
-    """A function that takes a GPU at most `kernels` kernels.
+    """A function that runs as at most `kernels` kernels on a GPU.
 
-    passes: how often these read or write each argument, or scratch or results of its size, at most; 1 if not stated.
+    passes: how often at most they read or write each argument, or scratch or results of its size; 1 if not given.
     Rehearsals count by these numbers; a test compares them with Inductor's code.
     """
 
@@ -60,10 +60,10 @@ class Fused:
 
 
 def compile_with_limit(function: Callable[..., Any], programs: int) -> Callable[..., Any]:
-    """torch.compile with a limit of its own on the programs that it keeps, which costs a call next to nothing.
+    """Compile with torch.compile, with this function's own limit on compiled programs; calls cost next to nothing more.
 
-    torch 2.11 has the limit as a setting of the process only: there it is changed around each call, by one object a
-    thread, as making that object takes longer than launching the kernels (the backward pass has threads of its own).
+    torch 2.11 has only a limit for the whole process: there it is changed around each call, by one object per thread,
+    as making this object takes longer than launching the kernels (the backward pass has threads of its own).
     """
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         limit_option: dict[str, Any] = {"recompile_limit": programs}
@@ -83,13 +83,13 @@ def compile_with_limit(function: Callable[..., Any], programs: int) -> Callable[
 
 
 def fused(kernels: int, **passes: float) -> Callable[[Callable[..., Any]], Fused]:
-    """Make a function `Fused`; it must not be called unless `fuses`, nor inside `tf32`."""
+    """Decorate a function as `Fused`; call it only if `fuses` returns True, and not inside `tf32`."""
     return lambda function: Fused(function, kernels, passes)
 
 
 def fuses(of: Tensor) -> bool:
-    """Whether functions of tensors on its device are to be fused: on a GPU where that works, unless every run must
-    give the same bits, as the kernels are chosen by timing them, or inside `uncompiled`."""
+    """Whether to fuse functions of tensors on the device of `of`: on a GPU where that works, but not with deterministic
+    algorithms, as kernels are chosen by timing them, nor inside `uncompiled`."""
     if rehearsing():
         return device_kind(of.device.type) == "cuda"
     if _uncompiled:
@@ -98,16 +98,16 @@ def fuses(of: Tensor) -> bool:
 
 
 def fuses_in_block(of: Tensor) -> bool:
-    """Whether functions inside a backbone's block are to be fused: with gradients, and in what `fuse_as_in_training`
-    names, as teachers. Elsewhere a network may see a few images, for which compiling takes too long. Small tensors are
-    not worth the host's time."""
+    """Whether to fuse functions of `of` inside a backbone's block: with gradients, and in networks marked by
+    `fuse_as_in_training`, such as teachers. Other networks may see only a few images, for which compiling takes too
+    long. Small tensors are not worth the host's time."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or _training):
         return False
-    return fuses(of) and of.nbytes >= _LEAST_BYTES  # in this order: while it is exported, a size is a symbol
+    return fuses(of) and of.nbytes >= _LEAST_BYTES  # in this order: nbytes is symbolic in an export
 
 
 def fuse_as_in_training(network: nn.Module) -> None:
-    """Let the blocks of a network be fused in its own forward pass without gradients too, and those of its copies."""
+    """Fuse functions in blocks of `network`, and of its copies, in forward passes without gradients too."""
     network.register_forward_pre_hook(_begin)
     network.register_forward_hook(_end, always_call=True)
 
@@ -136,7 +136,7 @@ def uncompiled() -> Iterator[None]:
 
 @functools.cache
 def why_not_fused(device: torch.device) -> str:
-    """The reason why a GPU can't compile functions, or why its results are not believed, with a warning; or ""."""
+    """Why a GPU can't compile functions or its results are wrong, which is also warned of; "" if it can."""
     why = _difference(device)
     if why:
         warnings.warn(f"the step takes a GPU's plain operators, which is slower: {why}", stacklevel=2)
@@ -158,7 +158,7 @@ def _difference(device: torch.device) -> str:
 
 
 def log_sum_exp(x: Tensor, dim: int = -1) -> Tensor:
-    """ln of the sum of exp(x) along a dimension, which stays. In this form Inductor reads x once."""
+    """ln of the sum of exp(x) along a dimension, which is kept. In this form Inductor reads x once."""
     largest = x.amax(dim=dim, keepdim=True)
     return largest + (x - largest).exp().sum(dim=dim, keepdim=True).log()
 

@@ -20,7 +20,7 @@ class DinoHead(nn.Module):
     """Features (n, width) -> factored logits over the prototypes, before any temperature, or their loss against a
     teacher's.
 
-    learned_lengths: the prototypes' lengths are trained (facebookresearch/dinov2), not 1.
+    learned_lengths: whether the prototypes' lengths are trained (facebookresearch/dinov2) or are 1.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Factored logits, their comparison with a teacher's, and the size of the tiles in which they are multiplied out.
 
-Logits stay unit rows (n, c) and prototypes (k, c). They are made tile by tile, as often as needed, in FP32 whatever
-the engine's precision.
+Logits are stored as unit rows (n, c) and prototypes (k, c). They are multiplied out tile by tile, as often as needed,
+in FP32 whatever the engine's precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dino_ds.basics.rehearsal import device_kind
 
 # Bytes of the logits in one tile; "fused": on a GPU by functions that need no further scratch.
 _TILE = {"cpu": 32 * 2**20, "cuda": 128 * 2**20, "fused": 256 * 2**20}
-# Bytes of a tile that are worked on at a time, pass after pass: what a CPU's caches hold. A GPU takes all.
+# Bytes of a tile that are processed at a time, by all passes: what a CPU's caches hold. A GPU processes whole tiles.
 _PART = {"cpu": 2**20}
 # Prototypes multiplied at a time on a CPU, whose caches hold them: 1.3 times as fast as all at once.
 _CPU_BLOCK = 1024
@@ -26,7 +26,7 @@ _CPU_BLOCK = 1024
 class Logits(NamedTuple):
     """Logits (n, k) = (rows @ weight.T) * scale, not multiplied out.
 
-    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: that the engine computes in bf16 or fp16.
+    rows (n, c) of unit length; weight (k, c); scale (k,), all FP32; low: whether the engine computes in bf16 or fp16.
     """
 
     rows: Tensor
@@ -40,7 +40,7 @@ class Logits(NamedTuple):
             return (self.weight @ self.rows.sum(dim=0)).mul_(self.scale)
 
     def multiply(self, rows: Tensor, scratch: Tensor) -> Tensor:
-        """Products of some rows (r, c) with the weight, without scale, written into the first rows of `scratch`."""
+        """Compute `rows` (r, c) @ weight.T, without scale, in the first rows of `scratch`, and return these."""
         out = scratch[: len(rows)]
         with torch.autocast(rows.device.type, enabled=False), tf32(self.low):
             block = _CPU_BLOCK if device_kind(rows.device.type) == "cpu" else len(self.weight)
@@ -52,10 +52,10 @@ class Logits(NamedTuple):
 class Comparison(NamedTuple):
     """The targets that a head compares its rows with, and how.
 
-    teacher: logits of g * n rows, of which the targets are softmax(logits / temperature + shift), shift (k,). The
-    student's rows are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself
-    if `exclude_own`. weights (n,) of the images, or None for 1. others: weight, with `exclude_own`, of the pairs of
-    student crops that no target is of. The sum is divided by `divisor`, or by the number of pairs if None.
+    teacher: logits of g * n rows; the targets are softmax(logits / temperature + shift), shift (k,). The student's rows
+    are v * n: crop s of an image is compared with every one of the g crops, but not with crop s itself if
+    `exclude_own`. weights (n,) of the images, or None for 1. others: with `exclude_own`, the weight of pairs with
+    student crops that the teacher does not see. The sum is divided by `divisor`, or by the number of pairs if None.
     """
 
     teacher: Logits
@@ -69,21 +69,21 @@ class Comparison(NamedTuple):
     others: float = 1.0
 
     def pairs(self, rows: int) -> tuple[int, int]:
-        """Number of pairs of an image among `rows` of the student, and of those that `others` is the weight of."""
+        """Numbers of pairs of an image, with `rows` rows of the student: of all, and of those with weight `others`."""
         images = max(len(self.teacher.rows) // self.crops, 1)
         crops = rows // images if len(self.teacher.rows) else 1
         others = self.crops * (crops - self.crops) if self.exclude_own else 0
         return self.crops * crops - (self.crops if self.exclude_own else 0), others
 
     def share(self, rows: int) -> float:
-        """Mean weight of a pair among `rows` of the student."""
+        """Mean weight of a pair, with `rows` rows of the student."""
         pairs, others = self.pairs(rows)
         return 1.0 if self.others == 1 else 1 + (self.others - 1) * others / pairs
 
 
 class Compared(NamedTuple):
     """loss: scalar with gradient, the weighted sum of cross-entropies / divisor; entropy: of the targets, their
-    weighted mean, without gradient; share: the mean weight of a pair, 1 unless `Comparison.others` is not."""
+    weighted mean, without gradient; share: the mean weight of a pair, 1 if `Comparison.others` is 1."""
 
     loss: Tensor
     entropy: Tensor
@@ -91,22 +91,22 @@ class Compared(NamedTuple):
 
 
 def tile_rows(weight: Tensor, fused: bool) -> int:
-    """Rows of logits that are made at a time; fused: by functions that need no further scratch."""
+    """Rows of logits that are multiplied out at a time; fused: by functions that need no further scratch."""
     kind = "fused" if fused else device_kind(weight.device.type)
     return max(1, _TILE.get(kind, _TILE["cuda"]) // (4 * len(weight)))
 
 
 def part_rows(weight: Tensor) -> int:
-    """Rows of a tile that are worked on at a time."""
+    """Rows of a tile that are processed at a time."""
     return max(1, _PART.get(device_kind(weight.device.type), _TILE["cuda"]) // (4 * len(weight)))
 
 
 @contextmanager
 def tf32(wanted: bool) -> Iterator[None]:
-    """FP32 products of a GPU in TF32, which rounds them less than bf16 and fp16 do.
+    """Context in which a GPU computes FP32 products in TF32, which rounds less than bf16 and no more than fp16 does.
 
-    Only inside: the switch is the whole process's, evaluations want FP32, and compilers of some versions of torch ask
-    for it by its older name, which refuses to answer while it is switched by this one (pytorch issue 166387).
+    Not set elsewhere: the switch is the whole process's, evaluations need FP32, and compilers of some versions of torch
+    read it by its older name, which raises an error while the new name has set it (pytorch issue 166387).
     """
     if not wanted:
         yield

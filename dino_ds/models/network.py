@@ -18,8 +18,8 @@ Output = Tensor | Logits | Compared
 
 
 class Query(NamedTuple):
-    """An output of a network: that of `head` for `feature`. width: outputs of a head that is one linear layer, or 0 for
-    a projection head."""
+    """An output of a network: that of `head` for `feature`. width: number of outputs of a head that is one linear
+    layer, or 0 for a projection head."""
 
     head: str
     feature: str
@@ -27,19 +27,19 @@ class Query(NamedTuple):
 
 
 class Network(nn.Module):
-    """One forward for all crops of a micro-batch: DeepSpeed wants one engine call per backward pass.
+    """One forward pass for all crops of a micro-batch: DeepSpeed needs one engine call per backward pass.
 
-    A feature is one of the backbone's, such as "cls" or "patches/global"; the rows of one group among "cls",
-    "cls/global"; or the hidden ones among patches, "masked/global".
+    A feature is an output of the backbone, such as "cls" or "patches/global"; the rows of "cls" of one group, such as
+    "cls/global"; or the features of a group's hidden patches, such as "masked/global".
 
     Args:
-        heads: by name, which their parameters' names begin with.
+        heads: by name, with which the names of their parameters begin.
         queries: head and input of each output, by the output's name.
-        features: features that are outputs as they are.
+        features: names of the features that are outputs themselves.
         freezes_backbone: the backbone is frozen for a while, and needs separate parameter groups.
 
     Attributes:
-        started_from: description of the weights that the network was given.
+        started_from: description of the weights that the network starts from.
         began_with: those weights, FP32, until an engine has taken them.
     """
 
@@ -82,8 +82,8 @@ class Network(nn.Module):
     ) -> dict[str, Output]:
         """Crops by group; drop_keys (b,) int64, step_key or None -> outputs by name: queries, and `features`.
 
-        Outputs of whole crops are (v * b, ...), crop-major, groups in order. Where `masks` have no "mask", nothing is
-        hidden. comparisons: by query what its logits are compared with; without it the query gives the logits.
+        Outputs of whole crops are (v * b, ...), crop-major, groups in order. In a group without "mask" nothing is
+        hidden. comparisons: by query, the targets of its logits; a query without targets gives the logits.
         """
         hidden = {name: mask["mask"] for name, mask in masks.items() if "mask" in mask}
         patches = [group for group in self._patches if group in crops]
@@ -111,7 +111,7 @@ class Network(nn.Module):
                 prototypes.frozen = frozen
 
     def freeze_backbone(self, frozen: bool) -> None:
-        """While frozen, gradients of the backbone are exactly zero: every ZeRO stage gets one for each parameter."""
+        """Make the backbone's gradients exactly zero, if frozen: every ZeRO stage still gets one for each parameter."""
         self._backbone_frozen = frozen
 
 

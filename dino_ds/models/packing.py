@@ -1,4 +1,4 @@
-"""Sequences of several lengths in one (tokens, width) matrix: where each begins, and which of them to take."""
+"""Sequences of several lengths in one (tokens, width) matrix: where each sequence begins, and selections of rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dino_ds.basics.rehearsal import making_once
 
 _T = TypeVar("_T")
 _KEPT = 64
-"""Keys of a `MadeOnce`, after which it begins anew: evaluations see images of many sizes."""
+"""Number of keys at which a `MadeOnce` is emptied: evaluations see images of many sizes."""
 
 
 class MadeOnce:
-    """Tensors that no step changes, such as bounds of sequences: each is made once for its key."""
+    """Cache of tensors that no step changes, such as bounds of sequences: they are made once for each key."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
 
     def of(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The tensors that `make` gave for this key, which must hold whatever they depend on, the device too."""
+        """What `make` returned for this key, which must include all that it depends on, also the device."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._kept:
@@ -62,7 +62,7 @@ class Packing:
         return self.bounds[:-1]
 
     def first_and_last(self, kept: Sequence[int]) -> Selection:
-        """Selection of each sequence's first token and its last ones, `kept` in all by size: 1 is the CLS token."""
+        """Select each sequence's first token and last tokens, `kept` in total by size: 1 is the CLS token alone."""
         parts, first, device = [], 0, self.bounds.device
         if set(kept) == {1}:
             bounds = torch.arange(len(self.bounds), dtype=torch.int32, device=device)
@@ -94,9 +94,9 @@ class Packing:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows of a packed matrix for which a block is computed to its end; the others are keys and values alone.
+    """The rows of a packed matrix for which a block is computed to its end; other rows serve only as keys and values.
 
-    rows (r,) int32 in the matrix; packing: of the r rows.
+    rows (r,) int32: indices in the matrix; packing: of these r rows.
     """
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""The Vision Transformer for exporters: no packing, shapes that may vary, nothing of ours in between."""
+"""The Vision Transformer for exporters: plain attention without packing, for images of any size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dino_ds.models.vit import VisionTransformer
 class PlainViT(nn.Module):
     """Images (b, c, h, w) -> CLS features (b, d), with the weights of `vit`; h and w multiples of the patch size.
 
-    Equal to `vit.features`; without packing, and with the position embedding resized by two matrix products whose
-    entries are arithmetic of the image's size: a traced or exported program works at any size.
+    Gives the same features as `vit.features`, without packing. The position embedding is resized by two matrix products
+    whose entries are computed from the image's size, so that a traced or exported program works at any size.
     """
 
     def __init__(self, vit: VisionTransformer) -> None:
@@ -68,7 +68,7 @@ def _rotated(x: Tensor, turns: Tensor) -> Tensor:
 
 
 def _rope_table(vit: VisionTransformer, height: int, width: int) -> Tensor:
-    """Cosines and sines (2, height * width, c / 2), whose entries are arithmetic of the grid's size."""
+    """Cosines and sines (2, height * width, c / 2), computed from the grid's size."""
     arch, device = vit.arch, vit.cls_token.device
     ones = torch.ones(1, device=device)
     rows, columns = ones * height, ones * width
@@ -107,14 +107,14 @@ def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
     """The matrix (size, grid) that resizes one axis as torch's bicubic `interpolate` does.
 
     "dino": by the scale factor (size + 0.1) / grid, a = -0.75, edges repeated. "antialias": by size, a = -0.5, the
-    kernel widened where it shrinks, weights normalized over the pixels that are there.
+    kernel widened where it shrinks, weights normalized over the pixels inside.
     """
     grid = vit.grid
     there = torch.arange(grid, device=device, dtype=torch.float32)
     wanted = torch.arange(size, device=device, dtype=torch.float32)
     if vit.options.pos_embed_interpolation == "dino":
         centers = (wanted + 0.5) * (grid / (size + 0.1)) - 0.5
-        # Pixels beyond each edge count for the edge.
+        # Weights of pixels beyond an edge are added to the edge's.
         padded = torch.arange(-3, grid + 3, device=device, dtype=torch.float32)
         weights = _kernel(padded[None] - centers[:, None], -0.75)
         return weights @ (padded.clamp(0, grid - 1)[:, None] == there[None]).float()
@@ -126,7 +126,7 @@ def _bicubic(size: int, vit: VisionTransformer, device: torch.device) -> Tensor:
 
 
 def _kernel(distance: Tensor, a: float) -> Tensor:
-    """Keys' cubic convolution."""
+    """The kernel of Keys' cubic convolution."""
     x = distance.abs()
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

@@ -1,6 +1,6 @@
-"""Position embeddings for another number of patches: bicubic interpolation, which is linear, as products with matrices.
+"""Resizes position embeddings to other numbers of patches: bicubic interpolation, which is linear, as matrix products.
 
-A product has the same gradient in every run on a GPU; the gradient of torch's `interpolate` adds up in any order.
+Their gradient is the same in every run on a GPU; the gradient of torch's `interpolate` is summed in varying order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def resize_positions(patches: Tensor, height: int, width: int, interpolation: str) -> Tensor:
-    """The position embedding of a square grid of patches (1, n, d) -> of a (height, width) grid, FP32."""
+    """Resize the position embedding of a square grid of patches, (1, n, d), to a (height, width) grid, FP32."""
     side = math.isqrt(patches.shape[1])
     rows, columns = (bicubic_matrix(side, size, interpolation, patches.device) for size in (height, width))
     return resized(patches, rows, columns)
@@ -28,13 +28,13 @@ def resized(patches: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def bicubic_matrix(side: int, size: int, interpolation: str, device: torch.device) -> Tensor:
-    """(size, side): what torch's bicubic `interpolate` does along one axis.
+    """The matrix (size, side) that does along one axis what torch's bicubic `interpolate` does.
 
     "dino": as facebookresearch/dino, and dinov2 without registers; "antialias": as dinov2 with registers, and timm.
     """
     points = torch.eye(side, device=device)[None, None]
     if interpolation == "dino":
-        # The reference's + 0.1 against rounding down; it also shifts the samples, so its weights depend on it.
+        # The reference adds 0.1 against rounding down; this also shifts the samples, so released weights need it.
         matrix = F.interpolate(points, scale_factor=((size + 0.1) / side, 1.0), mode="bicubic")
     else:
         matrix = F.interpolate(points, size=(size, side), mode="bicubic", antialias=True)

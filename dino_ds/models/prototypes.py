@@ -19,11 +19,11 @@ _BLOCK = {"cpu": 256, "cuda": 65536}
 
 
 class Prototypes(nn.Module):
-    """Cosines between bottleneck features and k prototypes, times the lengths of these if `learned_lengths`. FP32.
+    """Cosines between bottleneck features and k prototypes, times the prototypes' lengths if `learned_lengths`. FP32.
 
-    free: prototypes are the rows of a plain linear layer, of the length that they have (facebookresearch/dinov3).
-    While `frozen`, the weight takes part with a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a
-    parameter that gets none, and the frozen gradient must not enter the clipping norm.
+    free: prototypes are the rows of a plain linear layer and keep their own lengths (facebookresearch/dinov3).
+    While `frozen`, the weight gets a gradient of exactly zero: ZeRO 3 would repeat an old gradient for a parameter
+    without one, and a frozen gradient must not enter the clipping norm.
     """
 
     def __init__(self, bottleneck: int, prototypes: int, learned_lengths: bool = False, free: bool = False) -> None:
@@ -72,9 +72,9 @@ class _TiledCrossEntropy(torch.autograd.Function):
     """sum of weight * H(target, softmax(logit / student_temp)) / divisor, and its gradient in the same pass.
 
     A cross-entropy is linear in its target and targets sum to 1, so the pairs of one student crop add up:
-    sum of its pairs = w lse(l) - <T, l>, T = the sum of the targets it is compared with, w = their number.
-    With g' = gradient of the logits * length / |w|: rows get g' w; A = g'^T rows (k, c) gives the weight
-    A - w (w . A) / |w|^2 and the length w . A / length. Of free prototypes length / |w| is 1 and the weight gets A.
+    sum of its pairs = m lse(l) - <T, l>, T = the sum of the targets it is compared with, m = their number.
+    With w = weight, g' = gradient of the logits * length / |w|, A = g'^T rows (k, c): rows get g' w, the weight gets A
+    - w (w . A) / |w|^2, the length w . A / length. With free prototypes length / |w| is 1 and w gets A.
     """
 
     @staticmethod
@@ -131,8 +131,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 class _Tile:
     """A few images: their loss, the entropy of their targets, and their part of the gradients.
 
-    Scratch for logits is one (rows, k) of the teacher's and one of the student's, where the gradient takes their place;
-    the rest is done for a few images at a time, on a CPU in its caches.
+    Scratch for logits is one (rows, k) matrix of the teacher's and one of the student's, which their gradient
+    overwrites; the rest is done for a few images at a time, on a CPU in its caches.
     """
 
     def __init__(self, tiles: _Tiles, images: slice) -> None:
@@ -156,7 +156,7 @@ class _Tile:
     def _part(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Products of a few images, seen (g, n, k) and logits (v, n, k) -> weighted sums of losses and of entropies.
 
-        Where the logits were is then their gradient.
+        `logits` is overwritten by its gradient.
         """
         tiles, how = self._tiles, self._tiles.comparison
         torch.addcmul(how.shift, seen, tiles.teacher_scale, out=seen)
@@ -178,7 +178,7 @@ class _Tile:
         return loss.sum(), entropy.sum()
 
     def _compare(self, seen: Tensor, logits: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `_part` does, of the whole tile on a GPU."""
+        """Do what `_part` does, for the whole tile on a GPU."""
         tiles, how, g = self._tiles, self._tiles.comparison, len(seen)
         if g == 1 and not how.exclude_own:
             total, entropy = seen[0], _target(seen, how.shift, tiles.teacher_scale, weights)
@@ -198,7 +198,7 @@ class _Tile:
             grads = grad_rows.view(tiles.rows.shape)[:, self._images]
             grads.copy_((self._grad @ student.weight).view(grads.shape))
             if grad_weight is not None:
-                # The first tile's is written: with beta 0 nothing is read.
+                # The first tile overwrites grad_weight: with beta 0 nothing is read.
                 first = self._images.start == 0
                 grad_weight.addmm_(self._grad.t(), self._rows, beta=0 if first else 1)
 
@@ -234,9 +234,9 @@ class _Tiles:
 
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
-    """Sums of the targets that student crops are compared with, (n, k) or (crops, n, k), and how many each sums.
+    """Yields (student crops, the sums of their targets, (n, k) or (crops, n, k), number of targets in a sum).
 
-    targets (g, n, k) is used up.
+    `targets` (g, n, k) is overwritten.
     """
     g = len(targets)
     total = targets.sum(dim=0) if g > 1 else targets[0]
@@ -288,7 +288,7 @@ def _compare(
 
 @fused(kernels=1, weight=2)
 def _turned(grad_weight: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of prototypes, of which only directions count, and its part along each of them (k, 1)."""
+    """The gradient of prototypes of which only directions count, and the part along each prototype, (k, 1)."""
     w, whole = weight.float(), grad_weight * grad
     along = (whole * w).sum(dim=-1, keepdim=True)
     turned = torch.addcmul(whole, w, along * inverse.square().unsqueeze(-1), value=-1)

@@ -28,10 +28,10 @@ class LayerScale(nn.Module):
 
 
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
-    """x (rows, d) plus branch * gamma (d,), if there is one.
+    """Add `branch`, times gamma (d,) if given, to x (rows, d).
 
-    drop: stochastic depth: scales (rows, 1) of the branch; or the sequences that have a branch at all, which is made
-    larger for those that have none; or None.
+    drop: stochastic depth, or None: scales (rows, 1) of the branch, or the sequences whose branch was computed, with
+    scales that make up for those without one.
     """
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
@@ -52,7 +52,7 @@ def _add_kept(x: Tensor, branch: Tensor, kept: Kept) -> Tensor:
 
 
 class _Add(torch.autograd.Function):
-    """Products with FP32 scales are rounded once, in the pass that makes them."""
+    """`_add_kept` whose products with FP32 scales are rounded once, in the pass that computes them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, places: Tensor, scales: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _sum(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None)
 
 @fused(kernels=1, x=2)
 def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, inverse: Tensor) -> Tensor:
-    """x (rows, d) plus the row `inverse` (rows,) of the branch, where that is not negative: on a GPU alone."""
+    """Add to each row of x (rows, d) the branch's row `inverse` (rows,), unless that is negative; GPU only."""
     rows = inverse.clamp(min=0)
     row_scales = None if scales is None else scales.index_select(0, rows)
     added = x + _scaled(branch.index_select(0, rows), gamma, row_scales)

@@ -27,7 +27,7 @@ _DRAWS = 5  # per block and size: shifts and stretches of both axes, and the str
 class RopeTables:
     """Makes the tables of a network: (2, patches, head width / 2), cosines and sines, for each block and grid.
 
-    In training their coordinates are changed; see `changes`.
+    In training the coordinates of patches are changed at random; see `changes`.
     """
 
     def __init__(self, arch: ViTSpec, options: BackboneOptions) -> None:
@@ -39,8 +39,8 @@ class RopeTables:
     def of(
         self, grids: Sequence[tuple[int, int]], device: torch.device, step_key: int | None = None
     ) -> list[Sequence[Tensor]]:
-        """Tables of each block for each grid (rows, columns). With a `step_key` the coordinates are changed: anew for
-        each block and place in `grids`, the same for all images."""
+        """The tables of all blocks, for each grid (rows, columns). With a `step_key` the coordinates are changed:
+        separately for each block and each entry of `grids`, alike for all images."""
         blocks = self._arch.depth
         if step_key is None or self._changes == (0.0, 1.0, 1.0):
             return [[self._unchanged(grid, device)] * blocks for grid in grids]
@@ -70,8 +70,8 @@ class RopeTables:
 def coordinates(height: int, width: int, sides: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The centers of the rows (height,) and columns (width,) of a grid of patches, from -1 to 1, FP32.
 
-    `sides` that they are normalized by: each axis by its own ("separate"), or both by the larger or smaller one
-    ("max", "min").
+    `sides`: whether each axis is normalized by its own side ("separate"), or both by the larger or smaller one ("max",
+    "min").
     """
     by = {"separate": (height, width), "max": (max(height, width),) * 2, "min": (min(height, width),) * 2}[sides]
     rows, columns = (
@@ -96,11 +96,11 @@ def changes(draws: Tensor, shift: float, jitter: float, rescale: float) -> tuple
 def rotate(
     projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> Tensor:
-    """projected (tokens, parts * d) -> the same with the patches of the first parts rotated: `parts` (rotated, all).
+    """Rotate the patches in the first parts of `projected` (tokens, parts * d); `parts`: numbers of (rotated, all).
 
-    groups: (sequences, tokens of each) per size; tables: of each size. A sequence ends with its patches; a sequence
-    of one token, or what comes before the patches, is not rotated. Pair j is (j, j + c / 2) of a head of width c.
-    Without tables nothing is rotated. The memory of `projected` is used: nothing else may read it.
+    groups: (sequences, tokens of each) per size; tables: one per size. A sequence ends with its patches; tokens before
+    the patches, and sequences of one token, are not rotated. Pair j is (j, j + c / 2) of a head of width c. Without
+    tables nothing is rotated. `projected` may be overwritten: nothing else may read it.
     """
     if not tables:
         return projected
@@ -124,7 +124,7 @@ class _Rotate(torch.autograd.Function):
     ) -> Tensor:
         ctx.groups, ctx.parts, ctx.heads = groups, parts, heads
         ctx.save_for_backward(*tables)
-        # Not marked as changed: autograd forbids that of the views that ZeRO 3 makes of a module's outputs.
+        # Not marked as dirty: autograd forbids that for the views that ZeRO 3 makes of a module's outputs.
         for pairs, (cos, sin) in _patches(projected, groups, tables, parts, heads):
             _turn(pairs, cos, sin, 1.0)
         return projected
@@ -146,14 +146,14 @@ def _patches(
     cut = x.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
         patches = own_table.shape[1]
-        if tokens > patches:  # else it is the CLS token alone
+        if tokens > patches:  # otherwise the CLS token alone
             pairs = rows.view(sequences, tokens, parts[1], heads, 2, -1)[:, tokens - patches :, : parts[0]]
             views.append((pairs, own_table.view(2, patches, 1, 1, -1)))
     return views
 
 
 def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
-    """pairs (sequences, patches, parts, heads, 2, c / 2), in place; cos and sin (patches, 1, 1, c / 2)."""
+    """Rotate pairs (sequences, patches, parts, heads, 2, c / 2) in place; cos and sin (patches, 1, 1, c / 2)."""
     first, second = pairs.unbind(-2)
     turned = pairs * cos.unsqueeze(-2)  # FP32
     turned.select(-2, 0).addcmul_(second, sin, value=-direction)
@@ -164,7 +164,7 @@ def _turn(pairs: Tensor, cos: Tensor, sin: Tensor, direction: float) -> None:
 @fused(kernels=1, pieces=2)
 def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int, back: bool) -> None:
     """Write parts (sequences, heads, tokens, c) of one size into `out` (sequences, tokens, parts, heads, 2, c / 2), the
-    patches of the first ones rotated as by `rotate`, or back."""
+    patches of the first `rotated` parts rotated as by `rotate`, or `back`."""
     tokens, patches = pieces[0].shape[2], table.shape[1]
     whole = [piece.transpose(1, 2).unflatten(-1, (2, -1)) for piece in pieces]
     if tokens > patches:
@@ -180,7 +180,7 @@ def write_rotated(out: Tensor, pieces: list[Tensor], table: Tensor, rotated: int
 def _rotated(
     projected: Tensor, groups: Sequence[tuple[int, int]], tables: Sequence[Tensor], parts: tuple[int, int], heads: int
 ) -> Tensor:
-    """`rotate` by plain operators, which torch.compile makes one kernel of."""
+    """`rotate` with plain operators, which torch.compile fuses into one kernel."""
     out = []
     cut = projected.split([sequences * tokens for sequences, tokens in groups])
     for rows, (sequences, tokens), own_table in zip(cut, groups, tables, strict=True):
@@ -205,8 +205,7 @@ def _draws(step_key: int, sizes: int, blocks: int, device: torch.device) -> Tens
 
 
 def frequencies(arch: ViTSpec, device: torch.device) -> Tensor:
-    """2 pi / period of the rotation pairs of one axis, FP32: as many as a quarter of a head's width, each period longer
-    than the one before by the same factor."""
+    """2 pi / period of the rotation pairs of one axis, (head width / 4,) FP32, with periods in a geometric sequence."""
     count = arch.width // arch.heads // 4
     least, most = arch.rope_min_period, arch.rope_max_period
     if least is None or most is None:

@@ -1,4 +1,4 @@
-"""The Transformer block of ViTs with rotary positions, with the parameter names that timm's Eva gives DINOv3's."""
+"""The Transformer block of ViTs with rotary positions, with the parameter names of DINOv3 in timm's Eva."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dino_ds.models.specs.backbones import ViTSpec
 
 
 class RotaryAttention(Attention):
-    """Queries and keys are rotated by their patch's place; queries and values have a bias, or nothing has."""
+    """Attention that rotates queries and keys by their patch's position. Only queries and values may have a bias."""
 
     def __init__(self, arch: ViTSpec, implementation: str, backend: str) -> None:
         super().__init__(arch.width, arch.heads, implementation, backend, bias=False)
@@ -65,7 +65,7 @@ class GatedMlp(nn.Module):
 
 
 class RotaryBlock(Block):
-    """LayerScale is a parameter of the block itself: `gamma_1` of the attention, `gamma_2` of the MLP."""
+    """A block whose LayerScale is in its own parameters: `gamma_1` of the attention, `gamma_2` of the MLP."""
 
     def __init__(self, arch: ViTSpec, attention: str, attention_backend: str) -> None:
         nn.Module.__init__(self)

@@ -1,7 +1,7 @@
 """Trains a part of a network: low-rank adapters, the last blocks, or norms and biases; all else keeps its values.
 
-Own code and not peft's: that renames the weights it wraps, and its layers give one output and own no weight that they
-use, where ours slice their weights, keep less for the backward pass, and are gathered by ZeRO 3 around their own
+peft is not used: it renames the weights that it wraps, and its layers return one output and own none of the weights
+that they use. Ours slice their weights, save less for the backward pass, and are gathered by ZeRO 3 around their own
 forward.
 Source: LoRA (arXiv 2106.09685): y = W x + alpha / rank * B A x, with B zero at first.
 """
@@ -32,7 +32,7 @@ A, B = "lora_a", "lora_b"
 
 
 class _Adapted:
-    """A linear layer's adapter, which `scale` multiplies."""
+    """A linear layer with an adapter, whose output is multiplied by `scale`."""
 
     in_features: int
     lora_a: nn.Parameter
@@ -96,16 +96,16 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
         leaf = key.rpartition(".")[2]
         if part.blocks:
             trained = layers[key] > depth - part.blocks
-        else:  # weights that features do not need are in no released network
+        else:  # no released network has training_only weights: train them too
             trained = leaf in (A, B) if part.kind == LORA else parameter.ndim == 1
             trained = trained or key in backbone.training_only
         parameter.requires_grad_(trained)
 
 
 def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
-    """The linear layers inside the segments, by name, that are called as modules: their results may be changed.
+    """The linear layers inside the segments, by name, that are called as modules: adapters may change their outputs.
 
-    Of a network of others these are the ones that a trial image passes: some use the weights of layers directly.
+    In a foreign network these are the layers that a trial image passes: some networks use layers' weights directly.
     """
     inside = {module for segment in backbone.segments() for module in segment.modules()}
     layers = {n: module for n, module in backbone.named_modules() if module in inside and isinstance(module, nn.Linear)}
@@ -150,10 +150,10 @@ def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
 
 
 class TrainedPlacer:
-    """A `Placer` that draws the adapters of each module of a network and freezes what is frozen in it, then hands the
-    module on to `place`.
+    """A `Placer` that initializes the adapters of each module of a network and freezes the parameters that are frozen
+    in the network, then calls `placer` with the module.
 
-    A is drawn from `seed` and its name, as nn.Linear draws a weight, and B is zero: all other draws stay as they are.
+    A is drawn from `seed` and the layer's name, as nn.Linear draws a weight, and B is zero: other draws do not change.
     """
 
     def __init__(self, network: nn.Module, seed: int, placer: Placer) -> None:
@@ -178,13 +178,13 @@ class TrainedPlacer:
 
 
 def keep_values(module: nn.Module) -> None:
-    """Let the frozen weights that `module` owns itself keep their FP32 values, whatever is made of them."""
+    """Keep FP32 values of the frozen weights that `module` owns itself, as `fp32_value`, also after casts."""
     for parameter in _frozen_in(module):
         parameter.fp32_value = parameter.data
 
 
 def share_value(teachers: Tensor, students: Any) -> None:
-    """Make the FP32 value of a student's frozen weight the teacher's own weight, on the teacher's device."""
+    """Make the FP32 value of a student's frozen weight and the teacher's weight one tensor, on the teacher's device."""
     students.fp32_value = teachers.data = students.fp32_value.to(teachers.device)
 
 
@@ -193,14 +193,14 @@ def _frozen_in(module: nn.Module) -> list[Any]:
 
 
 def adapters_in(tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """The adapters' matrices among the tensors of a network, or what else stands for these, by name."""
+    """The adapters' matrices among the tensors of a network, or among other values by the tensors' names."""
     return {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[2] in (A, B)}
 
 
 def merged(tensors: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """The tensors of a network with its adapters, if it has some, added to its weights, under its names without them.
+    """The tensors of a network with its adapters, if any, added to its weights, named as in a network without adapters.
 
-    The product is made in FP64, so that a weight is rounded once.
+    The product is computed in FP64, so that a weight is rounded once.
     """
     adapters = adapters_in(tensors)
     weights = {name: tensor for name, tensor in tensors.items() if name not in adapters}

@@ -28,12 +28,12 @@ from dino_ds.models.specs.backbones import ViTSpec
 from dino_ds.models.specs.base import BackboneOptions
 
 LOCAL = "local"
-"""The crop group whose CLS tokens `local_cls_norm` is for."""
+"""The crop group to whose CLS tokens `local_cls_norm` applies."""
 _PLAIN = BackboneOptions()
 
 
 class VisionTransformer(Backbone):
-    """A ViT: `arch` the numbers; `image_size` pixels of the native (global) crop, a multiple of the patch size."""
+    """A ViT with the numbers of `arch`; `image_size`: side of the native (global) crop, a multiple of patch_size."""
 
     training_only = ("mask_token", "local_cls_norm.weight", "local_cls_norm.bias")
 
@@ -78,7 +78,7 @@ class VisionTransformer(Backbone):
         masks: Mapping[str, Tensor] = MappingProxyType({}),
         step_key: int | None = None,
     ) -> dict[str, Tensor]:
-        """See `Backbone.forward`. The crops of groups of one size, if adjacent, are one batch of the attention."""
+        """See `Backbone.forward`. Adjacent crop groups of the same size are one batch of the attention."""
         runs = [list(names) for _, names in itertools.groupby(crops, key=lambda name: crops[name][0].shape[-2:])]
         batches = [self._batch(crops, names, patches, masks) for names in runs]
         if self.rope is not None:
@@ -100,7 +100,7 @@ class VisionTransformer(Backbone):
         return _by_name(tokens, crops, patches, kept)
 
     def _batch(self, crops: Crops, names: Sequence[str], patches: Sequence[str], masks: Mapping[str, Tensor]) -> _Batch:
-        """The crops of the groups `names`, which have one size. Patches are computed for all of them or none."""
+        """Batch the crops of the groups `names`, all of one size. Patches are computed for all of them or none."""
         images = torch.cat([crop for name in names for crop in crops[name]])
         patch_count = math.prod(self._grid(images))
         sequences = {name: sum(len(crop) for crop in crops[name]) for name in names}
@@ -158,14 +158,14 @@ class VisionTransformer(Backbone):
         return x, packing, (table,)
 
     def _normed(self, tokens: Tensor) -> Tensor:
-        """All tokens of images (b, n, d) after the final norm; registers have that of the CLS token."""
+        """Apply the final norm to all tokens of images (b, n, d); registers get that of the CLS token."""
         if self.cls_norm is None:
             return self.norm(tokens)
         first, patches = tokens.tensor_split([1 + self.arch.registers], dim=1)
         return torch.cat((self.cls_norm(first), self.norm(patches)), dim=1)
 
     def _features(self, batches: Sequence[_Batch], draws: Tensor | None) -> Tensor:
-        """CLS token and last tokens of each sequence, `kept` in all, after the final norm: (rows, d)."""
+        """Compute CLS token and last tokens of each sequence, `kept` in total, after the final norm: (rows, d)."""
         sequences, images = [self._embed(batch.images, batch.mask) for batch in batches], batches[0].images
         groups, kept = tuple((s.shape[0], s.shape[1]) for s in sequences), tuple(batch.kept for batch in batches)
         packing, wanted = self._made.of((groups, kept, images.device), lambda: _packings(groups, kept, images.device))
@@ -182,8 +182,8 @@ class VisionTransformer(Backbone):
         return self._normed_features(x, packing if wanted is None else wanted.packing, batches)
 
     def _normed_features(self, x: Tensor, packing: Packing, batches: Sequence[_Batch]) -> Tensor:
-        """x (rows, d) after the final norm, with the CLS tokens' own, and that of those of local crops in training."""
-        normed: Tensor = self.norm(x)  # of all, so that it has a gradient in every pass: ZeRO 3 needs one
+        """Apply the final norms to x (rows, d): of all, of CLS tokens, and in training of local crops' CLS tokens."""
+        normed: Tensor = self.norm(x)  # of all rows, so that its gradient exists in every pass: ZeRO 3 needs it
         of_local = self.local_cls_norm if torch.is_grad_enabled() else None
         if self.cls_norm is None and of_local is None:
             return normed
@@ -199,7 +199,7 @@ class VisionTransformer(Backbone):
     def _drop(
         self, draws: Tensor | None, packing: Packing, dtype: torch.dtype, selection: Selection | None
     ) -> list[Tensor] | list[list[Kept]] | None:
-        """Stochastic depth of each block, by `drop_path_draws`; `selection`: the rows that the last block gives."""
+        """Stochastic depth of each block, from `drop_path_draws`; `selection`: the rows that the last block returns."""
         if draws is None:
             return None
         rate = self.options.drop_path
@@ -248,9 +248,9 @@ class VisionTransformer(Backbone):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Crops of one size: images (b, c, h, w), hidden patches (b, n) bool or None, tokens to give of each.
+    """Crops of one size: images (b, c, h, w), mask of hidden patches (b, n) bool or None, kept tokens of each image.
 
-    sequences: b by group; tables: RoPE's of each block.
+    sequences: number of crops by group; tables: RoPE's, one for each block.
     """
 
     images: Tensor
@@ -263,13 +263,13 @@ class _Batch:
 def _packings(
     groups: tuple[tuple[int, int], ...], kept: tuple[int, ...], device: torch.device
 ) -> tuple[Packing, Selection | None]:
-    """The packing of sequences, and the selection of `kept` tokens of each, None where all are kept."""
+    """The packing of sequences, and the selection of `kept` tokens of each, or None if all are kept."""
     packing = Packing.of(groups, device)
     return packing, None if kept == tuple(tokens for _, tokens in groups) else packing.first_and_last(kept)
 
 
 def _by_name(tokens: Tensor, crops: Crops, patches: Sequence[str], kept: Mapping[str, int]) -> dict[str, Tensor]:
-    """The rows that `_features` gives, `kept` for each crop of a group -> features by name."""
+    """Split the rows that `_features` returns, `kept` for each crop of a group, into features by name."""
     rows = [sum(len(crop) for crop in group) for group in crops.values()]
     parts = tokens.split([b * kept[name] for b, name in zip(rows, crops, strict=True)])
     features, cls = {}, []

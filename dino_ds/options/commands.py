@@ -178,7 +178,7 @@ TRAIN = COMMANDS["train"]
 
 
 def find_command(words: list[str]) -> tuple[Command, list[str]] | None:
-    """The command that `words` begin with, and the words after it, or None if there is none."""
+    """Find the command that `words` begin with; returns it and the words after it, or None."""
     for length in (2, 1):
         name = " ".join(words[:length])
         if len(words) >= length and name in COMMANDS:

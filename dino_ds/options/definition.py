@@ -71,7 +71,7 @@ class Command:
         takes_train: the words after "--" are options of `train`; the function gets them as `train_words`, and their
             meaning as `train`.
         check: "module:function" that checks the options before torch is loaded.
-        loads_torch: a torch that does not load stops the command before it starts.
+        loads_torch: the command needs torch: it stops before it starts if torch does not load.
         ds_shown: words of help for the default of --ds_config, where that depends on the machine; the function then
             gets `ds_overrides`, the keys that `--ds.` options change, or None where --ds_config is given.
     """
@@ -97,7 +97,7 @@ class Command:
 
     @property
     def all_options(self) -> tuple[Option, ...]:
-        """The command's own options between those that follow from what it takes."""
+        """The command's own options, after --ds_config and --config if it takes these, and before --debug."""
         ds_shown = self.ds_shown or self.ds_config or "none: one is recommended"
         recipe_shown = self.recipe or "the ViT-S/16 of the DINO paper"
         ds = _text_option("ds_config", "DeepSpeed's JSON: how fast and on what hardware", ds_shown)
@@ -112,7 +112,7 @@ class Command:
 
     @property
     def bare(self) -> tuple[str, ...]:
-        """The options that words without a name are for, one word each."""
+        """The options that take words without an option's name, one word each."""
         return tuple(option.name for option in self.own_options if option.fact("bare"))
 
 
@@ -136,17 +136,17 @@ def command(name: str, runs: str, group: str, **facts: Any) -> Callable[[type[Op
 
 
 def declare_command(declared: type, name: str, runs: str, group: str, **facts: Any) -> None:
-    """As `command`, of a class that is the options of something already."""
+    """Do what `command` does, for a class that holds the options of something already."""
     COMMANDS[name] = Command(name, declared.__doc__ or "", runs, declared, group, **facts)
 
 
 def meaning(option: Option) -> str:
-    """The help of an option, with the words that it may have."""
+    """The help of an option, with its choices."""
     return ": ".join(text for text in (option.description, ", ".join(option.choices)) if text)
 
 
 def field_of(option: Option) -> str:
-    """The name of an option in its class: a word of Python's has an underscore there."""
+    """The name of an option's field in its class: a Python keyword gets an underscore."""
     return f"{option.name}_" if keyword.iskeyword(option.name) else option.name
 
 

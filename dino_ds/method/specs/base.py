@@ -1,7 +1,7 @@
-"""The contracts of a loss term's and of a teacher's description, for ours and for those of users. No torch here.
+"""The contracts of the specs of loss terms and of teachers, ours and users'. No torch here.
 
-The log's first lines, metrics, plots, schedules, checks, predictions and resumes go by these descriptions: who adds a
-term or a teacher writes its spec and what the spec builds, and nothing else.
+The log's first lines, metrics, plots, schedules, checks, predictions and resumes read only specs: to add a term or a
+teacher, write its spec and the class that the spec builds, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ OF_EVERY_RUN = frozenset(
         *("teacher_momentum", "teacher_temp", "throughput_of_best", "time", "weight_decay"),
     )
 )
-"""Keys of metrics.jsonl in every run: no scalar of a term may have their names."""
+"""Keys of metrics.jsonl in every run: no scalar of a term may have one of these names."""
 
 
 @dataclass(frozen=True)
 class StepImages:
-    """The images of an optimizer step, and how many of them are computed together."""
+    """How many images an optimizer step has, and how many of them are computed together."""
 
     micro_batch: int
     accumulation: int
@@ -54,8 +54,8 @@ class StepImages:
 class TermSpec:
     """A loss term in plain numbers: `name` is its key in metrics, schedules, the log and plots.
 
-    A term is a subclass with fields of its own and a `build`. A user's gets its fields from the recipe, next to `spec`
-    and `weight` (docs/flow.md); one of ours from the keys objective.NAME_FIELD next to objective.NAME_weight.
+    A term is a subclass with fields of its own and a `build`. The fields of a user's term come from the recipe, next to
+    `spec` and `weight` (docs/flow.md); those of ours from keys objective.NAME_FIELD next to objective.NAME_weight.
     """
 
     name: str
@@ -66,11 +66,11 @@ class TermSpec:
     label: ClassVar[str] = ""
     """The loss in a few words, as a plot names it."""
     reads_patches: ClassVar[bool] = False
-    """Whether it needs a backbone that gives features of patches."""
+    """Whether the term needs a backbone with patch features."""
 
     @classmethod
     def from_recipe(cls, name: str, weight: Ramp, recipe: Recipe) -> TermSpec:
-        """The term of ours whose weight in the recipe is this one."""
+        """Build one of our terms, with its weight in the recipe."""
         values, names = dict(recipe.objective), [field.name for field in fields(cls) if field.name != "weight"]
         options = {field: values[f"{name}_{field}"] for field in names if f"{name}_{field}" in values}
         return cls(name=name, weight=weight, **options)
@@ -80,7 +80,7 @@ class TermSpec:
         return []
 
     def needs_images_together(self, step: StepImages) -> int | None:
-        """The number of images of a step that it compares with each other; None for a term that compares none."""
+        """The number of images of a step that the term compares with each other; None if it compares none."""
         return None
 
     @property
@@ -90,22 +90,22 @@ class TermSpec:
 
     @property
     def start(self) -> Length:
-        """When the term begins: before, its weight is 0."""
+        """When the term begins; its weight is 0 until then."""
         return Length(0, "steps")
 
     @property
     def scheduled(self) -> Mapping[str, Ramp]:
-        """Further numbers that move with the steps, by the name under which `ScheduleValues.weights` has them."""
+        """Further scheduled numbers, by their names in `ScheduleValues.weights`."""
         return {}
 
     @property
     def heads(self) -> Mapping[str, HeadSection]:
-        """Heads of prototypes whose outputs it compares, by name."""
+        """Heads with prototypes whose outputs the term compares, by name."""
         return {}
 
     @property
     def targets(self) -> str:
-        """The making of its targets over prototypes, in words, or "" for a term without such targets."""
+        """How the term's targets over prototypes are made, in words, or "" for a term without such targets."""
         return ""
 
     def describe(self, recipe: Recipe) -> list[str]:
@@ -113,7 +113,7 @@ class TermSpec:
         return []
 
     def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
-        """Notes and warnings on a step of several micro-batches, where they are not one batch to the term."""
+        """Notes and warnings on a step of several micro-batches, if the term does not treat them as one batch."""
         images = self.needs_images_together(step)
         if images in (None, step.total):
             return [], []
@@ -121,7 +121,7 @@ class TermSpec:
         return [], [f"{part}: with another accumulation it is another loss"]
 
     def build(self, parts: Any) -> Any:
-        """The `dino_ds.method.objective.Term`, from a `dino_ds.method.parts.TermParts`; torch may be imported here."""
+        """Build the `dino_ds.method.objective.Term` from a `dino_ds.method.parts.TermParts`; may import torch."""
         return _built(self, parts)
 
 
@@ -129,7 +129,7 @@ class TermSpec:
 class TeacherSpec:
     """A teacher in plain numbers: `name` is its key in metrics, schedules and checkpoints.
 
-    `sees`: names of the crop groups that are shown to it, besides `own_group`.
+    `sees`: names of the crop groups that the teacher sees, besides `own_group`.
     """
 
     name: str
@@ -140,7 +140,7 @@ class TeacherSpec:
     label: ClassVar[str] = ""
     """The teacher in a few words, as predictions name it."""
     follows: ClassVar[bool] = False
-    """Whether it is an average of the student's weights."""
+    """Whether the teacher is an average of the student's weights."""
 
     @staticmethod
     def problems(recipe: Recipe) -> list[str]:
@@ -154,23 +154,23 @@ class TeacherSpec:
 
     @property
     def of_file(self) -> bool:
-        """Whether its weights are a file's and never move: a checkpoint holds their digest alone."""
+        """Whether the weights come from a file and never change: a checkpoint then holds only their digest."""
         return False
 
     def describe(self) -> list[str]:
-        """Lines of the log, where it is not the EMA teacher of each run."""
+        """Lines of the log; none for the EMA teacher that every run has."""
         return []
 
     def without_file(self, recipe: Recipe) -> dict[str, Any]:
-        """Recipe sections, changed for a rehearsal that reads no weights: the teacher begins as the student does."""
+        """Recipe sections, changed for a rehearsal that reads no weights: the teacher then begins like the student."""
         return {}
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """The momentum of that average after `step` of `steps` applied steps."""
+        """The EMA momentum, of a teacher that `follows`, after `step` of `steps` applied steps."""
         raise NotImplementedError
 
     def own_group(self, first: CropGroup, resolution: Resolution) -> CropGroup | None:
-        """Crops that only it sees, made from the first group's, in a step of one of the recipe's resolutions."""
+        """The crop group that only this teacher sees, derived from `first`, in a step of `resolution`; or None."""
         return None
 
     def replaced_after(self, recipe: Recipe, epoch_steps: int) -> Replacements | None:
@@ -178,16 +178,16 @@ class TeacherSpec:
         return None
 
     def notes(self, recipe: Recipe) -> list[str]:
-        """Lines of the log where a run starts with drawn weights."""
+        """Lines of the log if a run starts from randomly initialized weights."""
         return []
 
     def build_teacher(self, parts: Any) -> Any:
-        """The `dino_ds.method.teacher.Teacher` on this process's device, from a `dino_ds.method.parts.TeacherParts`;
-        every rank must call it."""
+        """Build the `dino_ds.method.teacher.Teacher` on this process's device from a
+        `dino_ds.method.parts.TeacherParts`; every rank must call this."""
         return _built(self, parts)
 
 
 def _built(spec: TermSpec | TeacherSpec, parts: Any) -> Any:
-    """The result of a spec's builder."""
+    """Call a spec's builder, and return its result."""
     module, _, name = spec.builder.partition(":")
     return getattr(importlib.import_module(module), name)(spec, parts)

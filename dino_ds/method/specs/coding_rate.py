@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodingRateSpec(TermSpec):
-    """The coding rate of rows of `width`, which a linear head makes of CLS features, and the cosines of the student's
-    crops to those of `teacher`."""
+    """The coding rate of rows of `width`, which a linear head computes from CLS features, and the cosines between the
+    student's crops and those of `teacher`."""
 
     width: int
     teacher: str
@@ -31,7 +31,7 @@ class CodingRateSpec(TermSpec):
         return CodingRateSpec(name, weight, recipe.head.bottleneck, recipe.teacher.taught_by)
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """A frozen teacher has no head like the student's."""
+        """A line if the targets are those of a frozen teacher, which has no head like the student's."""
         if recipe.teacher.distill is None:
             return []
         why = "compares the student with its own average, not with a frozen teacher: set one of them 0 or none"

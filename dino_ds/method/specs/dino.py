@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 DINO, IBOT, LOCAL_WEIGHT = "dino", "ibot", "dino_local"
-"""The names of the two terms, and of the weight of local crops' pairs within the first."""
+"""The names of the two terms, and of the weight of pairs with local crops in the DINO term."""
 HEAD, IBOT_HEAD = "head", "ibot_head"
 ONE = Ramp(1.0)
 
 
 @dataclass(frozen=True)
 class CenteringSpec:
-    """The way from a teacher's logits to targets: by Sinkhorn-Knopp, or less a running mean, called `name` in
-    checkpoints."""
+    """How a teacher's logits become targets: by Sinkhorn-Knopp, or by softmax less a running mean, which checkpoints
+    hold as `name`."""
 
     sinkhorn: bool
     momentum: float
@@ -36,7 +36,7 @@ class CenteringSpec:
 
 @dataclass(frozen=True)
 class PrototypeSpec(TermSpec):
-    """A cross-entropy over prototypes: the name and the sizes of its head, and whose logits are the targets."""
+    """A cross-entropy over prototypes: the name and sizes of its head, and the teacher whose logits become targets."""
 
     head: tuple[str, HeadSection]
     centering: CenteringSpec
@@ -105,7 +105,7 @@ class IbotSpec(PrototypeSpec):
         return IbotSpec(name, weight, head, centering, how.student_temp, teacher)
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """It needs masks, and the same number of patches on each rank for BatchNorm."""
+        """Lines for crops without masks, and for BatchNorm, which needs the same number of patches on every rank."""
         problems = []
         if recipe.crops.mask == "none":
             problems.append("objective.ibot_weight needs masked patches: set crops.mask dinov2")

@@ -1,4 +1,4 @@
-"""Description of EMA teachers: the one that is the run's product, and further ones with a momentum of their own."""
+"""Specs of EMA teachers: the one that a run exports, and further ones with their own momentum."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ class TeacherSection(Section):
 
 @dataclass(frozen=True)
 class EmaSpec(TeacherSpec):
-    """The exponential moving average of the student: momentum `momentum`, by a cosine to `momentum_end` over the
-    run."""
+    """An exponential moving average of the student; a cosine takes its momentum from `momentum` to `momentum_end`."""
 
     momentum: float = 0.996
     momentum_end: float = 1.0
@@ -77,7 +76,7 @@ class EmaSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
-        """The teacher of each run: it sees no crops where another one is distilled."""
+        """The EMA teacher, which every run has; it sees no crops if a frozen teacher is distilled."""
         teacher = recipe.teacher
         sees = (GLOBAL,) if teacher.taught_by == EMA else ()
         return [EmaSpec(EMA, sees, teacher.momentum, teacher.momentum_end)]

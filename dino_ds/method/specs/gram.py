@@ -1,4 +1,4 @@
-"""Descriptions of Gram anchoring: its term, teacher and crops, and the recipes that they refuse.
+"""Specs of Gram anchoring: its term, teacher and crops, and the recipes that these refuse.
 
 Source: DINOv3, section 4 (arXiv 2508.10104); facebookresearch/dinov3.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 GRAM = "gram"
-"""The name of the term, of its teacher and of the crops that this one may have for itself."""
+"""The name of the term, of its teacher and of the crop group that only this teacher sees."""
 SNAPSHOT = "snapshot"
 
 
@@ -62,7 +62,7 @@ class GramSection(Section):
 
     @property
     def own_crop_size(self) -> int | None:
-        """Side in pixels of crops that only the Gram teacher sees, or None where it has none."""
+        """Side in pixels of the crops that only the Gram teacher sees, or None without such crops."""
         return self.crop_size if self.weight and self.teacher != EMA else None
 
 
@@ -84,7 +84,7 @@ class GramSpec(TermSpec):
         return self.begin
 
     def describe(self, recipe: Recipe) -> list[str]:
-        """A line of the log: the teacher whose similarities of patches are kept, from when on, and on what crops."""
+        """A line of the log: the teacher whose patch similarities are kept, when that begins, and on which crops."""
         gram, start = recipe.gram, self.begin
         if gram.teacher == EMA:
             who = "the EMA teacher as it is"
@@ -108,7 +108,7 @@ class GramSpec(TermSpec):
         return GramSpec(name, weight, teacher, gram.whole_batch, gram.drop_negative, gram.start)
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """Crops and replacements that its teacher can't have."""
+        """Lines for crops and replacements that the term's teacher can't have."""
         if self.teacher != EMA:
             return _crop_problems(recipe.gram, recipe.crops, recipe.model.side_multiple)
         unseen = "gram.teacher ema in a distillation: the EMA teacher sees no crops then"
@@ -117,9 +117,9 @@ class GramSpec(TermSpec):
 
 @dataclass(frozen=True)
 class GramTeacherSpec(TeacherSpec):
-    """Gram anchoring's teacher, where it is not the EMA teacher itself.
+    """Gram anchoring's teacher, if it is not the EMA teacher itself.
 
-    source: "snapshot", or the file of its weights; refreshed: the EMA teacher replaces it now and then.
+    source: "snapshot", or the file of its weights; refreshed: the EMA teacher's weights replace them at intervals.
     """
 
     source: str = SNAPSHOT
@@ -155,7 +155,7 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
-        """The teacher of a recipe, if it has it."""
+        """The recipe's Gram teacher, if it has one."""
         gram = recipe.gram
         if not gram.weight or gram.teacher == EMA:
             return []
@@ -164,7 +164,7 @@ class GramTeacherSpec(TeacherSpec):
 
     @staticmethod
     def problems(recipe: Recipe) -> list[str]:
-        """Sizes of its crops in several resolutions."""
+        """Lines for sizes of the Gram teacher's crops in several resolutions."""
         several, model = recipe.resolutions if recipe.crops.resolutions else (), recipe.model
         sides = [(f"crops.resolutions {step}: Gram size", step.gram_size) for step in several if step.gram_size]
         problems = _size_problems(several, recipe.gram.own_crop_size)
@@ -172,7 +172,7 @@ class GramTeacherSpec(TeacherSpec):
 
 
 def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list[str]:
-    """Problems where resolutions name sizes of crops that Gram anchoring does not have, or leave its own out."""
+    """The first problem of a resolution: a Gram size without Gram crops, none with them, or one out of range."""
     for resolution in several:
         name, size = f"crops.resolutions {resolution}", resolution.gram_size
         if size and not gram_size:
@@ -187,7 +187,7 @@ def _size_problems(several: Iterable[Resolution], gram_size: int | None) -> list
 
 
 def _crop_problems(gram: GramSection, crops: CropsSection, patch: int) -> list[str]:
-    """Problems of the Gram teacher's crops; sides of the student's crops are multiples of `patch`."""
+    """Problems of the Gram teacher's crops; the student's crops have sides that are multiples of `patch`."""
     size, side = gram.crop_size, crops.global_size
     if size is None:
         return []

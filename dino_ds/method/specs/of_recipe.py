@@ -1,6 +1,6 @@
-"""Reads from a recipe its loss terms, teachers and heads, and the crops with who sees them.
+"""Finds the loss terms, teachers and heads of a recipe, and its crop groups with the teachers that see them.
 
-Everything that speaks of terms or teachers iterates over these, and names none.
+Code about terms or teachers iterates over these lists, and names no single term or teacher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TERMS = {
     "gram": "method.specs.gram:GramSpec",
     "preserve": "method.specs.preserve:PreserveSpec",
 }
-"""Our loss terms in the order of the objective: each one's class is imported where its weight is not 0."""
+"""Our loss terms in the order of the objective; a term's class is imported only if its weight is not 0."""
 _TEACHERS = {
     "ema": "method.specs.ema:EmaSpec",
     "frozen": "method.specs.distill:FrozenSpec",
@@ -53,8 +53,8 @@ def _our_terms(recipe: Recipe) -> list[TermSpec]:
 
 
 def terms_of(recipe: Recipe) -> list[TermSpec]:
-    """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a term of a user's that can't
-    be found."""
+    """The loss terms of a recipe, in the order of the objective. Raises ConfigError for a user's term that can't be
+    found."""
     ours, users = _our_terms(recipe), own_terms(recipe.objective.terms)
     taken = {name for spec in ours for name in (spec.name, *spec.scheduled)}
     for spec in users:
@@ -63,7 +63,7 @@ def terms_of(recipe: Recipe) -> list[TermSpec]:
 
 
 def known_terms(recipe: Recipe) -> list[TermSpec]:
-    """The loss terms of a recipe as far as they are found here: a run may have been trained where others are."""
+    """The loss terms of a recipe, without users' terms if any can't be found: the run may come from another machine."""
     try:
         return terms_of(recipe)
     except ConfigError:
@@ -74,7 +74,7 @@ def known_terms(recipe: Recipe) -> list[TermSpec]:
 
 
 def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
-    """The teachers of a recipe, the EMA teacher first. Raises ConfigError for one of a user's that can't be found."""
+    """The teachers of a recipe, the EMA teacher first. Raises ConfigError for a user's teacher that can't be found."""
     ours: list[TeacherSpec] = [spec for path in _TEACHERS.values() for spec in by_name(path).in_recipe(recipe)]
     users, taken = own_teachers(recipe.teacher.others), {spec.name for spec in ours}
     for spec in users:
@@ -83,12 +83,12 @@ def teachers_of(recipe: Recipe) -> list[TeacherSpec]:
 
 
 def heads_of(recipe: Recipe) -> dict[str, HeadSection]:
-    """The heads of prototypes that a recipe's student trains, by name."""
+    """The heads with prototypes that a recipe's student trains, by name."""
     return {name: head for term in terms_of(recipe) for name, head in term.heads.items()}
 
 
 def groups_of(recipe: Recipe, resolution: Resolution) -> tuple[CropGroup, ...]:
-    """The crops that are cut from every image in a step of this resolution, in order, and who sees them."""
+    """The crop groups of every image in a step of this resolution, in order, with the teachers that see them."""
     crops, teachers = recipe.crops, teachers_of(recipe)
     sizes = resolution.global_size, crops.global_scale, resolution.local_size, crops.local_scale
     first, *others = (
@@ -112,14 +112,14 @@ def term_problems(recipe: Recipe) -> list[str]:
 
 
 def name_problems(recipe: Recipe) -> list[str]:
-    """A line for each term and teacher of the user's that says too little, or has a name of ours."""
+    """A line for each term and teacher of the user whose keys are wrong or missing, or whose name is one of ours."""
     weights = {key.removesuffix("_weight") for key in ObjectiveSection.model_fields if key.endswith("_weight")}
     problems = own_problems(TERMS, recipe.objective.terms, weights | _TERMS.keys())
     return problems + own_problems(TEACHERS, recipe.teacher.others, _TEACHERS.keys())
 
 
 def check_images_together(recipe: Recipe, step: StepImages) -> None:
-    """Raise ConfigError where a term that compares images gets one at a time: it would be a constant."""
+    """Raise ConfigError if a term that compares images gets one at a time: its loss would be constant."""
     key = "data.global_batch" if step.total == 1 else "train_micro_batch_size_per_gpu"
     for term in terms_of(recipe):
         if term.needs_images_together(step) == 1:
@@ -127,7 +127,7 @@ def check_images_together(recipe: Recipe, step: StepImages) -> None:
 
 
 def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, ranks: int) -> tuple[list[str], list[str]]:
-    """Notes and warnings on gradient accumulation, for terms and layers that look at several images at once."""
+    """Notes and warnings on gradient accumulation, for terms and layers that combine several images."""
     if accumulation == 1:
         return [], []
     step = StepImages(micro_batch, accumulation, ranks)
@@ -143,8 +143,8 @@ def accumulation_notes(recipe: Recipe, micro_batch: int, accumulation: int, rank
 
 
 def _take_names(key: str, name: str, scheduled: Collection[str], taken: set[str]) -> None:
-    """Add the names of a term or a teacher of a user's to `taken`. Raises ConfigError where one is there already: a
-    weight or a teacher would take another's place."""
+    """Add the names of a user's term or teacher to `taken`. Raises ConfigError if a name is taken already: it would
+    replace another weight or teacher."""
     if double := {name, *scheduled} & taken:
         raise ConfigError(f"{key} {name}: another has the name {', '.join(sorted(double))} already: take another one")
     taken |= {name, *scheduled}

@@ -1,4 +1,4 @@
-"""Loss terms and teachers of a user's own: objective.terms and teacher.others of a recipe.
+"""Users' own loss terms and teachers: objective.terms and teacher.others of a recipe.
 
     objective:
       terms:
@@ -7,8 +7,8 @@
       others:
         slow: {momentum: 0.9995}
 
-`spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`; what stands next to it
-are its fields. A teacher without `spec` is another EMA teacher. Nothing is imported until the specs are asked for.
+`spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`; the keys next to it are
+the fields of this class. A teacher without `spec` is another EMA teacher. Nothing is imported until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TERMS, TEACHERS = "objective.terms", "teacher.others"
 
 
 def own_problems(key: str, text: str, taken: Collection[str]) -> list[str]:
-    """Problems of the JSON of TERMS or TEACHERS, found before anything is imported; `taken`: names that are ours."""
+    """Problems of the JSON of TERMS or TEACHERS, found without importing anything; `taken`: names of our own."""
     problems = []
     for name, values in json.loads(text).items():
         subject = f"{key} {name}"
@@ -64,7 +64,7 @@ def _names_class(spec: object) -> bool:
 
 @functools.cache
 def own_terms(text: str) -> list[TermSpec]:
-    """The specs that the JSON of TERMS describes; weights of 0 make none. Raises ConfigError."""
+    """The specs that the JSON of TERMS describes, without terms of weight 0. Raises ConfigError."""
     specs: list[TermSpec] = []
     for name, values in json.loads(text).items():
         values = dict(values)
@@ -93,7 +93,7 @@ def own_teachers(text: str) -> list[TeacherSpec]:
 
 
 def counted_from(text: str, step: int) -> str:
-    """The JSON of TERMS with the ramps of weights counted from `step`, at which a stage of training began."""
+    """The JSON of TERMS with the ramps of weights counted from `step`, where a stage of training begins."""
     terms = json.loads(text)
     for values in terms.values():
         weight = parse_ramp(values["weight"])
@@ -103,7 +103,7 @@ def counted_from(text: str, step: int) -> str:
 
 
 def _made(key: str, spec: str | type, base: type, values: dict[str, Any]) -> Any:
-    """An instance of the dataclass that `spec` is or names, of `values`. Raises ConfigError, a line a value."""
+    """Make the dataclass that `spec` is or names, with `values`. Raises ConfigError, one line for each bad value."""
     if isinstance(spec, str):
 
         def fits(found: object) -> bool:

@@ -1,4 +1,4 @@
-"""Descriptions of what keeps a run near the weights it starts from: a loss term, and a teacher with these weights."""
+"""Specs of a loss term that keeps a run near the weights it starts from, and of the teacher with these weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PreserveSpec(TermSpec):
     label: ClassVar[str] = "Distance from the start's features"
 
     def problems(self, recipe: Recipe) -> list[str]:
-        """Without weights to start from it has nothing to keep."""
+        """A line if there are no weights to start from, whose features would be kept."""
         if recipe.model.init_from is not None:
             return []
         return ["objective.preserve_weight keeps features of the weights of model.init_from: give that, or set it 0"]
@@ -30,7 +30,7 @@ class PreserveSpec(TermSpec):
 
 @dataclass(frozen=True)
 class StartSpec(TeacherSpec):
-    """The teacher with the weights of model.init_from, which never move."""
+    """The teacher with the weights of model.init_from, which never change."""
 
     builder: ClassVar[str] = "dino_ds.method.preserve:build_teacher"
     label: ClassVar[str] = "frozen start"
@@ -41,5 +41,5 @@ class StartSpec(TeacherSpec):
 
     @staticmethod
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
-        """The teacher of a recipe, if it has it."""
+        """The recipe's teacher of this kind, if it has one."""
         return [StartSpec(START)] if recipe.objective.preserve_weight else []

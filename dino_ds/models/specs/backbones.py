@@ -1,4 +1,4 @@
-"""The backbones we build, by timm's names: plain numbers, no torch, so that help and the planner stay light."""
+"""The backbones that dino_ds builds, by timm's names: plain numbers, no torch, so that help and planner stay light."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ViTSpec(BackboneSpec):
     """A ViT as timm's `VisionTransformer` describes it; its stride is the patch size.
 
     `mlp_ratio` is timm's: SwiGLU's packed first layer has `int(width * mlp_ratio)` outputs, gate and value together.
-    `layer_scale` is the initial value of LayerScale, None for none. `rope` gives it rotary positions (DINOv3) in the
-    place of learned ones, with coordinates normalized by each side ("separate") or the larger or smaller one ("max",
-    "min"), and periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE, is a bias of queries and values;
-    keys have none. `rms_norm` takes the place of LayerNorm; `cls_norm`: the CLS token has another final norm than the
-    patches; `local_cls_norm`: that of local crops has one more, in training. With `registers` tokens (after the CLS
-    token) the position embedding covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`
-    names the model that timm makes it of with these numbers, for a ViT that timm has no name for. `norm_eps` is
-    LayerNorm's epsilon; weights of other projects may have been trained with another.
+    `layer_scale` is the initial value of LayerScale, None for none. `rope`: rotary positions (DINOv3) instead of
+    learned ones, with coordinates normalized by each side ("separate") or the larger or smaller one ("max", "min"), and
+    periods from 1 to `rope_base`, or those given. `qkv_bias`, with RoPE, is a bias of queries and values; keys have
+    none. `rms_norm` replaces LayerNorm; `cls_norm`: the CLS token has its own final norm; `local_cls_norm`: in training
+    the CLS token of local crops has another one. With `registers` tokens (after the CLS token) the position embedding
+    covers the patches only: timm's `no_embed_class`, as in its DINOv2 models. `timm`, for a ViT that timm has no name
+    for, is the timm model that becomes this ViT with these numbers. `norm_eps` is LayerNorm's epsilon; weights of other
+    projects may have been trained with another.
     """
 
     builder: ClassVar[str] = "dino_ds.models.vit:VisionTransformer"
@@ -123,7 +123,7 @@ class ViTSpec(BackboneSpec):
         return name, arguments | size
 
     def _timm_eva(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """One of timm's functions for DINOv3, which fix the norms and RoPE of its `Eva`, and its further arguments."""
+        """A timm function for DINOv3, all of which fix norms and RoPE, and further arguments; None if those differ."""
         like = VITS.get(name, _DINOV3)
         name, like = (name, like) if like.rope is not None and name in VITS else ("vit_small_patch16_dinov3", _DINOV3)
         fixed = ("rope", "rms_norm", "cls_norm", "norm_eps", "rope_min_period", "rope_max_period")
@@ -132,7 +132,7 @@ class ViTSpec(BackboneSpec):
         wanted, as_named = self._eva_arguments(), like._eva_arguments()
         changed = {key: value for key, value in wanted.items() if value != as_named[key]}
         if self.swiglu and (not like.swiglu or self.mlp_widths[1] % 64):
-            changed["swiglu_align_to"] = 1  # no rounding; with 0 gate and value would be of one layer
+            changed["swiglu_align_to"] = 1  # no rounding; with 0 one layer would make gate and value
         return name, changed | {"global_pool": "token"}
 
     def _eva_arguments(self) -> dict[str, Any]:

@@ -10,10 +10,10 @@ class BackboneSpec:
     """Description of a backbone without building it: the base of a frozen dataclass of plain numbers.
 
     One class for each kind of backbone. The rest of the program never asks which kind it has: it asks the questions
-    below, whose answers here are those of a network with nothing special. `builder` is "module:class" of the kind's
-    `dino_ds.models.base.Backbone`, `plain_form` of a module made of one, images (b, c, h, w) -> features (b, d), that
-    exporters can trace; `obeys` names the options of a recipe's section `model` and of a ds config's section
-    `dino_ds` that change the network; `told_by_tensors`: names and shapes of its tensors show what it is.
+    below, whose answers here are those of a network without special features. `builder` is "module:class" of the kind's
+    `dino_ds.models.base.Backbone`, `plain_form` that of a module around the backbone, images (b, c, h, w) -> features
+    (b, d), that exporters can trace; `obeys` names the options of a recipe's section `model` and of a ds config's
+    section `dino_ds` that change the network; `told_by_tensors`: whether names and shapes of its tensors identify it.
     """
 
     builder: ClassVar[str]
@@ -50,7 +50,7 @@ class BackboneSpec:
 
     @property
     def sizes(self) -> str:
-        """The numbers that a reader wants first."""
+        """The main numbers of the network, in words."""
         return f"width {self.width}, depth {self.depth}"
 
     @property
@@ -60,7 +60,7 @@ class BackboneSpec:
 
     @property
     def side_multiple(self) -> int:
-        """Number of pixels that sides of images must be multiples of."""
+        """Number of pixels of which the sides of images must be multiples."""
         return self.stride
 
     @property
@@ -74,16 +74,16 @@ class BackboneSpec:
 
     @property
     def has_native_size(self) -> bool:
-        """Whether it is built for images of one size, though it may take others."""
+        """Whether the network is built for images of one size, though it may take others."""
         return False
 
     @property
     def arguments(self) -> str:
-        """Keywords of its class as a JSON object."""
+        """Keyword arguments of the backbone's class, as a JSON object."""
         return "{}"
 
     def attention(self, side: int) -> tuple[int, int, int] | None:
-        """Heads, width of a head and tokens of an image of `side` pixels, or None without attention of our own."""
+        """Heads, width of a head and tokens of an image of `side` pixels, or None for a foreign network."""
         return None
 
     def timm_model(self, name: str, image_size: int | None = None) -> tuple[str, dict[str, Any]] | None:
@@ -104,8 +104,8 @@ class BackboneOptions:
     """Options that a recipe and a ds config give to a backbone; `attention` to `cls_only_last_block` change speed only.
 
     Most have the names of options in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
-    token takes the place of hidden patches; `packed` False runs one pass a size; `cls_only_last_block` False computes
-    the last block for all tokens; `channels_last` None turns that layout on for GPUs, where tensor cores want it.
+    token replaces hidden patches; `packed` False runs one pass per size; `cls_only_last_block` False computes the last
+    block for all tokens; `channels_last` None turns this layout on for GPUs, whose tensor cores need it.
     """
 
     drop_path: float = 0.0

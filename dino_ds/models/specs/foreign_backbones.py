@@ -1,6 +1,6 @@
-"""Backbones that dino_ds does not build itself: any model of timm's that gives features, and a user's own module.
+"""Backbones that dino_ds does not build itself: any timm model that gives features, and a user's own module.
 
-Nothing is known of them without building them: that is done once, on the meta device, which takes no memory.
+Their facts are known only after building them, which is done once, on the meta device, without memory.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 _PROBES = (224, 256, 64)
-"""Sides in pixels of trial images, in order, until a network takes one."""
+"""Sides in pixels of trial images, tried in this order until a network takes one."""
 _ANY_SIZE = {"dynamic_img_size": True, "strict_img_size": False}
-"""Arguments by which timm's models take other sizes than their native one."""
+"""Arguments with which timm's models take sizes other than their native one."""
 SIZE_ARGUMENTS = ("img_size", *_ANY_SIZE)
 _NOT_ARGUMENTS = (
     *("in_chans", "num_classes", "features_only"),
@@ -36,10 +36,10 @@ _NOT_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class ForeignSpec(BackboneSpec):
-    """A backbone by `name`: timm's, or MODULE:CLASS of the user's; `arguments`: a JSON object of keywords for it.
+    """A backbone by `name`: timm's name, or a user's MODULE:CLASS; `arguments`: a JSON object of keyword arguments.
 
-    An own class is made with `in_chans` and these arguments, and turns images (b, c, h, w) into features (b, d), or
-    into a map of features (b, d, rows, columns), whose mean is then the feature of the image.
+    A user's class is called with `in_chans` and these arguments; its module maps images (b, c, h, w) to features (b,
+    d), or to a map of features (b, d, rows, columns), whose mean is then the feature of the image.
     """
 
     builder: ClassVar[str] = "dino_ds.models.foreign:ForeignBackbone"
@@ -98,11 +98,11 @@ class ForeignSpec(BackboneSpec):
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """Facts that a network shows when it is built.
+    """Facts about a foreign network, which are known once it is built.
 
-    `width`, `patch_width`, `stride`, `timm_layers` are answers of the spec; `segments`: the names of the modules that
-    are compiled and recomputed one by one, in order; `accepts`: the arguments by which timm's models take an image
-    size, any size and stochastic depth; `untrainable`: why it can't be trained, or "".
+    `width`, `patch_width`, `stride`, `timm_layers`: as the spec's; `segments`: the names of the modules that are
+    compiled and recomputed one by one, in order; `accepts`: the arguments by which timm's models take an image size,
+    any size and stochastic depth; `untrainable`: why it can't be trained, or "".
     """
 
     width: int
@@ -117,7 +117,7 @@ class NetworkFacts:
 
 @functools.cache
 def facts_of(spec: ForeignSpec) -> NetworkFacts:
-    """Facts of a network, built on the meta device. Raises ConfigError for one that gives no features."""
+    """Build the network on the meta device and return its facts. Raises ConfigError if it gives no features."""
     import torch
 
     with torch.device("meta"), torch.no_grad():
@@ -152,9 +152,9 @@ def facts_of(spec: ForeignSpec) -> NetworkFacts:
 
 
 def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 0.0) -> nn.Module:
-    """A new network with weights as its class draws them, on the device in force.
+    """Create a network, initialized by its class, on torch's current default device.
 
-    image_size: its native side in pixels, or None for its own. Raises ConfigError where it can't be built.
+    image_size: native side in pixels, or None for the model's own. Raises ConfigError if it can't be built.
     """
     arguments = json.loads(spec.arguments)
     if drop_path:
@@ -182,7 +182,7 @@ def create(spec: ForeignSpec, image_size: int | None = None, drop_path: float = 
 
 
 def _timm_arguments(spec: ForeignSpec, image_size: int | None) -> dict[str, Any]:
-    """Arguments by which timm.create_model builds it for images of `image_size` pixels, None for its native ones."""
+    """Arguments by which timm.create_model builds the model for images of `image_size` pixels, or its native size."""
     sizes: dict[str, Any] = {}
     if image_size is not None:
         accepts = facts_of(spec).accepts
@@ -207,7 +207,7 @@ def _create_own(spec: ForeignSpec, arguments: dict[str, Any]) -> nn.Module:
 def own_class(name: str) -> Any:
     """The class MODULE:CLASS, found as `python -m` would, from the current folder too.
 
-    Raises ConfigError, also for what is not a class of modules: nothing else is called.
+    Raises ConfigError, also if it is not a class of modules: nothing else is ever called.
     """
     from torch import nn
 
@@ -220,7 +220,7 @@ def own_class(name: str) -> Any:
 def features_of(network: Any, images: Any) -> tuple[Any, Any]:
     """Images (b, c, h, w) -> features of the images (b, d); of patches (b, rows, columns, d') or None.
 
-    timm's networks give them by forward_features and forward_head. Raises ConfigError for anything else.
+    timm's networks compute them by forward_features and forward_head. Raises ConfigError for outputs of other shapes.
     """
     if hasattr(network, "forward_features") and hasattr(network, "forward_head"):
         maps = network.forward_features(images)
@@ -247,19 +247,19 @@ def _patches(network: Any, maps: Any, images: Any) -> Any:
         return None
     patches = maps[:, getattr(network, "num_prefix_tokens", 0) :]
     rows, columns = images.shape[-2:]
-    # Tokens of images that are not square can't be told from their number alone: by the ratio of the sides.
+    # For images that are not square the number of tokens does not give the grid: use the ratio of the sides too.
     high = round((patches.shape[1] * rows / columns) ** 0.5)
     return patches.unflatten(1, (high, -1)) if high and patches.shape[1] % high == 0 else None
 
 
 def _segments(network: Any) -> tuple[str, ...]:
-    """The blocks that timm's `group_matcher` names; of a network without one the children that have parameters."""
+    """The blocks that timm's `group_matcher` names; in a network without it, the children that have parameters."""
     children = [name for name, child in network.named_children() if any(True for _ in child.parameters())]
     if not hasattr(network, "group_matcher"):
         return tuple(children)
     matcher = network.group_matcher(coarse=False)
     blocks = (matcher.get("blocks") if isinstance(matcher, dict) else None) or []  # a few of timm's give a function
-    # A pattern with a number next to it is of what lies between the blocks.
+    # A pattern with a number next to it matches modules between the blocks.
     patterns = [blocks] if isinstance(blocks, str) else [pattern for pattern, beside in blocks if beside is None]
     segments: list[str] = []
     for name, module in network.named_modules():

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Whether it has BatchNorm, of whatever project."""
+    """Whether the network has BatchNorm of any project (a subclass of torch's)."""
     from torch import nn
 
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
 
 
 def has_lazy_layers(network: nn.Module) -> bool:
-    """Whether it has tensors without shapes before a first image."""
+    """Whether the network has tensors that have no shapes before the first image."""
     from torch.nn.parameter import is_lazy
 
     return any(is_lazy(tensor) for tensor in (*network.parameters(), *network.buffers()))
 
 
 def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
-    """Why `network`, on the meta device, which gives `features` of images (b, d), can't be trained, or "".
+    """Why `network`, on the meta device, can't be trained, or "". `features` computes its features (b, d).
 
-    Under ZeRO a parameter without a gradient keeps an old one or is waited for without end; random numbers that are not
-    a function of the image are others in the recomputation of a segment and after a resume.
+    Under ZeRO a parameter without a gradient keeps an old gradient or is waited for forever; random numbers that are
+    not a function of the image differ in the recomputation of a segment and after a resume.
     """
     import torch
     from timm.layers import DropPath
@@ -71,7 +71,7 @@ def why_untrainable(network: nn.Module, features: Callable[[], Tensor]) -> str:
 
 
 def _why_unusable(network: nn.Module) -> str:
-    """Why a tensor of it can't be the engine's, or ""."""
+    """Why the engine can't train a tensor of the network, or ""."""
     import torch
 
     for name, module in network.named_modules():
