@@ -27,13 +27,13 @@ BATCH = 64
 
 
 class GaveUp(Exception):
-    """`give_up` returned true on some rank; raised on all of them."""
+    """Raised on all ranks when `give_up` returned true on one of them."""
 
 
 class ImageMemory:
-    """Batches of transformed images that are read once and kept, up to `most` bytes on this rank.
+    """Keeps batches of transformed images in memory once they are read, up to `most` bytes on this rank.
 
-    A run evaluates the same images again and again; those of a small run need their loader processes only once.
+    A run evaluates the same images again and again; if they fit, loader processes are started only once.
     """
 
     def __init__(self, most: int = 256 << 20) -> None:
@@ -42,10 +42,10 @@ class ImageMemory:
     def batches(
         self, key: Any, read: Callable[[], Generator[Any, None, None]], copied: Callable[[Any], tuple[Any, int]]
     ) -> Generator[Any, None, None]:
-        """Batches called `key`: those in memory, else those of `read`, which are kept if all of them have room.
+        """Yield the batches called `key` from memory, or else from `read`; those are kept if all of them fit.
 
         Args:
-            copied: a batch -> its copy and the bytes of that.
+            copied: a batch -> its copy and the size of the copy in bytes.
         """
         if key in self._kept:
             yield from (copied(batch)[0] for batch in self._kept[key])
@@ -67,11 +67,11 @@ class ImageMemory:
 
 @dataclass(frozen=True)
 class Reading:
-    """Way of reading images for an evaluation: prepared by `transform`, loaded by `workers` processes (or None for a
-    number that fits the cores), files as `channels` channels, values deeper than 8 bits scaled by `value_range`.
+    """How an evaluation reads images: `transform` prepares them, `workers` processes load them (None: as many as fit
+    the cores), files are read in `channels` channels, and `value_range` scales values of over 8 bits.
 
-    With `batch` 1 images may be of any sizes. `progress` names a bar on rank 0, or is None for no bar; `give_up` is
-    asked after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
+    With `batch` 1 images may have any sizes. `progress` labels a bar on rank 0, None for no bar; `give_up` is called
+    after each batch. `memory` keeps the images for later evaluations with the same kind of transform.
     """
 
     transform: Callable[[Any], Tensor]
@@ -92,11 +92,11 @@ def extract_features(
     device: torch.device,
     reading: Reading,
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """describe: images (b, 3, h, w) on `device` -> (b, d). Returns features (n, d) and labels (n,), on `device`.
+    """Features (n, d) and labels (n,) of the images at `indices`, on `device`; and texts that name unreadable images.
 
-    Every rank must call it; every rank gets all rows, in the order of `indices`. Labels are -1 where there are none.
-    Unreadable images are left out; the texts that name them are returned too. Raises DataError where a rank has no
-    image at all, GaveUp.
+    describe: images (b, 3, h, w) on `device` -> (b, d). Every rank must call it and gets all rows, in the order of
+    `indices`, without the unreadable images. Labels are -1 for a source without labels. Raises GaveUp, and DataError
+    where a rank can read no image.
     """
     mine = list(indices)[distributed.rank() :: distributed.world_size()]
     images = LabeledImages(source, mine, reading)
@@ -110,7 +110,7 @@ def extract_features(
             gave_up = reading.give_up()
             if gave_up:
                 break
-    # Agreed before the first collective of features: a rank that left would be waited for.
+    # The ranks agree before the first collective of features: if one left alone, the others would wait for it.
     answers = distributed.gather_objects((sum(map(len, features)), bad, gave_up))
     if any(gave_up for _, _, gave_up in answers):
         raise GaveUp
@@ -122,8 +122,8 @@ def extract_features(
             f"or take more (--images) or fewer processes{first}"
         )
     described, placed = torch.cat(features), torch.cat(labels)
-    features.clear()  # or there are three copies below
-    placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's place in `indices`
+    features.clear()  # frees memory: there would be three copies below
+    placed[:, 0] = placed[:, 0] * distributed.world_size() + distributed.rank()  # my i-th image's index in `indices`
     of_all = [distributed.concatenate_across_ranks(rows) for rows in (described, placed)]
     order = of_all[1][:, 0].argsort()
     return of_all[0][order], of_all[1][order, 1], unreadable
@@ -132,7 +132,7 @@ def extract_features(
 def _batches(
     images: LabeledImages, source: Source, mine: Sequence[int], reading: Reading
 ) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
-    """Batches of `collate`, from memory where they were read before."""
+    """The batches of `collate`, from memory if they were read before."""
 
     def read() -> Generator[Any, None, None]:
         return load_batches(images, source, reading.workers, reading.progress, batch_size=reading.batch)
@@ -150,9 +150,9 @@ def load_batches(
     progress: str | None,
     **batching: Any,
 ) -> Generator[tuple[Tensor, Tensor, list[str]], None, None]:
-    """Batches of `collate`, with a bar on rank 0 named `progress`; `batching`: the DataLoader's arguments for it.
+    """Yield batches of `collate`, with a progress bar `progress` on rank 0; batching: arguments of the DataLoader.
 
-    Closing it ends the loader's processes.
+    Closing the generator ends the loader's processes.
     """
     loader = DataLoader(images, collate_fn=collate, **batching, **worker_options(workers))
     with main_module_left_out(unless_defines=source):
@@ -172,8 +172,8 @@ def raw_pixels(images: Tensor) -> Tensor:
 
 @contextmanager
 def keep_generators(device: torch.device) -> Iterator[None]:
-    """Restores the random-number generators on exit: a loader draws seeds for its workers, which training must not
-    notice."""
+    """Restore the random-number generators on exit: a loader draws seeds for its workers, which must not change
+    training."""
     others = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -188,13 +188,13 @@ class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
         self._source, self._indices = source, indices
         self._transform, self._how = reading.transform, (reading.value_range, reading.channels)
         labels = source.labels
-        self._labels = [-1 if labels is None else labels[index] for index in indices]  # not millions to each worker
+        self._labels = [-1 if labels is None else labels[index] for index in indices]  # workers get only these
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def __getitem__(self, i: Any) -> tuple[Tensor, int, int] | str:
-        """Image, its place and label, or the text that names an unreadable one."""
+        """The image, its index `i` and its label, or a text that names an unreadable image."""
         try:
             return self._transform(load_image(self._source, self._indices[i], *self._how)), i, self._labels[i]
         except UnreadableImage as error:
@@ -206,7 +206,7 @@ class LabeledImages(Dataset[tuple[Tensor, int, int] | str]):
 
 
 def collate(rows: list[tuple[Tensor, int, int] | str]) -> tuple[Tensor, Tensor, list[str]]:
-    """Images (b, 3, h, w), places and labels (b, 2) of those that could be read, and the texts of the others."""
+    """Images (b, 3, h, w) that could be read, their indices and labels (b, 2), and texts that name the others."""
     good, bad = [row for row in rows if not isinstance(row, str)], [row for row in rows if isinstance(row, str)]
     if not good:
         return torch.empty(0), torch.empty(0, 2, dtype=torch.long), bad

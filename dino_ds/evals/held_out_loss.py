@@ -1,7 +1,7 @@
 """The objective's own loss on images that are never trained on: always the same crops, against the teacher's targets.
 
-Every micro-batch stands alone, whatever the number of ranks: what compares images (Sinkhorn-Knopp, KoLeo) does so
-within it, and the means over images are the same to the bit on any number of ranks that compute alike.
+Every micro-batch is measured by itself, whatever the number of ranks: terms that compare images (Sinkhorn-Knopp, KoLeo)
+see one micro-batch, and the means over images are equal to the bit on any number of ranks whose kernels round alike.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from dino_ds.method.step import Inputs
 from dino_ds.run.run import Moment
 
 _BATCH = 32
-"""Images of a micro-batch, or of a smaller global batch; up to as many more, so that none has a single one."""
+"""Smallest micro-batch, or a smaller global batch; up to twice as many images, so that no batch has a single one."""
 _MOST_NAMES = 5
 
 
 class HeldOutLoss:
-    """`measure` gives the metrics of a moment: val_loss, and every scalar of the terms with their KL as val_NAME.
+    """Measures the held-out loss: val_loss, and as val_NAME every scalar of the loss terms and their KL.
 
-    Crops and masks follow from the images and a fixed seed. Raises DataError for fewer than two images.
+    Crops and masks depend on the images and a fixed seed alone. Raises DataError for fewer than two images.
     """
 
     def __init__(self, recipe: Recipe, source: Source) -> None:
@@ -50,18 +50,18 @@ class HeldOutLoss:
         self._parts = [part.tolist() for part in np.array_split(np.array(chosen), parts)]
         self._noted, self._memory = False, ImageMemory()
         self.basis = digest_of(source, chosen)
-        """A digest of the images: values on others are not comparable."""
+        """A digest of the images: only values with the same digest are comparable."""
 
     def measure(self, moment: Moment) -> dict[str, float] | None:
-        """The metrics, {} where images can't be read any more, or None where a stop was requested; on all ranks.
+        """The metrics, {} if images can't be read any more, or None if a stop was requested; the same on all ranks.
 
-        Training's state and random numbers stay as they are. Raises DataError at the start of a run.
+        Leaves training's state and random numbers unchanged. Raises DataError only at the start of a run.
         """
         assert moment.training is not None
         losses, bad = dict[int, list[float]](), list[str]()
         ranks, mine = distributed.world_size(), distributed.rank()
         rounds = [self._parts[first : first + ranks] for first in range(0, len(self._parts), ranks)]
-        # In the last round a rank may repeat another's part: every rank joins each pass.
+        # In the last round a rank without a part repeats another rank's: every rank must join each pass.
         my_parts = [parts[mine % len(parts)] for parts in rounds]
         with keep_generators(moment.device), closing(self._kept(my_parts, moment)) as batches:
             for number, (part, batch) in enumerate(zip(my_parts, batches, strict=True)):
@@ -109,7 +109,7 @@ class HeldOutLoss:
         return self._memory.batches("held out", lambda: self._batches(my_parts, moment), _copied)
 
     def _batches(self, my_parts: list[list[int]], moment: Moment) -> Generator[Any, None, None]:
-        """A LoaderBatch for each list of images; or a DataError in its place."""
+        """Yield a LoaderBatch for each list of images, or a DataError in its stead."""
         options = LoaderOptions.of(self._recipe, seed=0, device=moment.device, shares=())
         keys = [[(0, index) for index in part] for part in my_parts]
         dataset = MultiCropDataset(self._source, MultiCrop.of(self._recipe), options)
@@ -125,12 +125,12 @@ class HeldOutLoss:
 
 
 def describe_losses(losses: dict[str, float], step: int) -> list[str]:
-    """A line for the log, none without losses; metrics.jsonl has their parts."""
+    """The line for the log, or no line without losses; metrics.jsonl has all of them."""
     return [f"val_loss at step {step}: {losses['val_loss']:.4f}"] if losses else []
 
 
 def _copied(batch: Any) -> tuple[Any, int]:
-    """A copy of what `_batches` gives, and its bytes: an error is too large to be kept."""
+    """A copy of a batch and its size in bytes; an error counts as too large to be kept."""
     if not isinstance(batch, LoaderBatch):
         return batch, sys.maxsize
     return batch.moved(torch.Tensor.clone), sum(crops.nbytes for crops in batch.crops.values())

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from dino_ds.engine import distributed
 
-# Similarities held at once: 128 MiB. Fewer rows make the product slower.
+# Size of a block of similarities in memory: 128 MiB. Fewer rows make the product slower.
 _QUERY_ROWS = 512
 _BANK_ROWS = 65536
 _PAIRS = 4096
 _RANK_IMAGES = 25600
-"""Number of images that RankMe's authors took."""
+"""Number of images that RankMe's authors used."""
 _GROUP = 16
-"""The k largest of a row are sought in the k groups with the largest maxima: a sixteenth of the row is sorted."""
+"""Columns in a group: a row's k largest values lie in the k groups with the largest maxima, a sixteenth to sort."""
 
 
 def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k rows of bank (m, d) nearest to each of queries (q, d), both of any length: cosines and indices, (q, k).
+    """The k rows of bank (m, d) nearest to each row of queries (q, d), of any norms: cosines and indices, (q, k).
 
     Nearest first; k <= m. Exact: every pair is compared, a block at a time, so that 1M x 1M needs no more memory.
     """
@@ -34,14 +34,14 @@ def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_by_product(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k rows of bank (m, d) with the largest dot products with each of queries (q, d), FP32, as `nearest`."""
+    """As `nearest`, by dot products instead of cosines; queries (q, d) and bank (m, d) are FP32."""
     blocks = list(_search(queries, bank, k))
     return torch.cat([value for value, _ in blocks]), torch.cat([index for _, index in blocks])
 
 
 @torch.no_grad()
 def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`nearest_by_product` of one block of queries after another; the products of all are in the same memory."""
+    """Yield `nearest_by_product` of one block of queries after another; all blocks share the memory of the products."""
     scratch = queries.new_empty(_QUERY_ROWS * min(len(bank), _BANK_ROWS))
     for rows in queries.split(_QUERY_ROWS):
         value, index = queries.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long, device=rows.device)
@@ -57,11 +57,11 @@ def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Ten
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`values.topk(k)` of (q, m), found faster: the maxima of groups first."""
+    """`values.topk(k)` of (q, m) along rows, but faster: the maxima of groups are sorted first."""
     groups = values.shape[1] // _GROUP
     if groups <= k:
         return values.topk(k, dim=1)
-    # Group g has the columns g, g + groups, ...: so its maximum is taken along rows of the memory.
+    # Group g has the columns g, g + groups and so on: maxima are then taken over contiguous memory.
     maxima = values[:, : groups * _GROUP].unflatten(1, (_GROUP, groups)).amax(dim=1)
     chosen = maxima.topk(k, dim=1, sorted=False).indices
     members = torch.arange(_GROUP, device=values.device)[None, :, None] * groups
@@ -75,7 +75,7 @@ def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def knn_votes(similarity: Tensor, labels: Tensor, classes: int, temperature: float) -> Tensor:
     """Cosines (q, k) and labels (q, k) of the neighbors -> the votes for each class (q, classes).
 
-    The nearest neighbor's is 1: exp(cosine / temperature) itself is infinite in FP32 at a temperature below 0.011.
+    The nearest neighbor's vote is scaled to 1: exp(cosine / temperature) overflows FP32 at temperatures below 0.011.
     """
     votes = similarity.new_zeros(len(similarity), classes)
     return votes.scatter_add_(1, labels, ((similarity - similarity.amax(1, keepdim=True)) / temperature).exp())
@@ -87,8 +87,8 @@ def knn_accuracies(
 ) -> dict[int, float]:
     """Top-1 accuracy in percent for each of `ks`, from one search.
 
-    bank (m, d) and queries (q, d) features of any length; labels (m,) and (q,) int64. k is cut to the bank's size.
-    Every rank must call it with the same rows; each searches for its share of the queries.
+    bank (m, d) and queries (q, d): features of any norm; labels (m,) and (q,): int64. A k above m counts as m.
+    Every rank must call it with the same rows; each rank searches for its share of the queries.
     """
     classes = int(bank_labels.max()) + 1
     mine = slice(distributed.rank(), None, distributed.world_size())
@@ -106,16 +106,15 @@ def knn_accuracies(
 
 @torch.no_grad()
 def rank_database(queries: Tensor, database: Tensor) -> Tensor:
-    """Features (q, d) and (m, d) of any length -> indices of the database (q, m), nearest first."""
+    """Features (q, d) and (m, d) of any norm -> indices into the database (q, m), nearest first."""
     similarity = F.normalize(queries.float(), dim=-1) @ F.normalize(database.float(), dim=-1).T
     return similarity.argsort(dim=1, descending=True, stable=True)
 
 
 def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Iterable[int] = ()) -> float:
-    """Average precision of one query, in [0, 1]: the area under the precision-recall curve by trapezia, junk images
-    passed over.
+    """Average precision of one query, in [0, 1]: the area under the precision-recall curve by the trapezoidal rule.
 
-    NaN where there is nothing to find.
+    Images in `junk` are skipped. NaN without positives.
     """
     wanted, ignored = set(positive), set(junk)
     if not wanted:
@@ -135,10 +134,10 @@ def average_precision(ranking: Sequence[int], positive: Iterable[int], junk: Ite
 
 
 def class_retrieval(features: Tensor, labels: Tensor) -> float:
-    """Mean average precision in percent where every image asks for the others of its class. (n, d), (n,).
+    """Mean average precision in percent, where each image is the query for the others of its class.
 
-    Every rank must call it with the same rows; each ranks the database for its share of them. NaN where every class has
-    one image.
+    features (n, d), labels (n,). Every rank must call it with the same rows; each ranks the database for its share of
+    the queries. NaN if every class has a single image.
     """
     mine = range(distributed.rank(), len(labels), distributed.world_size())
     ranking = rank_database(features[mine.start :: mine.step], features)
@@ -154,14 +153,14 @@ def class_retrieval(features: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def feature_statistics(features: Tensor, seed: int = 0) -> dict[str, float]:
-    """Features (n, d), of any length; n >= 2.
+    """Statistics of features (n, d) of any norm; n >= 2.
 
     feature_std: mean over dimensions of the standard deviation of unit-length features, times sqrt(d): 1 for features
     spread evenly over the sphere, 0 for a collapse to one point (SimSiam, arXiv 2011.10566, figure 2).
-    rankme: exp of the entropy of the singular values (arXiv 2210.02885, equation 1): directions in use, 1 to d; of
-    25600 features at most, drawn at random.
-    uniformity: log of the mean of exp(-2 |x - y|^2) over pairs (arXiv 2005.10242): 0 for a point, less is more even;
-    over all pairs of at most 4096 features, drawn at random.
+    rankme: exp of the entropy of the singular values (arXiv 2210.02885, equation 1): number of directions in use, 1 to
+    d; of at most 25600 random features.
+    uniformity: log of the mean of exp(-2 |x - y|^2) over pairs (arXiv 2005.10242): 0 for a point, lower is more even;
+    over all pairs of at most 4096 random features.
     """
     features = features.float()
     unit = F.normalize(features, dim=-1)

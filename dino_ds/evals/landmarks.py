@@ -34,7 +34,7 @@ _SETUPS = {
     "medium": (("easy", "hard"), ("junk",)),
     "hard": (("hard",), ("junk", "easy")),
 }
-"""Kinds of images that count as found, and kinds that are passed over."""
+"""For each setup: kinds of images that count as positives, and kinds that are skipped."""
 Name = Annotated[str, Field(pattern=r"^[^./\\\x00][^/\\\x00]*$")]
 Index = Annotated[int, Field(ge=0, strict=True)]
 Pixel = Annotated[float, Field(gt=-10_000, lt=10_000)]
@@ -51,7 +51,7 @@ def paris(context: EvalContext) -> dict[str, float]:
 
 
 class QueryAnswers(BaseModel):
-    """Of one query its box in pixels (left, top, right, bottom), and indices into the database by kind."""
+    """One query's box in pixels (left, top, right, bottom), and the indices of its images in the database by kind."""
 
     bbx: tuple[Pixel, Pixel, Pixel, Pixel]
     easy: list[Index]
@@ -88,9 +88,9 @@ def read_ground_truth(path: Path) -> GroundTruth:
 
 
 def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswers], setup: str) -> float:
-    """Mean average precision in percent of each query's `ranking` of the whole database by likeness.
+    """Mean average precision in percent; ranking: the whole database for each query, most similar first.
 
-    Queries that have nothing to find are left out; NaN if none is left. The same as `compute_map` of revisitop.
+    Queries without positives are left out; NaN if none is left. Equal to `compute_map` of revisitop.
     """
     precisions = []
     for row, answer in zip(ranking, answers, strict=True):
@@ -101,7 +101,7 @@ def landmark_map(ranking: Sequence[Sequence[int]], answers: Sequence[QueryAnswer
 
 
 def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callable[[Tensor], Tensor]:
-    """One image (1, 3, h, w) of any size -> (1, d): the sum of its features at these scales, unit length."""
+    """A function from one image (1, 3, h, w) of any size to (1, d), the normalized sum of its features at `scales`."""
     patch = context.backbone.side_multiple
 
     def describe(images: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def describe_at_scales(context: EvalContext, scales: Sequence[float]) -> Callabl
 
 
 def _whole_patches(images: Tensor, patch: int) -> Tensor:
-    """Images without the rest at the right and at the bottom, which a patch embedding drops; at least one patch."""
+    """Crop images to whole patches at the right and bottom, as patch embeddings do; enlarge small ones to a patch."""
     height, width = images.shape[-2:]
     if min(height, width) < patch:
         height, width = max(height, patch), max(width, patch)
@@ -147,7 +147,7 @@ def _evaluate(context: EvalContext, name: str, dataset: str, size: int, scales: 
 
 
 class _CutOut:
-    """Images of files, each cropped to its box. A source without `read`: a box is of the image, not of its file."""
+    """Images of files, each cropped to its box. Has no `read`, which would return the uncropped file."""
 
     labels = classes = None
 
@@ -172,13 +172,13 @@ def _thumbnail(image: Image.Image, size: int, normalization: Normalization) -> T
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A benchmark's files below a root, or below `folder` in it.
+    """A benchmark's files in a root folder, or in its subfolder `folder`.
 
     Args:
         name: for messages.
-        folder: name that its download usually has.
-        marks: files that tell that it is there.
-        layout, origin: for messages, what is wanted and where it comes from.
+        folder: usual name of the downloaded folder.
+        marks: files by which the benchmark is recognized.
+        layout, origin: for messages, the expected files and where they come from.
     """
 
     name: str
@@ -188,7 +188,7 @@ class Benchmark:
     origin: str
 
     def find(self, root: Path | None) -> Path:
-        """The folder that has all marks. Raises ConfigError without a root, DataError where there is none."""
+        """The folder that has all marks. Raises ConfigError without a root, DataError if none is found."""
         if root is None:
             raise ConfigError(f"{self.name} needs its images: --benchmark_root DIR, {self._wanted}")
         candidates = root, root / self.folder
@@ -199,7 +199,7 @@ class Benchmark:
         raise DataError(f"no {self.name} in {candidates[0]} or {candidates[1]}: {marks} is not there; {self._wanted}")
 
     def check(self, paths: Iterable[Path]) -> None:
-        """Raises DataError where one of these files is not there."""
+        """Raise DataError if one of these files is missing."""
         missing = [path for path in paths if not path.is_file()]
         if missing:
             raise DataError(
@@ -220,7 +220,7 @@ def describe_files(
     batch: int,
     label: str,
 ) -> Tensor:
-    """Features (n, d) of all files in their order, on all ranks; each rank describes its share.
+    """Features (n, d) of all files in their order, on all ranks; each rank computes its share.
 
     Args:
         transform: image -> (3, h, w), of one size unless `batch` is 1.
@@ -228,7 +228,7 @@ def describe_files(
         label: name of the progress bar.
 
     Raises:
-        DataError: an image can't be read; a benchmark without it is another one.
+        DataError: an image can't be read: results without it would not be comparable.
     """
     features, _, unreadable = context.gather(describe, files, range(len(files)), transform, label, batch)
     if unreadable:

@@ -1,8 +1,8 @@
 """Linear classification of frozen features: logistic regression to its optimum, or a closed form.
 
-Deterministic and free of a learning rate: the regularisation is chosen on a part of the training images. Every rank
+Deterministic and without a learning rate: the regularization is chosen on a part of the training images. Every rank
 must call a fit with the same rows; each computes its share of the sums over them, and all get the same probe.
-Source of the protocol: DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020) fit L-BFGS logistic regression so.
+Source of the protocol: L-BFGS logistic regression as in DINOv2 (arXiv 2304.07193) and CLIP (arXiv 2103.00020).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _HELD_OUT = 0.1
 _ROWS = 65536
 """Images whose logits are in memory at once: a quarter of a GB for 1000 classes instead of three times 5 GB."""
 _MAX_STEPS = 1000
-"""Most iterations: little regularisation takes 800, and 200 leave half a point of accuracy undecided."""
+"""Largest number of iterations: weak regularization takes 800; after 200, accuracy is uncertain by half a point."""
 
 
 @dataclass(frozen=True)
 class LinearProbe:
-    """Features (..., d) -> logits (..., classes): standardised by the training set's mean and deviation."""
+    """Features (..., d) -> logits (..., classes): standardized by the training set's mean and standard deviation."""
 
     mean: Tensor
     scale: Tensor
@@ -40,7 +40,7 @@ class LinearProbe:
         return ((features.float() - self.mean) / self.scale) @ self.weight.T + self.bias
 
     def accuracy(self, features: Tensor, labels: Tensor) -> float:
-        """Top-1 in percent."""
+        """Top-1 accuracy in percent."""
         parts = zip(features.split(_ROWS), labels.split(_ROWS), strict=True)
         return 100.0 * sum(int((self(rows).argmax(dim=1) == wanted).sum()) for rows, wanted in parts) / len(labels)
 
@@ -55,8 +55,8 @@ def fit_linear(
 ) -> LinearProbe:
     """Logistic regression on features (n, d) and labels (n,) int64, in FP32 on their device.
 
-    The regularisation that is best on a tenth of the images, held out, is fitted to all of them; a single image can't
-    be held out, and the first regularisation is taken. Raises GaveUp.
+    The regularization with the lowest loss on a held-out tenth of the images is used for the fit to all of them; with a
+    single image, the first regularization is used. Raises GaveUp.
     """
     best, start = regularisations[0], None
     if len(regularisations) > 1 and len(labels) > 1:
@@ -65,7 +65,7 @@ def fit_linear(
         rest = order[len(held) :]
         scores: dict[float, float] = {}
         starts: dict[float, Tensor] = {}
-        for strength in sorted(regularisations, reverse=True):  # each starts at the smoother one before it
+        for strength in sorted(regularisations, reverse=True):  # each fit starts at the previous optimum
             probe = _fit(features[rest], labels[rest], classes, strength, start, give_up)
             start = starts[strength] = torch.cat((probe.weight, probe.bias[:, None]), dim=1)
             # The loss: less noisy than the accuracy on few images.
@@ -76,7 +76,7 @@ def fit_linear(
 
 
 def fit_ridge(features: Tensor, labels: Tensor, classes: int, regularisation: float = 1e-3) -> LinearProbe:
-    """The closed form: least squares to one-hot labels with |W|^2 * regularisation; one solve of a (d, d) system."""
+    """Least squares to one-hot labels with regularisation * |W|^2, in closed form: one solve of a (d, d) system."""
     mean, scale = _moments(features)
     average = torch.bincount(labels, minlength=classes).float() / len(labels)
     x = (_mine(features).float() - mean) / scale
@@ -93,7 +93,7 @@ def _moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mine(rows: Tensor) -> Tensor:
-    """This rank's share."""
+    """This rank's share of the rows."""
     return rows[distributed.rank() :: distributed.world_size()]
 
 
@@ -105,7 +105,7 @@ def _fit(
     start: Tensor | None,
     give_up: Callable[[], bool],
 ) -> LinearProbe:
-    """L-BFGS on the whole set; the last column of the parameters is the bias, which is not regularised."""
+    """Fit by L-BFGS to all rows; the last column of the parameters is the bias, which is not regularized."""
     mean, scale = _moments(features)
     x, wanted = (_mine(features).float() - mean) / scale, _mine(labels)
     parameters = torch.zeros(classes, x.shape[1] + 1, device=x.device) if start is None else start.clone()
@@ -129,12 +129,12 @@ def _fit(
 def minimise(
     loss_and_gradient: Callable[[Tensor], Tensor], parameters: Tensor, strength: float, give_up: Callable[[], bool]
 ) -> Tensor:
-    """L-BFGS to the optimum; all ranks must call it and get the same result.
+    """Minimize by L-BFGS; all ranks must call it and get the same result.
 
-    parameters: (classes, width + 1), where to begin; the last column is the bias. loss_and_gradient: such parameters ->
+    parameters: (classes, width + 1), the start; the last column is the bias. loss_and_gradient: such parameters ->
     (1 + classes * (width + 1),), summed over all ranks; `strength` * |weights|^2 / 2 is added here.
-    Rank 0 runs the optimizer, so that rounding cannot part the ranks; the others only compute losses and gradients.
-    `give_up` is asked before each of them; if it returns true on any rank, all raise GaveUp.
+    Rank 0 runs the optimizer, so that rounding can't make ranks differ; the others only compute losses and gradients.
+    `give_up` is called before each of these; if it returns true on any rank, all raise GaveUp.
     """
 
     def evaluate(values: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def minimise(
             raise GaveUp
         return loss_and_gradient(values)
 
-    message = parameters.new_zeros(1 + parameters.numel())  # whether to continue, and where
+    message = parameters.new_zeros(1 + parameters.numel())  # whether to continue, and the parameters
     if distributed.rank() > 0:
         while float(distributed.broadcast_from_first(message)[0]):
             evaluate(message[1:].view_as(parameters))

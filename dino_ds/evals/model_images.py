@@ -1,4 +1,4 @@
-"""The images that commands about a model look at, named by options or those of its run, and their range."""
+"""Images for commands that examine a model, those that options name or those of its run; and their value range."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dino_ds.weights.load import Backbone
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run `model`, or of the one that this checkpoint lies in, where no images are named: relative
-    paths begin where the run was started."""
+    """The recipe of the run `model`, or of the run with the checkpoint `model`; None if options name images, or without
+    a run. Relative paths in it begin where the run was started."""
     home = home_of(model)
     if source is not None or root is not None or not home.is_run:
         return None
@@ -31,7 +31,8 @@ def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None
 
 
 def find_images(model: str, source: str | None, root: str | None) -> Source:
-    """The images that are named, else the training images of the run `model`. Raises ConfigError, DataError."""
+    """The images that the options name, else the training images of the run `model`. Raises ConfigError,
+    DataError."""
     if recipe := recipe_of(model, source, root):
         if recipe.data.mixture:
             return recipe_images(recipe.data, may_overlap=True)
@@ -44,8 +45,8 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
 
 
 def range_for(backbone: Backbone, sources: Sequence[Source]) -> tuple[ValueRange | None, list[str]]:
-    """The model's range for images deeper than 8 bits, else one for these images, and what to say of it; every rank
-    calls it. Raises ConfigError where it can't be known, or the images looked at have other channels than the model."""
+    """The model's value range for images of over 8 bits, else one found in these images; and notes for the user. Every
+    rank calls it. Raises ConfigError for an unknown range, or if images have other channels than the model."""
     range_and_notes: tuple[ValueRange | None, list[str]] = (None, [])
     with distributed.raise_on_all_ranks():
         if distributed.rank() == 0:

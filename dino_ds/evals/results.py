@@ -1,8 +1,8 @@
-"""RUN/evaluations.json: the newest result of each evaluation, with the teacher it is of.
+"""RUN/evaluations.json: the newest result of each evaluation, and of which teacher it is.
 
 {"knn": {"step": 1500, "images": 96000, "date": "2026-11-21", "data": null, "train_images": 2880,
 "test_images": 936, "seconds": 3.1, "results": {"knn_10": 76.2, ...}}, ...}; a value is null where it is not known.
-`images`: seen by the teacher so far; `data`: what it was evaluated on, where that is not the data of its run.
+`images`: number of images that the teacher had seen; `data`: images of the evaluation, if not those of the run.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ def name_images(source: str, root: str | None) -> str:
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
     """Results by evaluation, none if the file is absent. Raises OSError, ValueError."""
     entries = read_object(path) if path.is_file() else {}
-    # Runs made before results had their step: no step, no use.
+    # Results of earlier versions have no step, and are left out.
     return {
         name: kept for name, kept in entries.items() if isinstance(kept, dict) and isinstance(kept.get("results"), dict)
     }
 
 
 def write_results(path: Path, new: dict[str, dict[str, Any]]) -> None:
-    """Put `new` in place of older results of the same evaluations; others stay. Raises OSError, ValueError."""
+    """Replace the results of the evaluations in `new`, and keep all others. Raises OSError, ValueError."""
     kept = {**read_results(path), **as_json(new)}
     replace_file(path, json.dumps(kept, indent=1) + "\n")
 
 
 def as_json(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Values with null for numbers that are not finite, such as the precision of a search for nothing."""
+    """The results with None for numbers that are not finite, such as the precision of a query without positives."""
     return {
         name: {**kept, "results": {key: v if math.isfinite(v) else None for key, v in kept["results"].items()}}
         for name, kept in results.items()

@@ -1,4 +1,4 @@
-"""Evaluations of the teacher while it trains; for k-NN with the baselines that make the number mean something."""
+"""Evaluates the teacher during training; k-NN accuracies come with baselines that give them a meaning."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from dino_ds.run.teacher_files import best_step
 from dino_ds.weights.load import Backbone
 
 MEASURED_ANEW = "measured_anew"
-"""The metric that says that evaluations before it were on other images or settings."""
+"""A metric that marks a break: evaluations before it were on other images or settings."""
 Results = dict[str, dict[str, Any]]
 """Results by evaluation, as RUN/evaluations.json keeps them."""
 
 
 class EvalRunner(AtStep):
-    """Evaluates every `every` steps by `names` of EVALUATIONS, always on the same images: `sources`, train and test.
+    """Runs the evaluations `names` every `every` steps, always on the same images: `sources`, train and test.
 
-    `best` tracks the best teacher and `held_out` measures a loss, each None where the recipe does not ask for it.
-    All ranks must make one. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
+    `best` tracks the best teacher and `held_out` measures a loss, each is None if the recipe does not ask for it. All
+    ranks must construct it. Raises ConfigError or DataError, on all ranks, for an evaluation that is not possible.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EvalRunner(AtStep):
         self._normalization = normalization
         self._sources = sources
         self._counts: list[float] = []
-        """Numbers of k-NN, by which checkpoints of earlier versions are compared."""
+        """k-NN's settings and numbers of images: checkpoints of earlier versions are comparable if these are equal."""
         self._notes: list[str] = []
         self._noted: set[str] = set()
         self.knn = Knn()
@@ -65,16 +65,16 @@ class EvalRunner(AtStep):
         self.held_out: HeldOutLoss | None = None
         self._improved = False
         self._anew = False
-        """Whether values of a checkpoint are not comparable: they are measured before training goes on."""
+        """Whether a checkpoint's values are not comparable: they are measured again before training continues."""
         self._memory = ImageMemory()
         for name in names:
             self._check(name)
         self.basis = self._find_basis()
-        """A digest of the images and settings: values on others are not comparable."""
+        """A digest of the images and settings: only values with the same digest are comparable."""
 
     @classmethod
     def build(cls, recipe: Recipe, train: Source, epoch_steps: int) -> EvalRunner | None:
-        """The runner of a recipe's `eval` section; None where that says "0 steps", or nothing and there are no labels.
+        """The runner for a recipe's `eval` section; None if eval.every is 0 steps, or there is nothing to evaluate.
 
         Every rank must call it. Raises as the constructor does.
         """
@@ -112,7 +112,7 @@ class EvalRunner(AtStep):
         return runner
 
     def _check(self, name: str) -> None:
-        """Raises ConfigError or DataError where evaluation `name` lacks something; notes what k-NN is compared by."""
+        """Raise ConfigError or DataError if evaluation `name` lacks something; for k-NN, keep its chance and counts."""
         try:
             context = preflight_eval(name, self._settings, lambda: self._sources)
         except (ConfigError, DataError) as error:
@@ -140,7 +140,7 @@ class EvalRunner(AtStep):
         return last or step % self._every == 0
 
     def run(self, moment: Moment) -> bool:
-        """Metrics, lines of the log, and RUN/evaluations.json."""
+        """Evaluate; write metrics, lines of the log, and RUN/evaluations.json. False if a stop was requested."""
         self._improved, losses = False, dict[str, float]()
         results = self.evaluate(moment)
         if results is not None and self.held_out is not None:
@@ -163,7 +163,7 @@ class EvalRunner(AtStep):
         return True
 
     def _track(self, moment: Moment, results: Results, losses: dict[str, float]) -> dict[str, int]:
-        """Show the newest value to the tracker of the best; metrics of it."""
+        """Pass the newest value to the tracker of the best teacher; returns its metrics."""
         if self.best is None:
             return {}
         if moment.at_start:
@@ -191,10 +191,10 @@ class EvalRunner(AtStep):
         return [*best, *self.knn.summary(cut)]
 
     def evaluate(self, moment: Moment) -> Results | None:
-        """The results at a moment, or None, on all ranks, if a stop was requested on one of them.
+        """Evaluate the teacher; returns the results, or None on all ranks if a stop was requested on one of them.
 
-        Data that can't be evaluated is an error at step 0; later it is left out and noted. Training's random
-        numbers stay as they are.
+        Data that can't be evaluated is an error at step 0; later the evaluation is skipped, with a note. Training's
+        random numbers stay unchanged.
         """
         teacher = live_teacher(moment.teacher, self._size, self._normalization)
         with suppress(GaveUp), keep_generators(moment.device), teacher as model:
@@ -263,7 +263,7 @@ class EvalRunner(AtStep):
         return {**self.knn.state_dict(), "basis": self.basis, **best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Values of other images or settings are forgotten, and measured before training goes on."""
+        """Restore what `state_dict` returned; values on other images or settings are dropped, and measured again."""
         now = ("basis", self.basis) if "basis" in state else ("of", self._counts)
         lines = self.knn.load_state_dict(state, state.get(now[0], now[1]) == now[1])
         lines += self.best.load_state_dict(state.get("best")) if self.best is not None else []
@@ -271,7 +271,7 @@ class EvalRunner(AtStep):
 
 
 def _test_images(recipe: Recipe, train: Source) -> Source | None:
-    """The labeled test images: named ones, those of a data set, else those that eval.val_share holds out, where an
+    """The labeled test images: those of eval.root or of a dataset, else those that eval.val_share holds out; None if no
     evaluation needs them."""
     data, root, evals = recipe.data, recipe.eval.root, recipe.eval.evals
     if data.own_files and root is None:
@@ -283,8 +283,8 @@ def _test_images(recipe: Recipe, train: Source) -> Source | None:
 def _evaluations(
     recipe: Recipe, train: Source, test: Source | None, how: Settings
 ) -> tuple[tuple[str, ...], list[str]]:
-    """The names of the evaluations of a run, and a note where k-NN on held-out images, which nobody has asked for by
-    name, is not possible."""
+    """The names of a run's evaluations, and a note if eval.evals "auto" asks for k-NN on held-out images, which is not
+    possible."""
     section = recipe.eval
     if section.evals != "auto" or test is None:
         return () if section.evals == "auto" else section.evals, []

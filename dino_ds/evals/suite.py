@@ -1,7 +1,7 @@
-"""The evaluations: each is a function from an `EvalContext` to numbers, which all ranks call and get alike.
+"""The evaluations: each is a function from an `EvalContext` to numbers; all ranks call it and get the same numbers.
 
-A new one is a function with this signature and a line in EVALUATIONS of `dino_ds.config.evaluation`; its docstring goes
-into the table of docs/evaluations.md, its numbers are printed, written and reported.
+To add one, write a function with this signature and a line in EVALUATIONS of `dino_ds.config.evaluation`. Its docstring
+goes into the table of docs/evaluations.md; its numbers are printed, written and reported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dino_ds.evals.linear import fit_linear, fit_ridge
 _RETRIEVAL_IMAGES = 5000
 
 Evaluation = Callable[[EvalContext], dict[str, float]]
-"""Results are percentages unless its docstring says otherwise."""
+"""Results are percentages unless the function's docstring says otherwise."""
 
 
 def knn(context: EvalContext) -> dict[str, float]:
@@ -44,7 +44,7 @@ def knn(context: EvalContext) -> dict[str, float]:
 
 
 def _with_neighbors(ks: Sequence[int], images: int) -> list[int]:
-    """The numbers of `ks` that are not more than the training images. Raises DataError where none is."""
+    """Those of `ks` that are at most `images`, the number of training images. Raises DataError if none is."""
     if images < min(ks):
         raise DataError(f"{images} training images have no {min(ks)} neighbors: give a smaller --k, or more")
     return [k for k in ks if k <= images]
@@ -97,8 +97,8 @@ def evaluate(name: str, context: EvalContext) -> dict[str, float]:
 def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> EvalContext:
     """Run an evaluation up to its first use of the model, so that missing data is found before hours of work.
 
-    Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, where there are no
-    images or labels for it, or no benchmark.
+    Returns its context. All ranks must call it. Raises ConfigError or DataError, on all ranks, if its images, labels or
+    benchmark are missing.
     """
     methods = dict.fromkeys(("features", "patch_tokens"))
     sizes = dict.fromkeys(("image_size", "stride", "side_multiple", "width"), 1)
@@ -110,12 +110,12 @@ def preflight_eval(name: str, settings: Settings, sources: NamedSources) -> Eval
 
 
 class _Ready(Exception):
-    """The evaluation has found everything that it needs before its first feature."""
+    """Raised when an evaluation has found everything that it needs before its first feature."""
 
 
 class _Preflight(EvalContext):
     def begin(self) -> None:
-        if "_labeled_sources" in self.__dict__:  # labels are wanted: those of the test images too
+        if "_labeled_sources" in self.__dict__:  # it needs labels: check those of the test images too
             _ = self.test_indices
         raise _Ready
 
@@ -130,7 +130,7 @@ def describe_result(
 ) -> dict[str, Any]:
     """Entry of one evaluation in evaluations.json (evals/results.py).
 
-    about: "step" and "images" of the model; data: the name of its images, but for a benchmark, which has its own.
+    about: "step" and "images" of the model; data: the name of its images; a benchmark's entry has the benchmark's name.
     """
     train, test = (None, None) if name in BENCHMARKS else context.image_counts
     return {

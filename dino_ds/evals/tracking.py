@@ -1,4 +1,4 @@
-"""Values of evaluations that a run compares: the best teacher by one metric, and k-NN beside its baselines."""
+"""Tracks values of evaluations over a run: the best teacher by one metric, and k-NN beside its baselines."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dino_ds.errors import ConfigError
 
 _LEAST_EVALUATIONS = 10
 _FEW_TEST_IMAGES = 400
-"""Test images below which chance moves k-NN by 5 points and more."""
+"""With fewer test images, chance changes the k-NN accuracy by 5 points or more."""
 
 
 @dataclass
 class Best:
     """The best value of `metric` so far, its `step`, and the value at the start of the run.
 
-    patience: evaluations without progress after which the run ends, or None for never; those count that are due by
-    eval.every, whatever starts a run is made of. Progress is a better value than the last that counted.
+    patience: number of evaluations without progress after which the run ends, None for never. Only evaluations that
+    eval.every asks for count, also over restarts. Progress is a better value than at the last progress.
     """
 
     metric: str
@@ -36,13 +36,13 @@ class Best:
     seen: int | None = None
     """Step of the newest evaluation, or None before the first one."""
     basis: str = ""
-    """A digest of the images and settings of the evaluation: values on others are not comparable."""
+    """A digest of the images and settings of the evaluation: only values with the same digest are comparable."""
     counts: tuple[int, ...] = ()
-    """Numbers of images and neighbors, by which checkpoints of earlier versions are compared."""
+    """Numbers of neighbors and images: checkpoints of earlier versions are comparable if these are equal."""
 
     @staticmethod
     def from_recipe(section: EvalSection, names: tuple[str, ...]) -> Best | None:
-        """The tracker that `eval` asks for, where `names` are evaluated. Raises ConfigError where the metric is not."""
+        """The tracker that `section` asks for, or None. Raises ConfigError if evaluations `names` lack its metric."""
         metric = section.keep_best
         if metric == "auto":
             metric = "knn" if "knn" in names else "none"
@@ -66,9 +66,9 @@ class Best:
         vars(self).update(vars(fresh))
 
     def see(self, step: int, value: float | None, due: bool, at_start: bool) -> bool:
-        """Take the value of an evaluation, or None where it was not possible; whether it is the best one so far.
+        """Record the value of an evaluation, None if it was not possible; returns whether it is the best so far.
 
-        due: it is one of those that eval.every asks for. at_start: the run has made no step yet.
+        due: whether eval.every asks for this evaluation. at_start: whether the run has made no step yet.
         """
         self.seen = step
         if value is None:
@@ -102,7 +102,7 @@ class Best:
         return f"eval.stop_after: {self.stalled} evaluations have not bettered {best}"
 
     def lines(self, kept: int | None) -> list[str]:
-        """Lines for the end of the run; `kept` is the step of the teacher that the folder has as the best, if any."""
+        """Lines for the end of the run; kept: step of the best teacher in the run folder, if any."""
         if self.value is None:
             return []
         values = f"{self.metric} {self._shown(self.value)}; newest {self._shown(self.newest)}{self._of_start()}"
@@ -120,7 +120,7 @@ class Best:
         return lines
 
     def _of_start(self) -> str:
-        """Words for the value at the start, and by how much the best one is better."""
+        """Words for the value at the start, and by how much the best value is better."""
         if self.start is None or self.value is None:
             return ""
         gain = self._gain(self.value, self.start)
@@ -135,8 +135,8 @@ class Best:
         return {name: value for name, value in vars(self).items() if name not in ("patience", "counts")}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> list[str]:
-        """Take back what `state_dict` gave; a note where its values are not comparable, and forgotten. A version that
-        had none gave None."""
+        """Restore what `state_dict` returned; returns a note if its values are not comparable, and drops them. None:
+        the checkpoint is of a version without a tracker."""
         if state is None:
             return []
         comparable = state["basis"] == self.basis if "basis" in state else tuple(state["measured_on"]) == self.counts
@@ -152,8 +152,8 @@ class Best:
 class Knn:
     """k-NN accuracies of a run in percent: of raw pixels, of the network before training, and of the newest teacher.
 
-    chance: of who guesses; images: number of test images; began_as: words for the network before training; advice: what
-    helps a teacher that is worse than raw pixels.
+    chance: accuracy of guessing; images: number of test images; began_as: words for the network before training;
+    advice: remedies for a teacher that is worse than raw pixels.
     """
 
     chance: float = 0.0
@@ -164,17 +164,17 @@ class Knn:
     untrained: float | None = None
     latest: float | None = None
     step: int | None = None
-    """Step of `latest`; unknown of a run of an earlier version."""
+    """Step of `latest`; None in a run of an earlier version."""
     has_baselines_shown: bool = field(default=False, compare=False)
     """Whether this process has logged the baselines of the newest value."""
 
     def see(self, step: int, latest: float, raw: float) -> None:
-        """Take the values of an evaluation."""
+        """Record the values of an evaluation."""
         self.step, self.latest, self.raw = step, latest, raw
         self.untrained = latest if step == 0 else self.untrained
 
     def notes(self) -> list[str]:
-        """A note on how far chance moves the accuracy where test images are few."""
+        """A note on how much chance changes the accuracy, if test images are few."""
         if not 0 < self.images < _FEW_TEST_IMAGES:
             return []
         margin = margin_of_chance(self.images)
@@ -225,7 +225,7 @@ class Knn:
         return {name: getattr(self, name) for name in ("raw", "untrained", "latest", "step")}
 
     def load_state_dict(self, state: dict[str, Any], comparable: bool) -> list[str]:
-        """Take back what `state_dict` gave; a note where it is not `comparable`, and forgotten."""
+        """Restore what `state_dict` returned; if it is not `comparable`, drop it and return a note."""
         if comparable:
             self.raw, self.untrained, self.latest = state["raw"], state["untrained"], state["latest"]
             self.step = state.get("step")
@@ -238,7 +238,7 @@ class Knn:
 
 
 def evaluated_every(recipe: Recipe, epoch_steps: int) -> int:
-    """Steps between evaluations: a run that is short for a length in epochs or images is evaluated ten times."""
+    """Steps between evaluations; a period in epochs or images is shortened so that a short run has ten evaluations."""
     batch, every = recipe.data.global_batch, recipe.eval.every
     steps = every.in_steps(batch, epoch_steps)
     if every.unit == "steps":

@@ -30,7 +30,7 @@ from dino_ds.weights.sidecar import read_sidecar
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODEL, DATA = 3, 2
-"""Exit codes for a model and for options or images that can't be used, as dino-ds has them."""
+"""Exit codes for a model and for options or images that can't be used, as in dino-ds."""
 Score = Callable[[], tuple[float, dict[str, float]]]
 
 
@@ -40,7 +40,7 @@ def fail(message: str, code: int = DATA) -> NoReturn:
 
 
 def open_upright(path: str | Path) -> Image.Image:
-    """RGB, turned as its EXIF says: as the teacher saw images. Raises ValueError for more than 8 bits."""
+    """Open an image as RGB, rotated by its EXIF, as the teacher saw images. Raises ValueError for more than 8 bits."""
     with Image.open(path) as image:
         if image.mode[0] in "IF":
             raise ValueError(f"{path} has more than 8 bits, which Pillow would cut off at 255: save it in 8 bits")
@@ -48,7 +48,7 @@ def open_upright(path: str | Path) -> Image.Image:
 
 
 def create(name: str, arguments: dict[str, Any], pretrained: bool = False) -> tuple[Any, dict[str, Any]]:
-    """timm's network, for images of any size also of ViTs, and the arguments that made it."""
+    """timm's network, a ViT also for images of any size, and the arguments that made it."""
     flexible = {**arguments, "dynamic_img_size": True}
     try:
         return timm.create_model(name, pretrained=pretrained, **flexible), flexible
@@ -60,7 +60,7 @@ def load_teacher(model: str, classes: int, random: bool = False) -> tuple[Any, d
     """timm's network for images of any size with a new head, and its facts: timm_name, timm_arguments, mean, std.
 
     model: a run folder, a .safetensors file with the .json of its name next to it, or timm's name of released weights.
-    random: the same network without the weights. Ends the program if it can't.
+    random: the same network, randomly initialized. Ends the program if the model can't be loaded.
     """
     path = Path(model) / "teacher.safetensors" if Path(model).is_dir() else Path(model)
     if path.suffix != ".safetensors":
@@ -104,21 +104,21 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any], args: Any) -> float:
-    """Train the weights of `groups`, and keep those of the best epoch by score() = (percent, percent of each class)
-    in args.out. Labels of 255 do not count."""
+    """Train the parameters of `groups`, and save the network of the best epoch in args.out. score: returns the
+    percentage that decides and that of each class. Labels of 255 are ignored. Returns the best percentage."""
     loader = DataLoader(data, min(args.batch, len(data)), True, drop_last=True, num_workers=args.workers)
     optimizer, steps, best = (
         torch.optim.AdamW(groups, args.lr, weight_decay=0.05),
         args.epochs * len(loader),
         -1.0,
     )
-    # timm's schedule: torch's do not know of layer decay.
+    # timm's schedule: torch's ignore layer decay, the groups' lr_scale.
     schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
     args.out.mkdir(parents=True, exist_ok=True)
     for epoch in range(args.epochs):
         network.train()
         if args.frozen:
-            getattr(network, "backbone", network).eval()  # its BatchNorm too
+            getattr(network, "backbone", network).eval()  # so that BatchNorm is frozen too
         for number, (images, labels) in enumerate(tqdm(loader, disable=None, leave=False), epoch * len(loader) + 1):
             schedule.step_update(number)
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda"):

@@ -49,7 +49,7 @@ class Segmenter(nn.Module):
 
 
 class Masked(Dataset[tuple[Tensor, Tensor]]):
-    """Images and their masks, all looked at first. Ends the program with one line about the first that is wrong."""
+    """Images and their masks, checked at construction: ends the program with one line about the first wrong one."""
 
     def __init__(self, folder: Path, classes: int, transform: Any) -> None:
         names = sorted(path for path in (folder / "images").glob("*") if not path.name.startswith("."))
@@ -80,14 +80,14 @@ class Masked(Dataset[tuple[Tensor, Tensor]]):
 
 @torch.no_grad()
 def predict(network: Segmenter, data: Masked, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """(classes, mask) of a whole image in its own size, (h, w) each."""
+    """The predicted classes and the mask of a whole image, each (h, w) in the mask's size."""
     mask = np.array(Image.open(data.pairs[index][1]))
     logits = network.eval()(data[index][0][None].to(DEVICE))
     return functional.interpolate(logits, mask.shape, mode="bilinear").argmax(1)[0].cpu().numpy(), mask
 
 
 def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, dict[str, float]]:
-    """Intersection over union of all images, percent: the mean over classes, and each class that is somewhere."""
+    """Intersection over union of all images in percent: the mean over classes, and by class; without absent classes."""
     n = len(classes)
     counts = np.zeros((n, n))
     for index in range(len(data)):
@@ -100,7 +100,7 @@ def iou(network: Segmenter, data: Masked, classes: list[str]) -> tuple[float, di
 
 
 def overlay(network: Segmenter, data: Masked, path: Path) -> None:
-    """Draw the first four images, each next to its mask and to the classes found, half transparent."""
+    """Draw the first four images, each next to its mask and the predicted classes, laid over it half transparent."""
     rows = []
     for index in range(min(4, len(data))):
         image = open_upright(data.pairs[index][0])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 NEAR = 0.02
-"""Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features are one."""
+"""Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
 NO_KL = 0.01
 """Fraction of ln K below which the KL says that the teacher gives every image the same target."""
 MOST_CONSTANT = 0.5
 """Fraction of images of one color above which there is nothing to learn."""
 WINDOWS = 10
-"""Lines of metrics in a row before the alarm: single batches come near either end."""
+"""Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
 _CONSTANT = "constant images"
 _HINTS = {
     _CONSTANT: "look at the images, with dino-ds look-data, and at data.root",
@@ -37,7 +37,7 @@ class _Alarm:
         self.on = False
 
     def _report(self, kind: str, began: str, over: str) -> str:
-        """One of two lines, or "": what `began` where the last lines were of this kind, `over` where it is "" again."""
+        """Count a line of metrics of this kind; returns `began` if the alarm starts, `over` if it ends, else ""."""
         self._windows = self._windows + 1 if kind and kind == self._kind else int(bool(kind))
         self._kind = kind
         if not kind and self.on:
@@ -53,11 +53,11 @@ class CollapseAlarm(_Alarm):
     """Checks the entropy and the KL of targets over prototypes in each line of metrics.
 
     Source: DINO, section 5.3 and figure 7 (arXiv 2104.14294): KL -> 0 is a constant output; the entropy tells which:
-    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Before the
-    end of the learning rate's warm-up a uniform teacher is only one that has not begun.
+    -> 0 without centering (one prototype takes all images), -> ln K without sharpening (uniform targets). Uniform
+    targets are normal before the end of the learning rate's warm-up.
 
-    rows: what one target belongs to, an image or a patch. With Sinkhorn-Knopp (`balanced`), which spreads equal rows
-    evenly, one constant output shows as uniform targets.
+    rows: what has one target each, an image or a patch. balanced: Sinkhorn-Knopp makes the targets; equal rows get
+    uniform ones, and so a constant output shows as uniform targets.
     """
 
     def __init__(self, prototypes: int, warmup_steps: int, rows: str = "image", balanced: bool = False) -> None:
@@ -66,8 +66,8 @@ class CollapseAlarm(_Alarm):
         self._warmup_steps = warmup_steps
 
     def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
-        """A human-readable line, or "". Entropy and KL in nats and the fraction of images of one color (`constant`) are
-        means since the last line of metrics."""
+        """The alarm's line when it starts or ends, else "". Entropy and KL in nats, and `constant`, the fraction of
+        images of one color, are means since the last line of metrics."""
         kind = _CONSTANT if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
         whose = "" if self._rows == "image" else f" for every {self._rows}"
         over = f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
@@ -89,16 +89,16 @@ class CollapseAlarm(_Alarm):
 
 
 class SpreadAlarm(_Alarm):
-    """Checks how far features of different images are spread, where an objective has no prototypes: 0 where all images
-    have one feature, 1 where they fill the sphere. A student that has not warmed up has not begun to spread them."""
+    """Checks the spread of features over images, for objectives without prototypes: 0 if all images have one feature, 1
+    if they fill the sphere. A low spread is normal before the end of the warm-up."""
 
     def __init__(self, name: str, warmup_steps: int) -> None:
         super().__init__()
         self._name, self._warmup_steps = name, warmup_steps
 
     def look(self, step: int, spread: float, constant: float = 0.0) -> str:
-        """A human-readable line, or "". `spread` and the fraction of images of one color (`constant`) are means since
-        the last line of metrics."""
+        """The alarm's line when it starts or ends, else "". `spread` and `constant`, the fraction of images of one
+        color, are means since the last line of metrics."""
         kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
         kind = _CONSTANT if constant > MOST_CONSTANT else kind
         sign = _constant_images(constant) if kind == _CONSTANT else "the student gives every image the same feature"

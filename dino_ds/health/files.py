@@ -17,14 +17,14 @@ from dino_ds.errors import NO_SPACE
 
 T = TypeVar("T")
 LIMIT_SECONDS = 5.0
-"""A dead disk is a common reason for a hang: reading files may not hold up a process for longer."""
+"""Longest time that a file operation may hold up a process: a dead disk is a common cause of a hang."""
 
 
 class Event(str):
     """A line of a run's log that also tells programs what happened: an object of events.jsonl.
 
-    kind: what happened; by default the line's first word, where that fills a column of nine letters as in "warning  ".
-    detail: whether it is for the files of the run alone: the screen shows it only with --verbose.
+    kind: what happened; by default the line's first word, if it is padded to nine letters as in "warning  ".
+    detail: whether the screen shows the line only with --verbose; the run's files always have it.
     """
 
     def __new__(cls, line: str, kind: str = "", detail: bool = False, **facts: Any) -> Event:
@@ -40,7 +40,7 @@ class Event(str):
 
     @property
     def record(self) -> str:
-        """The object of events.jsonl, with the present time."""
+        """The JSON object for events.jsonl, with the current time."""
         return json.dumps({"time": now(), "kind": self.kind, "line": self, **self.facts})
 
 
@@ -52,7 +52,7 @@ class Disk:
         self._thread: threading.Thread | None = None
 
     def run(self, work: Callable[[], T], otherwise: T) -> T:
-        """The value of `work`, or `otherwise` if it raises OSError, takes too long, or an earlier one still hangs."""
+        """The value of `work`, or `otherwise` if it raises OSError or takes too long, or an earlier one still hangs."""
         if self._thread is not None and self._thread.is_alive():
             return otherwise
         values: list[T] = []
@@ -68,7 +68,7 @@ class Disk:
 
 
 def create_exclusively(path: Path, text: str) -> bool:
-    """Create `path`, which appears with its whole text; whether no other process or host was faster. Raises OSError."""
+    """Create `path` with all its text at once; returns False if another process or host was faster. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         temporary.write_text(text)
@@ -90,7 +90,7 @@ def create_exclusively(path: Path, text: str) -> bool:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append in one write, so that lines of several processes don't mix; nothing if folder or room is missing."""
+    """Append a line in one write, so that lines of several processes don't mix. Does nothing if that fails."""
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         append_whole(file.fileno(), f"{text}\n".encode())
 
@@ -101,5 +101,5 @@ def now() -> str:
 
 
 def stamped(text: str) -> str:
-    """Lines as log.txt has them: the time, a space, the line."""
+    """Prefix each line with the time and a space, as in log.txt."""
     return "\n".join(f"{now()} {line}" for line in text.split("\n"))

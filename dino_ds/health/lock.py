@@ -18,13 +18,13 @@ from dino_ds.health.files import create_exclusively
 from dino_ds.health.processes import Process, find_process, machine
 
 STALE_SECONDS = 60.0
-"""A lock of another machine is stale once it was not touched for this long."""
+"""A lock of another machine is stale if it has not been touched for this long."""
 _TRIES = 20
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock; `machine` and `ticks` (see `processes`) tell it from later ones of that pid."""
+    """The process that holds a lock; `machine` and `ticks` (see `processes`) tell it from later ones with this pid."""
 
     host: str
     pid: int
@@ -42,7 +42,7 @@ class RunLock:
         self._made: list[Path] = []
 
     def acquire(self) -> str:
-        """Take the lock, and make the folder if needed; a human-readable note if the last holder is gone, else "".
+        """Take the lock, and make the folder if needed; returns a note if the last holder is gone, else "".
 
         Raises ConfigError if a running process holds it, or the folder can't be made or written to. Of several
         processes that try at the same moment exactly one succeeds.
@@ -68,7 +68,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one process of this machine in at a time, waiting a second at most; all if the disk has no such locks."""
+        """Let in one process of this machine at a time, after a second all; on a disk without locks, all at once."""
         folder = os.open(self.run_dir, os.O_RDONLY)
         try:
             for _ in range(_TRIES):
@@ -84,7 +84,7 @@ class RunLock:
             os.close(folder)
 
     def check_free(self, rank: int) -> None:
-        """Raise ConfigError if a running process holds the folder. For use before the slow imports; takes nothing.
+        """Raise ConfigError if a running process holds the folder. For use before slow imports; takes no lock.
 
         A rank > 0 judges holders on its own machine only: rank 0 may know that another machine's holder is gone.
         """
@@ -100,7 +100,7 @@ class RunLock:
         return _parse(self._read() or "")
 
     def refresh(self) -> bool:
-        """Touch the lock, for the monitor of its holder. False if another run has it now."""
+        """Touch the lock; called by its holder's monitor. Returns False if another run has the lock now."""
         holder = self.holder()
         if holder is None or not self._is_mine(holder):
             return holder is None  # a disk that fails to answer is not another run
@@ -114,7 +114,7 @@ class RunLock:
         return not (is_gone(self.run_dir / "config.yaml") and is_gone(self.run_dir / "checkpoints"))
 
     def release(self) -> None:
-        """Give the lock back, if it is ours, and remove folders that `acquire` has made and that are still empty."""
+        """Remove the lock if it is ours, and folders that `acquire` has made and that are still empty."""
         holder = self.holder()
         with contextlib.suppress(OSError):
             if holder is not None and self._is_mine(holder):
@@ -132,7 +132,7 @@ class RunLock:
                 self._made.append(folder)
 
     def _check_kind(self) -> None:
-        """Raise ConfigError if something else has the lock's name."""
+        """Raise ConfigError if the lock's path is something else than a file."""
         if os.path.lexists(self._path) and not os.path.isfile(self._path) and os.path.lexists(self._path):
             raise ConfigError(f"{self._path} is not the lock of a run, which is a file: remove or rename it")
 
@@ -145,7 +145,7 @@ class RunLock:
     def _in_use(self, text: str) -> str:
         """Why the lock with this text can't be taken, or "" if its holder is gone."""
         age, holder = self._age(), _parse(text)
-        if holder is None:  # its writer may still be at it
+        if holder is None:  # its writer may not be done yet
             return f"{self.run_dir} has a lock that can't be read: remove {self._path}" if age < STALE_SECONDS else ""
         if holder.machine and holder.machine == machine():
             living, gone = Process(holder.pid, holder.ticks).alive, ""
@@ -173,21 +173,21 @@ class RunLock:
         except OSError:
             now = time.time()
         if touched > now:
-            with contextlib.suppress(OSError):  # a clock was wrong: it ages, unless its holder touches it again
+            with contextlib.suppress(OSError):  # a clock was wrong: the lock ages unless its holder touches it
                 os.utime(self._path, (now, now))
         return now - touched
 
     def _remove_stale(self) -> str:
-        """Remove the lock of a holder that is gone; a note about it. Raises ConfigError if the holder is running.
+        """Remove the lock of a holder that is gone, and return a note. Raises ConfigError if the holder is running.
 
-        Where a process of another machine has just done the same, its holder is told by `refresh`.
+        If another machine has just taken the lock, so that this removes its new one, `refresh` tells its holder.
         """
         text = self._read()
         if text is None:
             return ""
         if problem := self._in_use(text):
             raise ConfigError(problem)
-        if self._read() != text:  # it took a while to judge, and another machine was faster
+        if self._read() != text:  # another machine was faster
             return ""
         self._path.unlink(missing_ok=True)
         holder = _parse(text)

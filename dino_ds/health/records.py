@@ -18,7 +18,7 @@ from dino_ds.basics.durable import discard, replacing
 from dino_ds.health.files import Disk, Event, append_line, create_exclusively, stamped
 
 SILENT_SECONDS = 15.0
-"""A rank without a heartbeat for this long counts as gone, with its host or its monitor."""
+"""A rank without a heartbeat for this long counts as gone: its host or its monitor may be."""
 _UNREADABLE = (OSError, ValueError, TypeError, RecursionError)
 
 
@@ -27,7 +27,7 @@ class Heartbeat:
     """One rank as its monitor last saw it.
 
     `step`: optimizer steps done. `where`: the phase, or the part of the step. `moves`: see `Beat`. `stopped`: by
-    SIGSTOP or a debugger. `ended`: "", done, stopped or error, then `code` and `message` say more.
+    SIGSTOP or a debugger. `ended`: "" while it runs, then done, stopped or error, with `code` and `message`.
     """
 
     rank: int
@@ -61,8 +61,8 @@ class Failure:
 class Heartbeats:
     """The files of RUN/heartbeats, a new folder for each start of a run.
 
-    Reading and writing never raise for what a dying run leaves behind, and wait for the disk for a limited time.
-    of_next_start: whether to ignore the files of the earlier start that are there now.
+    Reading and writing never raise for files that a dying run leaves behind, and wait for the disk for a limited time.
+    of_next_start: whether to ignore the files that exist now, which are of an earlier start.
     """
 
     def __init__(self, run_dir: Path, of_next_start: bool = False) -> None:
@@ -71,7 +71,7 @@ class Heartbeats:
         self._failure_path = self.folder / "first_failure.json"
         self.prepared = False
         self.disk = Disk()
-        # The older folder exists when a start makes its own, whose number is another one then.
+        # Its inode. The new start makes its folder while this one still exists, so the two inodes differ.
         self._old_folder = self.disk.run(lambda: self.folder.stat().st_ino, 0) if of_next_start else 0
 
     def prepare(self) -> None:
@@ -110,7 +110,7 @@ class Heartbeats:
         return self.folder / f"rank_{rank:05d}.json"
 
     def publish(self, heartbeat: Heartbeat) -> None:
-        """Replace the rank's heartbeat as a whole; nothing if there is no folder."""
+        """Replace the rank's heartbeat atomically; does nothing if there is no folder."""
 
         def write() -> None:
             with replacing(self.path(heartbeat.rank), on_disk=False) as temporary:
@@ -133,8 +133,8 @@ class Heartbeats:
         return not self._old_folder or self.folder.stat().st_ino != self._old_folder
 
     def claim(self, failure: Failure) -> bool | None:
-        """Record `failure` if it is the first of this run; whether it is, then this rank reports it. None if the disk
-        does not answer."""
+        """Record `failure` if it is the first of this run; returns whether it is, so that this rank reports it, or None
+        if the disk does not answer."""
         return self.disk.run(lambda: self._claim(failure), None)
 
     def _claim(self, failure: Failure) -> bool:
@@ -162,7 +162,7 @@ class Heartbeats:
 
     def behind(self, world_size: int) -> list[Heartbeat | int]:
         """The ranks that hold up the others: silent ones (as numbers if there is no heartbeat at all), else stopped
-        ones, else those with the fewest moves; [] if all are at the same place or the disk does not answer."""
+        ones, else those with the fewest moves; [] if all are equally far or the disk does not answer."""
         return self.disk.run(lambda: self._behind(world_size), [])
 
     def _behind(self, world_size: int) -> list[Heartbeat | int]:
@@ -196,7 +196,7 @@ def describe_hang(behind: Sequence[Heartbeat | int], mine: Heartbeat, seconds: f
 
 
 def describe_death(who: str, how: str, step: int, where: str) -> str:
-    """A human-readable line; `who`: "rank 1", `how` as dino_ds.health.processes.death_of returns it."""
+    """A human-readable line; `who`: "rank 1", `how` as `dino_ds.health.processes.death_of` returns it."""
     memory = "most often because memory has run out"
     why = {"": f"; how was not seen: killed, {memory}, or ended by code of its own", "by SIGKILL": f", {memory}"}
     origin = ": code of its own, or of a library, has ended the process" if how.startswith("with ") else ""

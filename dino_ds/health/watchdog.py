@@ -1,4 +1,4 @@
-"""A rank's side of its health: its monitor process, which may end it, and the report of the first failure."""
+"""The part of health checks inside a rank: starts its monitor process, which may end it; reports the first failure."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _CONNECTION = re.compile(
 
 
 def longest_wait(hang_seconds: float) -> float:
-    """Seconds that an operation of a process group may take: longer than monitors wait, since they know more."""
+    """Timeout in seconds for collectives of a process group: longer than monitors wait, since they know more."""
     return PATIENCE * hang_seconds + 60 if hang_seconds else 1800.0
 
 
 class Watchdog:
-    """Lets a monitor process watch this rank while the `with` block runs; `beat` is what the rank tells its monitor.
+    """Lets a monitor process watch this rank while the `with` block runs; `beat` holds its progress.
 
-    hang_seconds: see the recipe; with 0 hangs are not looked for, without `ends_hangs` only reported.
+    hang_seconds: see the recipe; 0: hangs are ignored. ends_hangs: whether hangs end the run or are only reported.
     """
 
     def __init__(self, run_dir: Path, rank: int, world_size: int, hang_seconds: float, ends_hangs: bool = True) -> None:
@@ -57,7 +57,7 @@ class Watchdog:
         self._c.signal.restype, self._c.signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
 
     def __enter__(self) -> Watchdog:
-        # Both work in C, and so while another thread holds the GIL. The handler of signal 6 is libc's _exit itself: it
+        # Both handlers are C, so they run while another thread holds the GIL. That of signal 6 is libc's _exit: it
         # is called with the number of the signal, which is the exit code of a rank that hangs.
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         leave = ctypes.cast(self._c._exit, ctypes.c_void_p)
@@ -87,7 +87,7 @@ class Watchdog:
         except subprocess.TimeoutExpired:
             self._monitor.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(1.0)  # one that waits in the kernel for a dead disk ends when that answers
+                self._monitor.wait(1.0)  # waiting in the kernel for a dead disk, it ends once that answers
         faulthandler.unregister(STACKS_SIGNAL)
         self._c.signal(END_SIGNAL, self._previous_handler)
         self._stacks.close()
@@ -106,7 +106,7 @@ class Failures:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Report what ends the block.
+        """Report how the block ends.
 
         Raises PeerError, with the message and exit code of the cause, instead of an error of the connection; and
         RuntimeError for a SystemExit that is not a stop on request: an unfinished run must not exit with 0.
@@ -138,15 +138,15 @@ class Failures:
             self._beat.end("done", 0, "")
 
     def settle(self, error: UserError) -> None:
-        """Decide which rank reports `error`; to be called before the heartbeats are removed, if they are."""
+        """Decide which rank reports `error`; call it before the heartbeats are removed."""
         claimed = self._claim(error.exit_code, str(error))
-        # Who was first reports it, even if rank 0 has removed the place by now. Without one, rank 0 does.
+        # The first to fail reports, even if rank 0 has removed the folder by now. Without a folder, rank 0 does.
         known = claimed or (claimed is False and self._heartbeats.first_failure() is not None)
         if known and self._world_size > 1:
             error.said_by_me = claimed
 
     def stopped_early(self, why: str) -> None:
-        """Tell the other ranks that this one ends at a signal before the first step."""
+        """Tell the other ranks that this rank ends at a signal before the first step."""
         self._claim(STOPPED, f"stopped by {why} before the first step", "stopped")
         if self._rank == 0:
             print(f"dino_ds: stopped by {why} before the first step: there is nothing to save", file=sys.stderr)
@@ -157,7 +157,7 @@ class Failures:
             print(f"dino_ds: error: {message}", file=sys.stderr, flush=True)
 
     def _claim(self, code: int, message: str, kind: str = "error") -> bool | None:
-        """Report this rank's end; whether it was the first, or None if ranks can't reach each other."""
+        """Report this rank's end; returns whether it was the first, or None if ranks can't tell each other."""
         self._beat.end(kind, code, message)
         if not self._beat.listed:
             return None
@@ -181,7 +181,7 @@ class Failures:
         return peer
 
     def _wait_for_cause(self) -> Failure | None:
-        """The first failure, if it is recorded in time: its rank may be slower than its peers."""
+        """Wait for the record of the first failure, None if it is late: its rank may be slower than its peers."""
         if not self._beat.listed:
             time.sleep(1.0)  # the rank that failed may be about to report why
             return None

@@ -1,7 +1,7 @@
 """Checks every machine before a launch for what would make it fail or hang: one line per problem, with its remedy.
 
 `python -m dino_ds.launching.checks` examines one machine: it reads a question and prints an answer. Both are JSON, on
-stdin and stdout: nothing of the question passes through a remote shell.
+stdin and stdout: no part of the question passes through a remote shell.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dino_ds.launching.plan import Host, LaunchPlan
 
 _CONNECT_SECONDS = 15
 _ANSWER_SECONDS = 180
-"""Python and torch from a cold network disk."""
+"""Enough to import torch from a cold network disk."""
 _MOST_ENTRIES = 1000
 _SAME_PACKAGES = ("python", "torch", "deepspeed", "dino_ds")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to one machine. files: configs to compare by content; images: data.root, or None to look for none;
-    seen: a file that must be visible; port: to listen on, or 0. Paths are relative to the working folder."""
+    """A question to one machine. files: configs to compare by content; images: data.root, or None not to count them;
+    seen: a file that must be visible; port: must be free, or 0. Paths are relative to the working folder."""
 
     files: tuple[str, ...]
     images: str | None
@@ -47,8 +47,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """One machine. same: what must be equal on all machines, by name; gpus: as planning.measure.machine.Gpu; images:
-    files of a pattern, or entries of a folder, counted to 1000."""
+    """One machine's answer. same: values that must be equal on all machines, by name; gpus: as
+    planning.measure.machine.Gpu; images: number of files of a pattern, or of entries of a folder, at most 1000."""
 
     same: dict[str, str]
     gpus: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class Answer:
 def check_machines(
     plan: LaunchPlan, files: tuple[str, ...], images: str | None, run_dir: Path
 ) -> tuple[list[str], list[str]]:
-    """Ask this machine, and over ssh those of the hostfile: a line about each, and all that stops the training.
+    """Check this machine, and over ssh those of the hostfile; returns a line about each, and all problems found.
 
     files: configs that must be the same everywhere. Raises ConfigError if the run folder can't be made here.
     """
@@ -78,7 +78,7 @@ def check_machines(
     port = 0 if elsewhere else plan.master_port
     here = Host("this machine", slots)
     with seen:
-        # Another process: one that has looked at the GPUs keeps memory on them.
+        # In another process: one that has looked at the GPUs keeps memory on them.
         question = Question(files, images, seen.name, port)
         answers: dict[Host, Answer | str] = {here: _ask([sys.executable, "-m", __spec__.name], question)}
         local = answers[here]
@@ -99,7 +99,7 @@ def _line(host: Host, answer: Answer) -> str:
 
 
 def _ask_all(hosts: tuple[Host, ...], question: Question) -> dict[Host, Answer | str]:
-    """Ask all machines at once over ssh; the ranks meet at the port of the first one."""
+    """Ask all machines at once over ssh, and the first one about the port, to which all ranks will connect."""
     words = f"PYTHONPATH={shlex.quote(str(CHECKOUT))} {shlex.quote(sys.executable)} -m {__spec__.name}"
     ssh = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", "--"]
     asked = [
@@ -125,7 +125,7 @@ def _ask(command: list[str], question: Question) -> Answer | str:
     if done.returncode == 255:
         return f"not reachable by ssh ({last}); `ssh -o BatchMode=yes HOST true` must work without a password"
     if done.returncode == 0:
-        # A shell may greet and take its leave; another version of this module answers otherwise, or nothing.
+        # A shell may print lines before and after; another version of this module prints another answer, or none.
         for line in reversed(done.stdout.splitlines()):
             with suppress(ValueError, TypeError):
                 return Answer(**json.loads(line))
@@ -134,7 +134,7 @@ def _ask(command: list[str], question: Question) -> Answer | str:
 
 
 def _differences(there: Answer, here: Answer, run_dir: Path, port: int) -> list[str]:
-    """What stops a machine: other software or configs than here, an unseen run folder, a port in use."""
+    """Problems of a machine: other software or configs than here, an invisible run folder, a port in use."""
     problems = [
         f"{name} is {there.same.get(name)}, and {value} on this machine: make it the same everywhere"
         for name, value in here.same.items()
@@ -148,7 +148,7 @@ def _differences(there: Answer, here: Answer, run_dir: Path, port: int) -> list[
 
 
 def _lacking(answers: dict[Host, Answer], images: str | None) -> list[str]:
-    """Machines that see fewer images than another one, or, where some have GPUs, have fewer of these than slots."""
+    """Problems of machines that see fewer images than others, or, if any machine has GPUs, fewer GPUs than slots."""
     problems = []
     most = max((answer.images for answer in answers.values()), default=0)
     on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu" and any(answer.gpus for answer in answers.values())
@@ -193,11 +193,11 @@ def _count_images(root: str) -> int:
 
     path, _ = split_part(os.path.expanduser(root))
     if is_url(path):
-        return 1  # the ranks look at it
+        return 1  # the ranks check it
     try:
         if not os.path.isdir(path):
             return min(_MOST_ENTRIES, len(expand(path)))
-        with os.scandir(path) as entries:  # a list of millions takes longer than is waited for
+        with os.scandir(path) as entries:  # a list of millions would take too long
             return sum(1 for _ in itertools.islice(entries, _MOST_ENTRIES))
     except (OSError, UserError):
         return 0

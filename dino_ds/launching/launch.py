@@ -1,4 +1,4 @@
-"""`dino-ds launch`: check the machines, show the command of DeepSpeed's launcher or of torchrun, run it to its end."""
+"""`dino-ds launch`: checks the machines, prints the command of DeepSpeed's launcher or torchrun, and supervises it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dino_ds.options.commands import LaunchOptions
 def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[str, Any]) -> None:
     """Train, then end the process with the training's exit code. Raises ConfigError before anything has started.
 
-    train: the meaning of the words after "--": `train`'s options, recipe, ds, ds_path and given.
+    train: what the words after "--" mean: options, recipe, ds, ds_path and given of `train`.
     """
     plan = build_plan(options, train_words)
     # Raises ConfigError if the global batch can't be shared out over the ranks.
@@ -48,8 +48,8 @@ def run(options: LaunchOptions, *, train_words: tuple[str, ...], train: Mapping[
 
 
 def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], resumes: bool) -> list[str]:
-    """The command of a start: `command`, or one that resumes, on another port where its own is taken and nobody else
-    must know it."""
+    """The command of a start: `command`, or if it `resumes`, the same with --resume auto, on another port if its own is
+    taken and no other machine must know it."""
     if not resumes:
         return command
     plan = build_plan(options, (*_without(words, "--resume"), "--resume", "auto"))
@@ -59,7 +59,7 @@ def _start(command: list[str], options: LaunchOptions, words: tuple[str, ...], r
 
 
 def _without(words: Sequence[str], *names: str) -> list[str]:
-    """The words of a command line but for these options and their values."""
+    """The words of a command line without these options and their values."""
     kept, dropped = list[str](), False
     for word in words:
         value, dropped = dropped and not word.startswith("-"), word in names
@@ -69,7 +69,7 @@ def _without(words: Sequence[str], *names: str) -> list[str]:
 
 
 def _check(plan: LaunchPlan, train: Mapping[str, Any]) -> None:
-    """Examine all machines and show them. Raises ConfigError with all that stops the training."""
+    """Check all machines and print a line about each. Raises ConfigError with all problems."""
     config = train["given"].config
     recipes = [] if config is None else [file.path for file in read_recipe_files(config)]
     custom = dict.fromkeys(path for path in recipes if Path(path).parent != RECIPES)

@@ -1,4 +1,4 @@
-"""Decides from the options of `dino-ds launch` who runs what where, and builds the launcher's command.
+"""Decides from the options of `dino-ds launch` which processes run where, and builds the launcher's command.
 
 DeepSpeed's launcher runs `pdsh`, which joins its words with spaces for a remote shell. Each word is quoted here so that
 it arrives unchanged, or refused with the character that can't be forwarded.
@@ -23,7 +23,7 @@ SCRIPT = CHECKOUT / "dino_ds" / "train.py"
 _TORCHRUN = CHECKOUT / "dino_ds" / "launching" / "torchrun.py"
 _PORT = 29500
 _DEEPSPEED_HOSTFILE = Path("/job/hostfile")
-"""Taken by DeepSpeed's launcher if none is given."""
+"""The hostfile that DeepSpeed's launcher reads if none is given."""
 MAX_SLOTS = 1024
 _FORM = (
     f"a name of letters, digits, '.', '-' and '_', and 1 to {MAX_SLOTS} slots without spaces, as in node1 slots=8; "
@@ -35,7 +35,7 @@ _LINE = re.compile(rf"(?P<name>{_NAME.pattern})[ \t]+slots=(?P<slots>[0-9]{{1,4}
 
 @dataclass(frozen=True)
 class Host:
-    """One machine and the slots on it, a process each: on machines with GPUs the numbers of the GPUs."""
+    """One machine and its slots, one for each process; on machines with GPUs a slot is a GPU's number."""
 
     name: str
     slots: tuple[int, ...]
@@ -43,7 +43,7 @@ class Host:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """The processes of one launch: who runs what where.
+    """The processes of one launch and their machines.
 
     hosts: the machines and their slots in rank order, from `hostfile`; without them `ranks` processes run on this
     machine, or with torchrun on each of --nodes machines. words: what follows `train` on the command line. devices:
@@ -113,7 +113,7 @@ def _check_combination(options: LaunchOptions, hostfile: Path | None) -> None:
 
 
 def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
-    """The machines of the hostfile with the wanted slots."""
+    """The machines of the hostfile, each with its first --ranks slots."""
     hosts = read_hostfile(path)
     fewest = min(len(host.slots) for host in hosts)
     if options.ranks is not None and options.ranks > fewest:
@@ -122,7 +122,7 @@ def _choose_hosts(options: LaunchOptions, path: Path) -> tuple[Host, ...]:
 
 
 def _gpus_or_one() -> int:
-    """Number of GPUs of this machine, or one if there are none: a process for each."""
+    """The number of processes: one per GPU of this machine, or one without GPUs."""
     import torch
 
     return torch.cuda.device_count() or 1
@@ -143,7 +143,7 @@ def _visible_devices(ranks: int) -> tuple[int, ...]:
 
 
 def build_command(plan: LaunchPlan) -> list[str]:
-    """The words to execute, without a shell. Raises ConfigError for what can't be forwarded."""
+    """The launcher's command as words, to run without a shell. Raises ConfigError for words that can't be forwarded."""
     return _torchrun(plan) if plan.options.launcher == "torchrun" else _deepspeed(plan)
 
 
@@ -153,9 +153,9 @@ def _deepspeed(plan: LaunchPlan) -> list[str]:
         command += [f"--hostfile={plan.hostfile}"]
         command += [f"--num_gpus={plan.ranks}"] if plan.options.ranks else []
         command += [f"--master_addr={plan.options.master_addr}"] if plan.options.master_addr else []
-        command += ["--force_multi"]  # else a single machine of the hostfile is taken for this one
+        command += ["--force_multi"]  # else DeepSpeed takes a single machine of the hostfile for this one
     elif plan.devices:
-        # It would take the first GPUs and drop CUDA_VISIBLE_DEVICES.
+        # With --num_gpus the launcher would take the first GPUs and drop CUDA_VISIBLE_DEVICES.
         command += ["--include=localhost:" + ",".join(map(str, plan.devices))]
     else:
         command += [f"--num_gpus={plan.ranks}"]
@@ -178,9 +178,9 @@ def _torchrun(plan: LaunchPlan) -> list[str]:
 
 
 def quote_for_pdsh(word: str) -> str:
-    """`word` so that it arrives as it is, through DeepSpeed's launcher, pdsh and the remote shell.
+    """Quote `word` so that it arrives unchanged through DeepSpeed's launcher, pdsh and the remote shell.
 
-    The launcher puts a word with a space into double quotes and escapes those in it; pdsh replaces %h, %n and %u.
+    The launcher puts a word with a space into double quotes and escapes quotes in it; pdsh replaces %h, %n and %u.
     """
     for character in word:
         if not character.isprintable():
@@ -192,8 +192,8 @@ def quote_for_pdsh(word: str) -> str:
 
 
 def check_paths(plan: LaunchPlan, folder: Path) -> None:
-    """Raise ConfigError for paths that remote shells would not take as they are; `folder`: the working folder, which
-    the other machines change to."""
+    """Raise ConfigError for paths that remote shells would change; folder: the working folder, which is also that of
+    the processes on other machines."""
     for name, path in (("the working folder", folder), ("Python's path", sys.executable), ("the script", SCRIPT)):
         if plan.uses_ssh and (acting := re.sub(r"[A-Za-z0-9@%+=:,./_-]", "", str(path))):
             raise ConfigError(
@@ -204,7 +204,7 @@ def check_paths(plan: LaunchPlan, folder: Path) -> None:
 def read_hostfile(path: Path | str) -> tuple[Host, ...]:
     """The machines in the order of the file. Raises ConfigError that names the line.
 
-    Stricter than DeepSpeed, which hands on to ssh and to remote shells whatever stands there: a host named
+    Stricter than DeepSpeed, which passes any text of the file to ssh and to remote shells: a host named
     "-oProxyCommand=..." runs a command on the launching machine.
     """
     text = read_text(str(path), "a hostfile, one line a machine")
@@ -226,7 +226,7 @@ def read_hostfile(path: Path | str) -> tuple[Host, ...]:
 
 
 def check_host_name(name: str, flag: str) -> None:
-    """Raises ConfigError, naming the flag, for what can't be a machine's name or address."""
+    """Raise ConfigError, naming the flag, if `name` can't be a machine's name or address."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--{flag} {_shown(name)} is not a machine's name or address")
 

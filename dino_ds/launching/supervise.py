@@ -36,7 +36,7 @@ from dino_ds.health.records import (
 
 LOST = PeerError.exit_code
 _DEADLY = 3
-"""Number of deaths in a row at one step after which the step is to blame."""
+"""Consecutive failures at the same step after which the run is not restarted."""
 _FINAL = (0, 2, 3, 4, 7, STOPPED)
 """Exit codes that a restart would only repeat or that need none: done, usage, checkpoint, numbers, memory, stopped."""
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 300.0
@@ -56,9 +56,9 @@ _OTHER_MACHINES_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a start. message: one line, or ""; reported: a rank has printed why already.
+    """How a start ended. message: one line, or ""; reported: whether a rank has already printed the reason.
 
-    beat: the last heartbeat of `rank`, or of the rank that is furthest, or None if there was none.
+    beat: the last heartbeat of `rank`, or of the rank that got furthest, or None without heartbeats.
     """
 
     code: int
@@ -69,13 +69,13 @@ class Outcome:
 
 
 def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts: int) -> int:
-    """Run a launcher's command (`command` of False), and up to `max_restarts` times that which resumes (of True).
+    """Run a launcher's command, `command(False)`, and then up to `max_restarts` times `command(True)`, which resumes.
 
     Returns the exit code (dino_ds.errors): 0 only if every rank has finished. The first signal of STOP_SIGNALS makes
-    all ranks save and stop; a second one ends everything at once. To be called by the main thread.
+    all ranks save and stop; a second one ends everything at once. Call it from the main thread.
 
-    Started again: after hangs and deaths (6), bugs (1) and a full disk (5). Not after 0, 75, what a person must fix
-    (2, 3), bad numbers (4) and too little memory (7): the same images, weights and arithmetic would give them again.
+    It restarts after hangs and deaths (6), bugs (1) and a full disk (5); not after 0, 75, errors that a person must fix
+    (2, 3), bad numbers (4) and too little memory (7): the same images and weights would lead to these again.
     """
     with stop_signals() as signals:
         restarts, in_vain, deaths = 0, 0, list[int | None]()
@@ -110,9 +110,9 @@ def supervise(command: Callable[[bool], list[str]], run_dir: Path, max_restarts:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """The signals in STOP_SIGNALS that come while the `with` block runs, in order of time.
+    """Collect the signals in STOP_SIGNALS that arrive while the `with` block runs, in order of time.
 
-    What comes within FORWARDED_SECONDS of the first one is that one, sent twice, and left out.
+    A signal within FORWARDED_SECONDS of the first one counts as the first, sent twice, and is left out.
     """
     received: list[int] = []
     first_at = 0.0
@@ -154,13 +154,13 @@ def run_once(argv: list[str], run_dir: Path, signals: list[int]) -> Outcome:
 
 
 def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Heartbeats, told: set[int]) -> None:
-    """Signal every rank of this machine once: a launcher would signal one after the other, and kill them.
+    """Signal every rank of this machine once; the launcher would signal them one after the other, and kill them.
 
-    The end of a terminal is a stop like any other. told: process ids that were signalled; 0 for the launcher.
+    SIGHUP, from a closed terminal, is sent as SIGTERM. told: process ids that were signaled; 0 for the launcher.
     """
     processes = _processes()
     for pid, (parent, variables) in processes.items():
-        above = processes.get(parent)  # what a rank has started is no rank, nor is an orphan
+        above = processes.get(parent)  # children of ranks are no ranks, nor are orphans
         if "RANK" in variables and above is not None and "RANK" not in above[1] and pid not in told:
             told.add(pid)
             send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
@@ -173,7 +173,7 @@ def _ask_to_stop(number: int, launcher: subprocess.Popen[bytes], heartbeats: Hea
 
 
 def _processes() -> dict[int, tuple[int, dict[str, str]]]:
-    """Parents and environments of all living processes that this one's launcher has started, orphans too."""
+    """(parent, environment) by id of all running processes that this process's launcher has started, orphans too."""
     processes, mark = {}, own_mark()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
@@ -184,7 +184,7 @@ def _processes() -> dict[int, tuple[int, dict[str, str]]]:
 
 
 def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
-    """Wait for what the launcher leaves, kill it after a while or a second signal, and return when nothing is left."""
+    """Wait for the processes that the launcher has left; kill them after a while, or at a second signal."""
     begin, killed_at = time.monotonic(), 0.0
     while remaining := _processes():
         at_work = any(not beat.ended for beat in heartbeats.read())
@@ -199,7 +199,7 @@ def _end_all(signals: list[int], heartbeats: Heartbeats) -> None:
 
 
 def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int]) -> Outcome:
-    """The run's own end: from the records of its ranks, and only without these from the launcher's exit code."""
+    """How the run ended, by the records of its ranks, and only without records by the launcher's exit code."""
     beats, failure = {beat.rank: beat for beat in heartbeats.read()}, heartbeats.first_failure()
     ends, furthest = {beat.ended for beat in beats.values()}, max(beats.values(), key=lambda b: b.step, default=None)
     unfinished = next((beat for beat in beats.values() if beat.ended not in ("done", "stopped")), None)
@@ -217,7 +217,7 @@ def _outcome(code: int, heartbeats: Heartbeats, run_dir: Path, signals: list[int
         return Outcome(STOPPED)
     if (
         code in EXIT_CODES and code and (unfinished or not beats)
-    ):  # by a rank that has said why, before there was a place to write it down
+    ):  # a rank has printed why, before there was a file to write it to
         return Outcome(code, f"the ranks ended with code {code}: {EXIT_CODES[code]}", True, beat=furthest)
     step, where = (unfinished.step, unfinished.where) if unfinished else (0, "start")
     if 128 < code < 256:
@@ -240,7 +240,7 @@ def _back_off(code: int, in_vain: int) -> float:
 def _wait(seconds: float, run_dir: Path, signals: list[int]) -> bool:
     """Wait until `seconds` have passed and the folder is free, which takes a while after another machine has failed.
 
-    False if a signal came.
+    Returns False if a signal came.
     """
     begin, in_use, announced = time.monotonic(), "", ""
     while not signals:
@@ -266,7 +266,7 @@ def _why_in_use(run_dir: Path) -> str:
 
 
 def _write_down(path: Path, line: str) -> None:
-    """Append a line; nothing if the run folder was never made, or the disk does not answer."""
+    """Append a line; does nothing if the run folder was never made, or the disk does not answer."""
     Disk().run(partial(append_line, path, line), None)
 
 

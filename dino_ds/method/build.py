@@ -1,4 +1,4 @@
-"""Builds the parts of a training step from a recipe: components take plain numbers, this page knows which."""
+"""Builds the parts of a training step from a recipe: components take plain values, which this module reads from it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from dino_ds.weights.tensors import Weights
 def build_step(
     recipe: Recipe, config: DsConfig, epoch_steps: int, start: tuple[str, Weights] | None = None
 ) -> TrainingStep:
-    """Student, teachers and objective of a recipe, new, on this process group; every rank must call it.
+    """Build student, teachers and objective of a recipe on this process group; every rank must call it.
 
     For `start` see `build_network`.
     """
@@ -62,7 +62,7 @@ def build_step(
     objective = build_objective(recipe, device(), frozen)
     network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
-        # Segments, so that the engine finds plain modules; before it, so that its hooks stay outside.
+        # By segments, so that the engine finds plain modules; before the engine, so that its hooks are not compiled.
         network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
     engine.set_masters(network.began_with)
@@ -82,10 +82,10 @@ def build_network(
     """The student of a recipe, FP32, on the CPU; the same weights on every rank and whatever the performance options.
 
     Args:
-        placer: gets each module as soon as its weights are drawn, so that the whole is never in memory where it moves
-            modules elsewhere.
-        objective: the network outputs what its terms read; None: the recipe's terms.
-        start: the name of weights and the weights, in place of model.init_from's.
+        placer: called with each module once its weights are initialized; if it moves modules elsewhere, the whole
+            network is never in memory.
+        objective: loss terms, whose inputs the network must output; None: the recipe's terms.
+        start: name and tensors of weights to begin with, instead of those of model.init_from.
 
     Raises ConfigError for options that don't go with the backbone, CheckpointError for model.init_from that does not
     fit.
@@ -112,11 +112,11 @@ def build_network(
 
 
 def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource | None = None) -> Objective:
-    """The recipe's loss terms, with new running statistics, or those of the `frozen` teacher, which is found here if it
-    is None."""
+    """The recipe's loss terms, with new running statistics, or those of the `frozen` teacher (None: the one that the
+    recipe names, if any)."""
     source = frozen or find_teacher(recipe)
     parts = TermParts(recipe, device, source)
-    for spec in own_terms(recipe.objective.terms):  # ours are checked with the recipe
+    for spec in own_terms(recipe.objective.terms):  # dino_ds's terms are checked with the recipe
         if problems := spec.problems(recipe):
             raise ConfigError("\n".join(f"loss term {spec.name}: {problem}" for problem in problems))
     terms = {spec.name: spec.build(parts) for spec in terms_of(recipe)}
@@ -131,8 +131,7 @@ def build_objective(recipe: Recipe, device: torch.device, frozen: FrozenSource |
 def build_teachers(
     recipe: Recipe, config: DsConfig, engine: Engine, objective: Objective, frozen: FrozenSource | None = None
 ) -> Teachers:
-    """The teachers of a recipe, the EMA teacher of the engine's student first, equal to it; `frozen` is the one that is
-    distilled."""
+    """The teachers of a recipe, first the EMA teacher, equal to the engine's student; frozen: the one to distill."""
     parts = TeacherParts(recipe, config, engine, objective, frozen)
     teachers: dict[str, Teacher] = {}
     for spec in teachers_of(recipe):
@@ -142,7 +141,7 @@ def build_teachers(
 
 
 def build_schedules(recipe: Recipe, epoch_steps: int) -> Schedules:
-    """The recipe's lengths in optimizer steps; an epoch is `epoch_steps` of them."""
+    """The recipe's schedules in optimizer steps; an epoch has `epoch_steps` steps."""
     batch = recipe.data.global_batch
     objective, optimizer = recipe.objective, recipe.optimizer
     warmup = objective.teacher_temp_warmup

@@ -1,4 +1,4 @@
-"""Distillation: the frozen teacher of teacher.source, whether it fits the recipe, and a resumed run's is the same.
+"""Distillation: builds the frozen teacher of teacher.source, checks that it fits the recipe, and is a resumed run's.
 
 Source: DINOv2 (arXiv 2304.07193), section 5: targets from the heads of a frozen larger teacher, for a student without
 masks or stochastic depth, whose EMA is the product.
@@ -38,7 +38,7 @@ from dino_ds.weights.frozen import FrozenSource, find_frozen
 def find_teacher(recipe: Recipe) -> FrozenSource | None:
     """The weights of teacher.source, or None where the recipe has none. Every rank must call it.
 
-    Raises CheckpointError for weights that can't be used, ConfigError where they don't go with the recipe.
+    Raises CheckpointError for weights that can't be used, ConfigError if they don't fit the recipe.
     """
     if recipe.teacher.source is None:
         return None
@@ -102,16 +102,16 @@ def build_features(spec: FeatureSpec, parts: TermParts) -> FeatureTerm:
 
 
 def begin_centers(objective: Objective, source: FrozenSource) -> None:
-    """Running means of the frozen teacher's logits begin where its training left them."""
+    """Set the running means of the frozen teacher's logits to those that its training saved."""
     for name, statistic in objective.statistics.items():
         if name in source.centers and source.centers[name].shape == statistic.value.shape:
             statistic.load(source.centers[name])
 
 
 def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
-    """The teacher on this process's device, as the ds config's dino_ds.frozen_teacher says; every rank must call it.
+    """The teacher on this process's device, placed as dino_ds.frozen_teacher says; every rank must call it.
 
-    Raises CheckpointError for tensors that are not the network's, and where ranks have read different ones.
+    Raises CheckpointError for tensors that do not fit the network, and if ranks have read different tensors.
     """
     source, recipe, config = parts.source, parts.recipe, parts.config
     assert source is not None
@@ -152,7 +152,7 @@ def distilled(teachers: Teachers) -> dict[str, Any] | None:
 
 
 def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
-    """Raises CheckpointError where a run would go on with another frozen teacher; its path may be another one."""
+    """Raise CheckpointError if a run would resume with another frozen teacher; only its path may differ."""
     earlier = saved.frozen_teacher
     if (earlier or {}).get("digest") == (now or {}).get("digest"):
         return
@@ -167,10 +167,10 @@ def check_same_teacher(saved: Manifest, now: dict[str, Any] | None) -> None:
 
 
 class FeatureTerm(Term):
-    """1 - cosine, mean over crops and patches. FP32.
+    """Regression to the teacher's features: 1 - cosine, mean over crops and patches. FP32.
 
-    name: of the output of `head`, one layer from the student's `feature` ("cls/GROUP" or "patches/GROUP") to `width`
-    numbers, which are the teacher's. Patches of another grid than the student's are resized to it.
+    name: of the output of `head`, a linear layer from the student's `feature` ("cls/GROUP" or "patches/GROUP") to the
+    `width` of the teacher's. Teacher's patches on another grid are resized to the student's grid.
     """
 
     def __init__(self, name: str, feature: str, head: str, width: int) -> None:

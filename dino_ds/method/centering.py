@@ -1,4 +1,4 @@
-"""Makes targets that do not collapse of a teacher's logits: both ways are a softmax after a shift of each prototype.
+"""Turns a teacher's logits into targets that do not collapse: both ways are a softmax after a shift per prototype.
 
 targets = softmax(logits / temperature + shift). Centering subtracts a running mean (DINO, arXiv 2104.14294);
 Sinkhorn-Knopp balances the prototypes over all rows of a step (SwAV, arXiv 2006.09882; DINOv2, arXiv 2304.07193).
@@ -20,25 +20,25 @@ from dino_ds.method.specs.dino import CenteringSpec
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Logits, part_rows, tile_rows
 
-# Bytes of logits that Sinkhorn keeps from pass to pass. A GPU makes them faster than it is worth their memory.
+# Bytes of logits that Sinkhorn-Knopp keeps between passes. On a GPU recomputing them is worth the memory saved.
 _KEPT = {"cpu": 160 * 2**20}
 
 
 class Centering(ABC):
-    """`whole_step`: the shift depends on the logits of all micro-batches of a step; statistics by name."""
+    """Computes the shift. whole_step: whether it needs all micro-batches of a step at once; statistics: by name."""
 
     whole_step = False
     statistics: Mapping[str, RunningMean] = MappingProxyType({})
 
     @abstractmethod
     def shift(self, window: Sequence[Logits], temperature: float) -> Tensor:
-        """Logits of the micro-batches, (n, k) each -> (k,). Every rank must call it; statistics gather the logits."""
+        """Logits of the micro-batches, (n, k) each -> (k,). Every rank must call it; statistics sum up the logits."""
 
 
 class RunningCenter(Centering):
-    """Less the running mean of the teacher's logits, which is that of the last applied step.
+    """Subtracts the running mean of the teacher's logits as of the last applied step.
 
-    name: of the mean in checkpoints.
+    name: the mean's name in checkpoints.
     """
 
     def __init__(self, name: str, prototypes: int, momentum: float, device: torch.device | str = "cpu") -> None:
@@ -53,12 +53,12 @@ class RunningCenter(Centering):
 
 
 class SinkhornKnopp(Centering):
-    """The shift after which every prototype has had an equal part of all rows of all ranks, `iterations` times.
+    """Balances the prototypes: `iterations` times, every prototype gets an equal share of the rows of all ranks.
 
-    Q = exp(logits / temperature) has its columns scaled to equal sums and then its rows, in turn, rows last. Rows'
-    scaling is what a softmax does, so of Q only the columns' scaling is kept: three passes over tiles of logits, one
-    sum of (k,) over ranks in each. In logarithms where numbers could be too large for FP32.
-    One row alone has the uniform target, whatever its logits.
+    Each iteration scales the columns of Q = exp(logits / temperature) to equal sums, and then its rows. A softmax
+    scales the rows by itself, so only the scales of the columns are kept, as the shift. An iteration takes one pass
+    over tiles of logits and one sum of (k,) over ranks, with logarithms where numbers could be too large for FP32.
+    A single row gets the uniform target, whatever its logits.
     """
 
     whole_step = True
@@ -76,7 +76,7 @@ class SinkhornKnopp(Centering):
 
 
 def build_centering(spec: CenteringSpec, prototypes: int, device: torch.device) -> Centering:
-    """The centering that a spec describes, a new running mean on `device` if it has one."""
+    """The centering that a spec describes, with a new running mean on `device` if it uses one."""
     if spec.sinkhorn:
         return SinkhornKnopp()
     return RunningCenter(spec.name, prototypes, spec.momentum, device)
@@ -117,21 +117,21 @@ def _sums(tiles: _Tiles, shift: Tensor) -> Tensor:
 
 @fused(kernels=1)
 def _add_exp(log_sums: Tensor, products: Tensor, scale: Tensor) -> Tensor:
-    """The ln (k,) of sums of exp(logits) over rows, with those of products (r, k) too."""
+    """`log_sums` (k,), ln of sums of exp(logits) over rows, after adding the rows of products (r, k)."""
     return torch.logaddexp(log_sums, log_sum_exp(products * scale, dim=0)[0])
 
 
 @fused(kernels=2, products=2)
 def _add_softmax(sums: Tensor, products: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """The sums (k,) of softmaxes over rows, with those of products (r, k) too."""
+    """`sums` (k,) of softmaxes over rows, after adding the rows of products (r, k)."""
     x = products * scale + shift
     return sums + (x - log_sum_exp(x)).exp().sum(dim=0)
 
 
 class _Tiles:
-    """Logits / temperature of a window, (r, k) FP32 each, as often as they are asked for; not to be written into.
+    """Iterates over tiles (r, k) of a window's logits / temperature in FP32, any number of times; don't write to them.
 
-    The first tiles are kept as long as they fit into `_KEPT`; the others are made anew each time, in one place.
+    The first tiles are kept as far as they fit into `_KEPT`; the others are recomputed each time, in the same memory.
     """
 
     def __init__(self, window: Sequence[Logits], temperature: float) -> None:
@@ -152,7 +152,7 @@ class _Tiles:
             yield self._tile(i, start)
 
     def products(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each tile as it is multiplied out, and the factors (k,) that make its logits / temperature."""
+        """Yield the matrix product of each tile, and the factors (k,) that turn it into logits / temperature."""
         for i, start in self._places():
             logits = self._window[i]
             yield logits.multiply(logits.rows[start : start + self._size], self._scratch), self._scales[i]
@@ -174,6 +174,6 @@ class _Tiles:
         return tile
 
     def parts(self, tile: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A few rows of a tile at a time, and twice as much scratch."""
+        """Yield a few rows of a tile at a time, and two scratch tensors of their size."""
         for part in tile.split(max(1, self._parts.shape[1])):
             yield part, self._parts[0, : len(part)], self._parts[1, : len(part)]

@@ -1,4 +1,4 @@
-"""Refuses options that do nothing for the backbone, and loss terms whose names clash or whose inputs nothing gives."""
+"""Refuses options that do nothing for the backbone, and loss terms whose names clash or whose inputs are missing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _LEVERS = {
 
 
 def check_backbone(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for a network that can't be trained, or not on the recipe's crops, and for settings of
-    BatchNorm that can't act on it."""
+    """Raise ConfigError for a network that can't be trained at all or on the recipe's crops, and for settings of
+    BatchNorm that have no effect on it."""
     network.backbone.check_trainable()
     keys = "crops.resolutions" if recipe.crops.resolutions else "crops.global_size or crops.local_size"
     for side in {side: None for resolution in recipe.resolutions for side in crop_sizes(recipe.groups_of(resolution))}:
@@ -59,14 +59,14 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
 
 
 def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:
-    """`performance` with the defaults in the place of what does nothing for a recipe's backbone."""
+    """`performance` with defaults for the options that do nothing for a recipe's backbone."""
     defaults, idle = PerformanceOptions(), _LEVERS.keys() - recipe.model.spec().obeys
     return dataclasses.replace(performance, **{name: getattr(defaults, name) for name in idle})
 
 
 def check_start(recipe: Recipe) -> None:
-    """Raises ConfigError where a new run keeps statistics or weights that would be random; one that is resumed has its
-    own, and does not read the weights."""
+    """Raise ConfigError if a new run would keep random statistics or weights as they are; a resumed run has its own,
+    and does not read the weights that it began with."""
     train = recipe.model.train
     if recipe.model.init_from is not None or recipe.stage_start is not None:
         return
@@ -92,7 +92,7 @@ def _check_patches(term: TermSpec, recipe: Recipe, network: Network) -> None:
 
 
 def _check_batch_norm(recipe: Recipe, network: Network) -> None:
-    """Raises ConfigError for settings of BatchNorm that can't act."""
+    """Raise ConfigError for settings of BatchNorm that have no effect."""
     teacher, model = recipe.teacher.batch_norm, recipe.model
     if teacher == "reference" and not teachers_of(recipe)[0].sees and batch_norms(network):
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_batch_norm(recipe: Recipe, network: Network) -> None:
 
 
 def check_names(terms: Mapping[str, Term]) -> None:
-    """Raises ConfigError without a term, and where a term's scalar or statistic has the name of another one."""
+    """Raise ConfigError if there is no term, or if two terms have a scalar or a statistic of the same name."""
     if not terms:
         raise ConfigError("objective: all weights are 0, those of objective.terms too: give one above 0")
     owners = dict.fromkeys(OF_EVERY_RUN, "every run's metrics") | {f"{name}_loss": f"term {name}'s" for name in terms}
@@ -126,8 +126,8 @@ def check_names(terms: Mapping[str, Term]) -> None:
 
 
 def check_needs(objective: Objective, groups: Iterable[CropGroup], teachers: Iterable[str]) -> None:
-    """Raises ConfigError where a term reads a teacher that the run lacks, or a feature that neither the student nor a
-    teacher gives with these crops."""
+    """Raise ConfigError if a term reads a teacher that the run lacks, or a feature that the student or that teacher
+    does not have with these crops."""
     groups, teachers = list(groups), list(teachers)
     for name, term in objective.terms.items():
         if unknown := sorted(term.needs.teachers.keys() - set(teachers)):

@@ -1,4 +1,4 @@
-"""The DINO term: every student crop predicts the teacher's view of its crops, itself excepted.
+"""The DINO term: every student crop predicts the teacher's outputs for the teacher's crops, except for itself.
 
 Source: DINO, equation 3 and algorithm 1 (arXiv 2104.14294); facebookresearch/dino `DINOLoss`; with Sinkhorn-Knopp
 facebookresearch/dinov2.
@@ -26,8 +26,8 @@ from dino_ds.models.network import Query
 def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight: float = 1.0) -> Tensor:
     """The formula of the paper: the mean cross-entropy over images and pairs of a teacher's crop and another crop.
 
-    student: logits (crops, images, prototypes), first of the crops that the teacher sees; teacher: probabilities (its
-    crops, images, prototypes), after centering; local_weight multiplies the pairs of the student's other crops.
+    student: logits (crops, images, prototypes), those that the teacher sees first; teacher: probabilities (its crops,
+    images, prototypes), after centering; local_weight: factor on the pairs of the student's other crops.
     """
     losses = []
     for t, targets in enumerate(teacher):
@@ -39,16 +39,16 @@ def dino_loss(student: Tensor, teacher: Tensor, temperature: float, local_weight
 
 
 class DinoTerm(Term):
-    """`dino_loss`, which a head computes with its logits for a few images at a time (`Prototypes`). FP32.
+    """`dino_loss`, which the head computes with its logits, a few images at a time (`Prototypes`). FP32.
 
-    It is the same: a cross-entropy is linear in its targets, so the targets that a student's crop meets are added up
-    first, and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
+    The value is the same: cross-entropy is linear in its targets, so the targets for a student's crop are summed first,
+    and the crop costs one log-sum-exp and one product: (pairs) lse(logits) - <sum of targets, logits>.
 
     Args:
         teacher_crops: number of crops of each image that the teacher sees; the student sees these first.
         teacher: name of the teacher whose logits make the targets.
-        weighs_local: the schedule's LOCAL_WEIGHT multiplies the pairs of the student's other crops (DINOv3); the
-            divisor stays the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs.
+        weighs_local: whether LOCAL_WEIGHT of the schedule multiplies the pairs of the student's other crops (DINOv3);
+            the divisor stays the number of pairs. The scalar dino_cross_entropy is then the weighted mean over pairs.
     """
 
     scalars: tuple[str, ...] = ("teacher_entropy",)

@@ -1,7 +1,7 @@
-"""The EMA teacher: a whole FP32 copy on every rank, never sharded, never trained, fed from the FP32 masters.
+"""The EMA teacher: a whole FP32 copy on every rank, never sharded, never trained, averaged from FP32 master weights.
 
 Source: DINO, section 3.1 (arXiv 2104.14294): teacher <- m teacher + (1 - m) student, after each applied step.
-An average kept in bf16 would leave most weights unchanged by a step at m >= .996; hence FP32 from FP32.
+In bf16 a step at m >= .996 would leave most weights unchanged; hence an FP32 average of FP32 weights.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from dino_ds.models.trained import share_value
 _CHUNK_ELEMENTS = 128 * 2**20
 
 _STATISTICS_SPAN = 0.1
-"""With batch_norm "ema" the averages begin with a window of this part of the passes so far, so that the statistics of
+"""With batch_norm "ema" the averages at first span this fraction of the passes so far, so that the statistics of
 untrained weights fade."""
 
 
 @dataclass(frozen=True)
 class TeacherOptions:
-    """`dtype` of the forward pass; with `keep_copy` the matrices are also kept in it, cast once per applied step
-    instead of at each use: same results, 2 bytes a weight more. `compiled`: how its blocks are compiled, as of
-    `compile_segments`, or "off".
+    """`dtype`: of the forward pass. `keep_copy`: also keep the matrices in `dtype`, cast once per applied step instead
+    of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
+    or "off".
 
-    `batch_norm`: "reference": it normalizes by its own batch, its running averages are its own and of its crops
+    `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its crops
     (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
     that the student began with. Evaluations and exports use the running averages.
     """
@@ -55,7 +55,7 @@ class TeacherOptions:
 
 
 class EmaTeacher(Teacher):
-    """Moves with the student after applied steps.
+    """An average of the student's weights, updated after each applied step.
 
     On construction the network becomes equal to the masters, which DeepSpeed makes from weights already rounded to the
     engine's precision. Afterwards it must not be moved, cast or deep-copied: its parameters may be views of flat
@@ -138,7 +138,7 @@ class EmaTeacher(Teacher):
         self._cast()
 
     def _move_statistics(self, student: Mapping[str, Tensor], weight: float) -> None:
-        """BatchNorm's averages as the weights, at first faster."""
+        """Average BatchNorm's statistics as the weights, but faster at first."""
         counts = [name for name, own in self._statistics.items() if not own.is_floating_point()]
         torch._foreach_copy_([self._statistics[name] for name in counts], [student[name] for name in counts])
         own = [tensor for tensor in self._statistics.values() if tensor.is_floating_point()]
@@ -158,18 +158,18 @@ class EmaTeacher(Teacher):
         return self.network.state_dict()
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """A further teacher that the run before did not have begins as the student that was taken over."""
+        """Load `state`; if the earlier run had no such further teacher, make this one equal to the student."""
         if self._name != EMA and not state:
             self.move(0.0)
             return
         super().load_state(state)
         self._cast()
-        for frozen in self._frozen:  # a checkpoint holds them once
+        for frozen in self._frozen:  # saved once, by the teacher
             write_weights(frozen)
 
 
 def _low_precision_copy(network: Network, dtype: torch.dtype) -> tuple[Network, tuple[list[Tensor], list[Tensor]]]:
-    """A network whose matrices are of `dtype` and whose other tensors are those of `network`; (copies, originals).
+    """A network whose matrices have `dtype` and whose other tensors are those of `network`; (copies, originals).
 
     Autocast casts these matrices and no others, so the results are the same.
     """
@@ -192,7 +192,7 @@ class _EmaUpdater:
 
 
 class _WholeUpdater(_EmaUpdater):
-    """No communication."""
+    """Updates whole parameters from whole masters, without communication."""
 
     def __init__(self, masters: WholeMasters, parameters: dict[str, Tensor]) -> None:
         self._teacher = [parameters[name].data for name, _ in masters.parameters]
@@ -203,9 +203,9 @@ class _WholeUpdater(_EmaUpdater):
 
 
 class _FlatUpdater(_EmaUpdater):
-    """Each rank moves its shards, then all shards are gathered in place by one collective.
+    """Each rank updates its shards, then one collective gathers all shards in place.
 
-    Learning rates by layer make two parameter groups a block, each a flat buffer: 58 of a ViT-L.
+    Layer-wise learning rates make two parameter groups per block, each a flat buffer: 58 in a ViT-L.
     """
 
     def __init__(self, masters: Sequence[FlatMasters], parameters: dict[str, Tensor], device: torch.device) -> None:
@@ -230,7 +230,7 @@ class _FlatUpdater(_EmaUpdater):
 
 
 class _PartitionedUpdater(_EmaUpdater):
-    """Gathers the masters chunk by chunk, then moves whole parameters."""
+    """Gathers the masters chunk by chunk, then updates whole parameters."""
 
     def __init__(self, masters: PartitionedMasters, parameters: dict[str, Tensor], device: torch.device) -> None:
         self._masters, self._device = masters, device
@@ -274,7 +274,7 @@ def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
     network = network.to_empty(device=device())
     with torch.no_grad():
         for tensor in (*network.parameters(), *network.buffers()):
-            tensor.zero_()  # the student's values take their place
+            tensor.zero_()  # the student's values replace them
     weights = sum(p.numel() for p in network.parameters())
     sees_crops = bool(teacher_sizes(recipe.groups, spec.name))
     options = TeacherOptions(

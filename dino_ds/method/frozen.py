@@ -1,4 +1,4 @@
-"""Frozen teachers: they never move, and a checkpoint holds their digests alone; and networks of files for them."""
+"""Frozen teachers, which never change, and their networks from files; a checkpoint holds only their digests."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _DIGEST = "sha256"
 
 
 class FrozenTeacher(Teacher):
-    """A teacher of a file; `notes` are lines about it for the log.
+    """A teacher whose weights come from a file; `notes` are lines about it for the log.
 
     Args:
-        about: its source and the digest of its tensors, as in a checkpoint's manifest.
+        about: source and digest of its tensors, as in a checkpoint's manifest.
         theirs: normalization of the images that it was trained on.
         ours: normalization of this run's images.
     """
@@ -57,7 +57,7 @@ class FrozenTeacher(Teacher):
 
 
 class FixedTeacher(FrozenTeacher):
-    """The frozen teacher of one `term`, whose weight says when it rests; its place stands in the recipe's `key`.
+    """The frozen teacher of one loss `term`, idle while the term's weight is 0; the recipe's `key` has its path.
 
     A checkpoint holds the digest of its weights, which must be the same on a resume.
     """
@@ -81,7 +81,7 @@ class FixedTeacher(FrozenTeacher):
 
 
 def _between(ours: Normalization, wanted: Normalization) -> Tensor:
-    """(2, c): offset and factor that turn images normalized by `ours` (factor first) into images as `wanted`."""
+    """(2, c): offset and factor (applied first) that turn images normalized by `ours` into those by `wanted`."""
     (offset, factor), (their_offset, their_factor) = ours.offset_and_factor(), wanted.offset_and_factor()
     ratio = their_factor / factor
     return torch.stack((their_offset - offset * ratio, ratio))
@@ -90,9 +90,9 @@ def _between(ours: Normalization, wanted: Normalization) -> Tensor:
 def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole: bool = False) -> str:
     """Fill a `network` on the meta device with the tensors of `source`, on this process's device.
 
-    In the engine's precision, and as dino_ds.frozen_teacher says unless it is to be `whole`. Every rank must call it.
-    Returns the digest of its tensors. Raises CheckpointError for tensors that are not the network's, and where ranks
-    have read different ones.
+    In the engine's precision, placed `whole` or as dino_ds.frozen_teacher says. Every rank must call it.
+    Returns the digest of its tensors. Raises CheckpointError for tensors that do not fit the network, and if ranks have
+    read different tensors.
     """
     performance = config.performance
     if rehearsing():
@@ -117,7 +117,7 @@ def meta_network(
     outputs: Sequence[str],
     queries: Mapping[str, Query] = MappingProxyType({}),
 ) -> Network:
-    """The network of `source` on the meta device; outputs that `queries` name are its heads', the others features."""
+    """The network of `source` on the meta device; outputs that `queries` name are its heads', others features."""
     options = BackboneOptions(pos_embed_interpolation=source.interpolation, **speed_options(performance))
     asked = {name: query for name, query in queries.items() if name in outputs}
     with torch.device("meta"):
@@ -128,7 +128,7 @@ def meta_network(
 
 
 def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
-    """The source's tensors under the network's names. Raises CheckpointError where they are not the source's."""
+    """The source's tensors under the network's names. Raises CheckpointError if they do not fit."""
     wanted = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
     only = network.backbone.training_only
     tensors = {f"backbone.{name}": tensor for name, tensor in source.backbone.items() if name not in only}
@@ -136,14 +136,14 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
         if (shape := wanted.get(f"backbone.{name}")) is not None:
             tensors[f"backbone.{name}"] = source.backbone.get(name, torch.zeros(shape))
     for name, shape in adapters_in(wanted).items():
-        tensors.setdefault(name, torch.zeros(shape))  # added to the weights of a file
+        tensors.setdefault(name, torch.zeros(shape))  # a file has them merged into its weights
     for name in network.head_names:
         tensors |= {f"{name}.{key}": tensor for key, tensor in source.heads[name].items()}
     return fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
 def _fill_with_shapes(network: Network, config: DsConfig) -> str:
-    """The network as it would be placed whole, without the weights of any file."""
+    """Allocate the network as it would be placed whole, without a file's weights; the digest is ""."""
     for module in network.modules():
         for parameter in module.parameters(recurse=False) if is_cast(module) else ():
             parameter.data = parameter.data.to(DTYPES[config.precision])
@@ -152,7 +152,7 @@ def _fill_with_shapes(network: Network, config: DsConfig) -> str:
 
 
 def _fill(network: Network, tensors: dict[str, torch.Tensor], placer: InferencePlacement) -> None:
-    """Give each module its own tensors and hand it to `place`: what that moves is never in memory as a whole."""
+    """Give each module its tensors and call `placer` on it; if that moves modules, not all are in memory at once."""
     drawn = network.backbone.drawn()
     if drawn is not None:  # it may have buffers that no file holds
         drawn.load_state_dict({name: tensors[f"backbone.{name}"] for name in drawn.state_dict()})
@@ -164,7 +164,7 @@ def _fill(network: Network, tensors: dict[str, torch.Tensor], placer: InferenceP
         prefix = f"{name}." if name else ""
         if any(f"{prefix}{key}" not in tensors for key, _ in module.named_buffers(recurse=False)):
             module.to_empty(device="cpu", recurse=False)
-            module.reset_parameters()  # as `Backbone` asks of modules with buffers
+            module.reset_parameters()  # `Backbone` requires this of modules with buffers
         for key, _ in list(module.named_parameters(recurse=False)):
             module.register_parameter(key, nn.Parameter(tensors[f"{prefix}{key}"], requires_grad=False))
         for key, _ in list(module.named_buffers(recurse=False)):

@@ -1,7 +1,7 @@
-"""Gram anchoring: how similar the patches of an image are to each other stays as a teacher sees it.
+"""Gram anchoring: keeps the similarities between the patches of an image close to those of a teacher.
 
-Source: DINOv3, section 4 (arXiv 2508.10104). Only similarities are compared, so the teacher may be of another width,
-and features may turn freely.
+Source: DINOv3, section 4 (arXiv 2508.10104). Only similarities are compared, so the teacher may have another width, and
+features may rotate freely.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dino_ds.method.specs.gram import GRAM, GramSpec
 from dino_ds.models.base import patches_of, resized_patches
 from dino_ds.models.logits import tf32
 
-# Bytes of the student's similarities that are made at a time; as much again of the teacher's.
+# Bytes of the student's similarities in memory at a time; the teacher's take as much again.
 _PIECE = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
 def gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
-    """The formula of the paper: the mean squared difference of the cosines between all rows, student's and teacher's.
+    """The formula of the paper: the mean squared difference of student's and teacher's cosines over all pairs of rows.
 
     student (matrices, n, d), teacher (matrices, n, d'); drop_negative: cosines below 0 count as 0, on both sides.
     """
@@ -80,9 +80,9 @@ def build_gram(spec: GramSpec, parts: TermParts) -> GramTerm:
 
 
 def tiled_gram_loss(student: Tensor, teacher: Tensor, drop_negative: bool = False) -> Tensor:
-    """`gram_loss`, and in the same pass its gradient, of the student's alone.
+    """`gram_loss`, computing in the same pass its gradient, which only the student has.
 
-    No more than `_PIECE` of a matrix of cosines is there at once.
+    At most `_PIECE` bytes of a matrix of cosines are in memory at once.
     """
     low = student.dtype != torch.float32
     loss: Tensor = _GramLoss.apply(_unit(student), _unit(teacher.detach()), drop_negative, low)

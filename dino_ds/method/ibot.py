@@ -24,18 +24,18 @@ from dino_ds.models.network import Query
 def ibot_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor, crops: int) -> Tensor:
     """The formula of the paper: cross-entropies of hidden patches, averaged in each crop and over `crops`.
 
-    student: logits (patches, prototypes) of the hidden patches; teacher: probabilities (patches, prototypes) of what
-    is there; weights (patches,): 1 / the number of hidden patches in the patch's crop. A crop without any counts as 0.
+    student: logits (patches, prototypes) of the hidden patches; teacher: probabilities (patches, prototypes) for them;
+    weights (patches,): 1 / the number of hidden patches in the patch's crop. A crop without any counts as 0.
     """
     cross_entropy = -(teacher * F.log_softmax(student / temperature, dim=-1)).sum(dim=-1)
     return (cross_entropy * weights).sum() / crops
 
 
 class IbotTerm(Term):
-    """`ibot_loss` of the crops of `group`, masked or not, for a few at a time as `DinoTerm`. FP32.
+    """`ibot_loss` over the crops of `group`, masked or not, a few patches at a time as in `DinoTerm`. FP32.
 
-    A crop without hidden patches counts as 0, so that a masked crop weighs the same in every batch. head: the name of
-    the head of patches; teacher: whose logits are the targets.
+    A crop without hidden patches counts as 0, so that a masked crop weighs the same in every batch. head: name of the
+    patch head; teacher: name of the teacher whose logits make the targets.
     """
 
     group = "global"
@@ -68,7 +68,7 @@ class IbotTerm(Term):
         ]
 
     def loss(self, student: StudentOutputs, targets: Comparison, schedule: ScheduleValues) -> Measured:
-        """Besides the loss: entropy of the targets and cross-entropy, means over the masked crops."""
+        """The loss; as scalars the entropy of the targets and the cross-entropy, means over the masked crops."""
         compared = student[IBOT]
         assert isinstance(compared, Compared) and targets.weights is not None and targets.divisor is not None
         mean = compared.loss.detach() * (targets.divisor / targets.weights.sum().clamp_min(1e-9))

@@ -20,15 +20,15 @@ from dino_ds.method.parts import TermParts
 from dino_ds.method.specs.koleo import KoLeoSpec
 from dino_ds.models.base import cls_of
 
-# As the reference's: added to every component of a difference, and to the distance.
+# As in the reference: added to every component of a difference, and to the distance.
 _EPS = 1e-8
 
 
 class KoLeoTerm(Term):
     """- ln of the distance to the nearest other image, mean over images, summed over their global crops. FP32.
 
-    crops: of these in each image. all_ranks: the nearest of all ranks' images, not of this micro-batch alone.
-    Under gradient accumulation it sees a micro-batch at a time, not the whole step.
+    crops: global crops per image. all_ranks: whether the nearest is sought on all ranks, not on this rank alone. Under
+    gradient accumulation only images of the same micro-batch are compared.
     """
 
     def __init__(self, crops: int = 2, all_ranks: bool = False) -> None:
@@ -55,9 +55,9 @@ def build_koleo(spec: KoLeoSpec, parts: TermParts) -> KoLeoTerm:
 
 
 def koleo(rows: Tensor, every: Tensor, first: int = 0) -> Tensor:
-    """Unit rows (b, d), which are `every` (n, d) from `first` on -> mean of - ln(distance to the nearest other).
+    """Unit rows (b, d), those of `every` (n, d) from `first` on -> mean of - ln(distance to the nearest other row).
 
-    The nearest by dot product, without gradient; the gradient of the distance goes to both ends.
+    The nearest row is found by dot product, without gradient; the distance has gradients for both of its rows.
     """
     with torch.no_grad():
         similarity = rows @ every.t()
