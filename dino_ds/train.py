@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Run as a script, Python put this file's folder first on sys.path; the checkout is wanted, installed or not.
+    # For a script, Python puts its folder first on sys.path; here the checkout must come first, installed or not.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
     sys.argv.insert(1, "train")
     runpy.run_module("dino_ds", run_name="__main__")
@@ -59,7 +59,7 @@ from dino_ds.run.train_options import TrainOptions
 
 
 class _Request(NamedTuple):
-    """The wishes of the user in addition to the recipe: see `train`."""
+    """The user's arguments besides the recipe: see `train`."""
 
     options: TrainOptions
     ds: Mapping[str, Any]
@@ -84,24 +84,24 @@ def train(
 ) -> None:
     """Train until the recipe's length, `max_steps` optimizer steps in all, or a request to stop; every rank calls it.
 
-    ds_overrides: keys to change in the ds config of a resumed run, or in the planner's of a new one on GPUs, where `ds`
-    is for a machine without; or None where the user has named `ds`. given: what the user has given of the recipe.
+    ds_overrides: keys to change in the ds config of a resumed run, or in the planner's of a new run on GPUs (`ds`
+    is then for a machine without GPUs); None if the user has named `ds`. given: what the user has set in the recipe.
 
-    Raises UserError for what the user can fix; what can be known before the first step leaves no run folder.
+    Raises UserError for what the user can fix; errors that are found before the first step leave no run folder.
     Raises PeerError where another rank is gone. Exits with code 75 after a stop on request, with everything saved.
     """
     _train(recipe, _Request(options, ds, ds_path, ds_overrides, given))
 
 
 def train_for(caller: Caller, options: TrainOptions, files: Mapping[str, Any]) -> None:
-    """Run `train` for a program that outlives it; `files` has its other arguments. A requested stop raises SystemExit,
-    whose cause is Stopped."""
+    """Run `train` for a program that outlives it; `files` has the other arguments of `train`. A stop on request raises
+    SystemExit, whose cause is Stopped."""
     request = _Request(options, files["ds"], files["ds_path"], files["ds_overrides"], files["given"], caller)
     _train(files["recipe"], request)
 
 
 def _train(recipe: Recipe, request: _Request) -> None:
-    """Train one run from where it stands to its end."""
+    """Train a run from its current step to its end."""
     with guarded(request.path, recipe.hang_seconds, request.caller) as guards:
         init_distributed()
         with FolderLock(request.path, guards).held() as lock:
@@ -125,15 +125,15 @@ def _train(recipe: Recipe, request: _Request) -> None:
 
 
 def _agree_on_folder(path: Path) -> None:
-    """Raises ConfigError, on all ranks, where each has chosen a run folder and another run took one meanwhile."""
-    if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk may have another name elsewhere
+    """Raises ConfigError, on all ranks, where they chose different run folders, as another run took one meanwhile."""
+    if len(folders := set(distributed.gather_objects(path.name))) > 1:  # a disk's path may differ by machine
         raise ConfigError(f"the ranks have chosen different run folders, {', '.join(sorted(folders))}: name --run_dir")
 
 
 def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Request) -> tuple[RunFolder, list[str]]:
-    """The run folder, whose recipe has data.value_range as a number, and notes for the log.
+    """Open the run folder; returns it, its recipe now with data.value_range in numbers, and notes for the log.
 
-    Raises UserError for a folder that the run can't have, then ConfigError for more memory predicted than there is.
+    Raises UserError for a folder that the run can't use, and ConfigError if more memory is predicted than there is.
     """
     data, config, said = recipe.data, chosen.config, request.given.notes if request.given else []
     with distributed.raise_on_all_ranks():
@@ -151,10 +151,10 @@ def _open_folder(recipe: Recipe, source: Source, chosen: Chosen, request: _Reque
 def _build(
     folder: RunFolder, source: Source, request: _Request, predicted_gib: float | None
 ) -> tuple[Run, Saver, list[str]]:
-    """The run, new or as its checkpoint has it, its saver, and notes for its log; the folder is then this run's.
+    """Build the run, new or from its checkpoint, and its saver; returns them and notes for the log.
 
-    Every rank must call it. Raises UserError for data, a ds config or a checkpoint that can't be used, and where the
-    disk has no room for one checkpoint.
+    The folder is then this run's. Every rank must call this. Raises UserError for data, a ds config or a
+    checkpoint that can't be used, and where the disk has no room for one checkpoint.
     """
     config, batch = folder.config, folder.recipe.data.global_batch
     epoch_steps = steps_per_epoch(len(source), batch)
@@ -163,7 +163,7 @@ def _build(
     keep_every = folder.recipe.keep_every.in_steps(batch, epoch_steps)
     checkpoints = Checkpoints(folder.path, folder.recipe.keep_checkpoints, keep_every)
 
-    # Where it begins and ends; the recipe of a stage counts from there.
+    # Where the run begins and ends; a stage's recipe counts from its beginning.
     begin = choose_beginning(folder, checkpoints, other_images, request.options, request.given)
     recipe, max_steps = folder.recipe, request.options.max_steps
     last_step = folder.last_step(epoch_steps, max_steps)
@@ -179,7 +179,7 @@ def _build(
     step, state = build_step(begin.built(recipe), config, epoch_steps, begin.weights), RunState()
     notes += _describe_start(begin, step, recipe)
 
-    # What is saved, and what was.
+    # What is saved, and what is loaded.
     teacher = distilled(step.teachers)
     about = {"run_id": run_id, "images": images.to_json(), "frozen_teacher": teacher}
     description = describe_settings(recipe, config) | about

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that a start loads: of its own run, of the run before a stage, or none."""
+"""Chooses the checkpoint that a start loads: of the same run, of the previous stage's run, or none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dino_ds.weights.tensors import Weights
 
 _CONTINUE = "continue"
 _SAYS_HOW = ("stage_start", "model.init_from")
-"""Keys that say how a run began, and not what it learns."""
+"""Keys for how a run began, which do not change what it learns."""
 
 
 @dataclass(frozen=True)
@@ -49,20 +49,20 @@ class Beginning:
 
     @property
     def weights(self) -> tuple[str, Weights] | None:
-        """The weights that the network is built with, and their name; None unless a stage takes over these alone."""
+        """The name and weights that the network is built with; None unless a stage takes over the weights alone."""
         if self.previous is None or self.continues:
             return None
         return str(self.previous.folder), teacher_weights(self.previous)
 
     def built(self, recipe: Recipe) -> Recipe:
-        """The recipe that the run is built with: a resumed run reads its checkpoint in place of model.init_from, whose
-        file may be gone, unless that is a teacher's too."""
+        """The recipe to build the run with: on a resume without model.init_from, whose file may be gone, unless a
+        teacher is built from that file too."""
         if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
         return change_recipe(recipe, {"model.init_from": "none"})
 
     def check_ahead(self, last_step: int, run: str, ends: str) -> None:
-        """Raises ConfigError where a run that is to end at `last_step`, which `ends` says, is further already."""
+        """Raises ConfigError where the run is already beyond `last_step`; ends: the option that sets that step."""
         done = self.resumed.manifest.step if self.resumed is not None else 0
         if done > last_step:
             raise ConfigError(
@@ -71,7 +71,7 @@ class Beginning:
             )
 
     def load(self, saver: Saver) -> list[str]:
-        """Put the beginning into the parts of the run, once they are built; gives lines for the log."""
+        """Load the checkpoint into the parts of the run, once they are built; returns lines for the log."""
         if self.resumed is not None:
             saver.load(self.resumed)
         if self.previous is None:
@@ -79,7 +79,7 @@ class Beginning:
         if not self.continues:
             return saver.restart_from(self.previous)
         notes = saver.continue_from(self.previous)
-        if self.images_changed:  # an order of other images has no use for the place in it
+        if self.images_changed:  # a position in the order of other images has no meaning
             saver.state.position = Position(saver.state.position.epoch + 1)
         return notes
 
@@ -91,11 +91,11 @@ def choose_beginning(
     options: TrainOptions,
     settings: Given | None,
 ) -> Beginning:
-    """The beginning of a start in `folder`, on every rank. `options` name the run that a stage begins with, or a
-    checkpoint.
+    """Choose the checkpoint of a start in `folder`, on every rank. `options` name the run or checkpoint that a stage
+    begins with.
 
-    Of a new stage, `folder` knows on return where it comes from, and its recipe counts from there. Raises ConfigError
-    or CheckpointError where there is nothing to begin with, or it is of another network than the stage's.
+    For a new stage, sets the folder's `origin`, and lets its recipe count steps from there. Raises ConfigError or
+    CheckpointError where there is no checkpoint to begin with, or its network is not the stage's.
     """
     if folder.resume:
 
@@ -145,7 +145,7 @@ def _of_stage(folder: RunFolder, images: OtherImages, run: Path, step: int | Non
 
 
 def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None:
-    """Raises CheckpointError, with what differs, where a stage can't begin with a run of the recipe `theirs`."""
+    """Raises CheckpointError, naming the differences, where a stage can't begin with a run of the recipe `source`."""
     backbones = [recipe.model.spec() for recipe in (source, ours)]
     kinds = [type(spec) for spec in backbones]
     if kinds[0] != kinds[1]:
@@ -170,7 +170,7 @@ def _check_fits(run: str, ours: Recipe, source: Recipe, continues: bool) -> None
 
 
 def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]) -> None:
-    """Raises CheckpointError where a stage can't take over the optimizer's moments of a run of the recipe `theirs`."""
+    """Raises CheckpointError where a stage can't take over the optimizer's moments of a run of the recipe `source`."""
     advice = "take --stage_start restart, which begins with the weights alone"
     if source.optimizer.kind != ours.optimizer.kind:
         kinds = f"optimizer.kind {source.optimizer.kind} there, {ours.optimizer.kind} here"
@@ -194,6 +194,6 @@ def _check_state_fits(run: str, ours: Recipe, source: Recipe, left_out: set[str]
 
 
 def _differences(source: dict[str, object], ours: dict[str, object]) -> str:
-    """ "depth 12 there, 2 here"."""
+    """The differences in words, such as "depth 12 there, 2 here"."""
     names = [name for name in source if source[name] != ours.get(name)]
     return ", ".join(f"{name} {source[name]} there, {ours.get(name)} here" for name in names)

@@ -1,6 +1,6 @@
-"""The Python program that a run is part of: it is told of every line of metrics, and outlives the run.
+"""The Python program that has started a run: it gets every line of metrics, and outlives the run.
 
-There an exception takes the place of the end of the process, and a run that hangs is reported and goes on.
+In such a program a run ends with an exception instead of the process, and a hanging run is reported but not ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dino_ds.health.beat import Beat
 from dino_ds.run.stop import StopRequests, signals_to_handle
 
 Callback = Callable[[int, dict[str, Any]], object]
-"""Gets the step and the line, as metrics.jsonl has it."""
+"""Called with a step and its line of metrics.jsonl."""
 
 
 class Caller:
@@ -31,12 +31,12 @@ class Caller:
         self._stop: CallersStopRequests | None = None
 
     def stop_requests(self, beat: Beat) -> CallersStopRequests:
-        """The stop requests of a run that begins."""
+        """Create the stop requests of a run that begins."""
         self._stop = CallersStopRequests(beat)
         return self._stop
 
     def tell(self, line: dict[str, Any]) -> None:
-        """Call every callback, until one has raised an error or changed torch's default dtype, which is an error."""
+        """Call the callbacks until one raises an error, or changes torch's default dtype, which counts as an error."""
         before = default_dtype()
         try:
             for callback in self._callbacks:
@@ -49,18 +49,18 @@ class Caller:
                 self._stop.request(f"{type(error).__name__} of a callback")
 
     def let_go(self) -> None:
-        """Free what the run had in memory: an error of a callback would keep it, by the frames that led to it."""
+        """Free the run's memory, which the frames in the traceback of a callback's error would keep alive."""
         if self.error is not None and self.error.__traceback__ is not None:
             for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
-                with suppress(RuntimeError):  # the frame is still at work
+                with suppress(RuntimeError):  # the frame is still running
                     frame.clear()
 
 
 class CallersStopRequests(StopRequests):
     """Stop requests in a program that goes on after the run, such as a notebook: nothing here ends the process.
 
-    Before `install`, and from the second signal on, signals do what they do in that program: Ctrl-C is a
-    KeyboardInterrupt. In a thread other than the main one they always do.
+    Before `install`, and from the second signal on, the program's own handlers act: Ctrl-C is a
+    KeyboardInterrupt. If the run is not in the main thread, they always act.
     """
 
     def __init__(self, beat: Beat) -> None:
@@ -72,7 +72,7 @@ class CallersStopRequests(StopRequests):
     def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._ask = None  # it holds the engine, and this outlives the run
+        self._ask = None  # it holds the engine, and this object outlives the run
 
     def install(self, ask: Callable[[], None]) -> None:
         super().install(ask)

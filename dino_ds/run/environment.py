@@ -1,4 +1,4 @@
-"""Describes the place of a run for environment.json: versions, machine, and the command line of each start."""
+"""Describes a run's environment for environment.json: versions, machine, and the command line of each start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dino_ds.health.files import now
 _PACKAGES = ("torch", "torchvision", "deepspeed", "timm", "numpy", "pillow")
 _MOST_STARTS = 200
 _LAUNCHERS = {"torchrun": "TORCHELASTIC_RUN_ID", "deepspeed": "CROSS_RANK"}
-"""Launchers, and a variable that each of them alone sets in the environment of a rank."""
+"""Launchers, and for each an environment variable of a rank that no other launcher sets."""
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def own_code(recipe: Recipe) -> dict[str, str]:
-    """A digest of each module of the user's own that a recipe names, without the modules that these import."""
+    """Digests of the user's own modules that a recipe names, but not of the modules that these import."""
     names = [recipe.data.source, recipe.model.backbone]
     for sections in (recipe.objective.terms, recipe.teacher.others):
         names += [values.get("spec") for values in json.loads(sections).values()]
@@ -52,7 +52,7 @@ def own_code(recipe: Recipe) -> dict[str, str]:
 
 
 def describe_environment(run_dir: Path) -> dict[str, Any]:
-    """The contents of environment.json but for the run's id; this start is the last of its "starts"."""
+    """The contents of environment.json on the machine and the starts; the last of its "starts" is this one."""
     cuda = torch.cuda.is_available()
     return {
         "versions": versions(),
@@ -65,7 +65,7 @@ def describe_environment(run_dir: Path) -> dict[str, Any]:
 
 
 def describe_start() -> dict[str, Any]:
-    """This start of a run; `launcher` is "" for none or an unknown one."""
+    """Describe this start of a run; "launcher" is "" without a launcher, or for an unknown one."""
     return {
         "time": now(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -76,7 +76,7 @@ def describe_start() -> dict[str, Any]:
 
 
 def read_starts(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest earlier starts of the run in this folder; of a run of an older version the last one."""
+    """The newest earlier starts of the run in this folder; for a run of an older version only the last."""
     try:
         environment = json.loads((run_dir / "environment.json").read_text())
         starts = environment.get("starts") or ([environment] if "command" in environment else [])

@@ -1,4 +1,4 @@
-"""Everything that watches over a run from its first moment: hangs, failures, requests to stop, memory, its folder."""
+"""Watches over a run from its first moment: hangs, failures, stop requests, memory, and the run folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PARTS = {
 
 
 class Guards(NamedTuple):
-    """The guards of one rank; `beat` tells its monitor process where it is."""
+    """The guards of one rank; `beat` tells the monitor process what the rank is doing."""
 
     beat: Beat
     failures: Failures
@@ -44,7 +44,7 @@ class Guards(NamedTuple):
 
 @contextmanager
 def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterator[Guards]:
-    """Watch over the block: whatever ends it is reported once, by the rank that it began with."""
+    """Watch over the block: an error that ends it is reported once, by the rank on which it began."""
     rank, ranks = distributed.rank(), distributed.world_size()
     with Watchdog(run_dir, rank, ranks, hang_seconds, ends_hangs=caller is None) as watchdog:
         beat = watchdog.beat
@@ -57,9 +57,9 @@ def guarded(run_dir: Path, hang_seconds: float, caller: Caller | None) -> Iterat
 
 
 class FolderLock:
-    """The lock of a run folder, with this start's heartbeats in it, held from the start's first moment to its end.
+    """The lock of a run folder and the heartbeats of this start in it, held from the start's first moment to its end.
 
-    `notes` has a line if the last holder is gone. A start that was refused leaves no trace in another start's run.
+    `notes` has a line if the last holder has died. A refused start leaves no trace in the run of another start.
     """
 
     def __init__(self, run_dir: Path, guards: Guards) -> None:
@@ -70,7 +70,7 @@ class FolderLock:
 
     @contextmanager
     def held(self) -> Iterator[FolderLock]:
-        """Hold the lock during the block. Raises ConfigError or StorageError, on all ranks, where it can't be had."""
+        """Hold the lock during the block. Raises ConfigError or StorageError, on all ranks, where it can't be taken."""
         try:
             with distributed.raise_on_all_ranks():
                 if self._first:
@@ -83,7 +83,7 @@ class FolderLock:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Wrap all that may still refuse this start: a UserError in it, which all ranks raise."""
+        """Wrap the code that may still refuse this start, by a UserError that all ranks raise."""
         try:
             yield
         except UserError as error:
@@ -112,7 +112,7 @@ class FolderLock:
 
 
 class MemoryGuard:
-    """Turns an allocator's errors on this rank into OutOfMemory; `expect` tells it of the run that is being built."""
+    """Turns this rank's allocator errors into OutOfMemory, with advice for the run that `expect` was called with."""
 
     def __init__(self, beat: Beat) -> None:
         self._beat = beat
@@ -123,7 +123,7 @@ class MemoryGuard:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Raise OutOfMemory in the place of an allocator's error."""
+        """Raise OutOfMemory instead of an allocator's error."""
         try:
             yield
         except UserError:
@@ -147,7 +147,7 @@ class MemoryGuard:
 
 
 def _cure(part: str, recipe: Recipe, config: DsConfig, on_gpu: bool) -> str:
-    """The setting to change, for running out of memory in `part`."""
+    """The setting to change after running out of memory in `part`."""
     if part == "saving" and recipe.save_in_background:
         return "--save_in_background false, which needs no second copy of a checkpoint in host memory"
     if part == "evaluation":

@@ -1,6 +1,6 @@
-"""Sends metrics to other trackers, as the ds JSON says: Weights & Biases (by DeepSpeed's monitor), MLflow.
+"""Sends metrics to the trackers that the ds JSON enables: Weights & Biases (by DeepSpeed's monitor), MLflow.
 
-DeepSpeed itself does not see these sections: its engine would wait for the device in every step to write its own loss.
+DeepSpeed itself does not get these sections: its engine would synchronize the device in every step to write its loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGES = {
 
 
 def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dict[str, Logger]:
-    """The loggers that a ds config turns on, by name; none on ranks but 0. A resumed run continues under its `run_id`.
+    """Open the loggers that a ds config enables, by name, on rank 0 only. A resumed run continues under its `run_id`.
 
     Raises ConfigError for a package that is not installed, or a service that does not start.
     """
@@ -43,7 +43,7 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
         section = {key: value for key, value in values.items() if key != "enabled"}
         try:
             opened[name] = _OPENERS[name](section, run_dir, run_id)
-        except Exception as error:  # of any package, network or account
+        except Exception as error:  # whatever a package, network or account raises
             raise ConfigError(
                 f"{name} does not start: {_reason(error)}; set it up, or set --ds.{name}.enabled false"
             ) from None
@@ -51,7 +51,7 @@ def open_loggers(sections: Mapping[str, Any], run_dir: Path, run_id: str) -> dic
 
 
 def _reason(error: BaseException) -> str:
-    """The reason why a service failed, in one line: the network's own error, which libraries wrap in pages, if any."""
+    """Why a service failed, in one line: the network's own error, if any, which libraries wrap in pages of text."""
     innermost = error
     while below := innermost.__cause__ or innermost.__context__:
         innermost = below
@@ -59,7 +59,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _open_wandb(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
-    """Open a run of W&B. Its own variables, such as WANDB_MODE=offline, act where the section is silent."""
+    """Open a W&B run. W&B's environment variables, such as WANDB_MODE=offline, act where the section sets nothing."""
     import wandb
     from deepspeed.monitor.config import WandbConfig
     from deepspeed.monitor.wandb import WandbMonitor
@@ -93,7 +93,7 @@ def _open_mlflow(section: dict[str, Any], run_dir: Path, run_id: str) -> Logger:
 
 @contextmanager
 def _soon_refused() -> Iterator[None]:
-    """Let MLflow give up a server that is not there after seconds instead of minutes: at a start all ranks wait."""
+    """Let MLflow give up on an absent server within seconds instead of minutes: all ranks wait at a start."""
     limits = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
     ours = {name: value for name, value in limits.items() if name not in os.environ}
     os.environ.update(ours)

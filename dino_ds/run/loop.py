@@ -1,4 +1,4 @@
-"""The loop: micro-batch after micro-batch, and what happens between optimizer steps."""
+"""The training loop: micro-batches, and the work between optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dino_ds.run.stop import StopRequests
 
 
 class Loop:
-    """One run from where it stands to its last step; `beat` is told where it is, `stop` asks it to end early."""
+    """Trains a run from its current step to its last; reports its phase to `beat`; ends early if `stop` asks for it."""
 
     def __init__(self, run: Run, saver: Saver, beat: Beat, stop: StopRequests) -> None:
         self._run, self._saver, self._log = run, saver, run.log
@@ -39,7 +39,7 @@ class Loop:
         self._data_timed_out = False
 
     def run(self, open_feed: Callable[[], Feed]) -> None:
-        """Raises SystemExit(75) after a stop on request, with everything saved."""
+        """Train to the last step. Raises SystemExit(75) after a stop on request, with everything saved."""
         run, step = self._run, self._run.step
         self._stop.install(lambda: step.flags.set("stop"))
         self._evaluate_start()
@@ -50,14 +50,14 @@ class Loop:
             try:
                 while step.applied_steps < run.options.last_step and not self._finished():
                     self._micro_batch(feed)
-            except NumericError:  # of all ranks
+            except NumericError:  # all ranks raise it
                 self._log.info(*self._saver.saving.finish())
                 raise
         self._beat.enter("end", step.applied_steps)
         self._remove_stop_file()
 
     def _evaluate_start(self) -> None:
-        """Evaluate the weights that training begins with, or those of a resumed step where that was interrupted."""
+        """Evaluate the weights that training begins with, or of a resumed step whose evaluation was interrupted."""
         run, done, at_start = self._run, self._run.step.applied_steps, self._saver.saved_step == 0
         if run.evaluations is None or not (done == 0 or run.evaluations.missed(done, at_start)):
             return
@@ -87,7 +87,7 @@ class Loop:
             self._after_step(out, batch)
 
     def _next(self, feed: Feed) -> Batch | None:
-        """The next micro-batch, or None where a stop was requested and it does not come."""
+        """The next micro-batch, or None if it does not come and a stop was requested."""
         self._beat.enter("data", self._run.step.applied_steps)
         if self._data_timed_out:
             return None
@@ -109,10 +109,10 @@ class Loop:
         return out
 
     def _inputs(self, batch: Batch | None) -> Inputs:
-        """The part of a batch that the step takes.
+        """The part of a batch that the training step takes.
 
-        Without a batch it is one of NaN: all ranks skip this window, moving nothing, and then agree on the stop; else
-        the others would wait for this rank's gradient until its data come.
+        Without a batch it is NaN: all ranks then skip this window, change no weight, and agree on the stop; otherwise
+        other ranks would wait for this rank's gradient until its data come.
         """
         if batch is None:
             return self._run.nan_inputs()
@@ -166,7 +166,7 @@ class Loop:
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
-        """End a window and begin the next. again: its images were not used, the next start of this run begins there."""
+        """End a window and begin the next. again: its images were not used, and the next start repeats them."""
         self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
         if again:
@@ -174,7 +174,7 @@ class Loop:
         self._window_start = self._run.state.position
 
     def _run_if_due(self, task: AtStep | None, last: bool) -> bool:
-        """False where a stop was requested before its end."""
+        """Run a task if it is due; returns False if a stop was requested before its end."""
         if task is None or not task.due(self._run.step.applied_steps, last):
             return True
         return self._run_now(task)
@@ -188,7 +188,7 @@ class Loop:
             return task.run(Moment(*where, run.path, run.log, self._stop_requested, at_start, step))
 
     def _stop_requested(self) -> bool:
-        """Whether a stop was requested; the monitor process sees by each call that the work makes progress."""
+        """Whether a stop was requested; each call also shows the monitor process that work makes progress."""
         self._beat.tick()
         return self._stop.requested_anywhere()
 
@@ -205,7 +205,7 @@ class Loop:
             self._log.info(Event(f"saves    {line}", detail=True))
 
     def _end_early(self) -> None:
-        """Raises SystemExit(75)."""
+        """End the run after a stop request: raises SystemExit(75)."""
         run = self._run
         done, reasons = run.step.applied_steps, distributed.gather_objects(self._stop.why)
         self._beat.enter("end", done)

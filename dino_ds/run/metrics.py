@@ -39,7 +39,7 @@ class Meter:
         self._sums += torch.stack([*values, torch.ones_like(values[0])])
 
     def read(self) -> dict[str, float]:
-        """The means since the last reading, by name; every rank must call it."""
+        """The means since the last reading, by name; every rank must call this."""
         *sums, count = distributed.sum_across_ranks(self._sums).tolist()
         self._sums = torch.zeros_like(self._sums)
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}
@@ -92,11 +92,11 @@ class Logger(NamedTuple):
 
 
 class RunLog:
-    """The growing files of a run folder, and its screen.
+    """Writes the growing files of a run folder, and the console.
 
-    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers` are services by
-    name that get the numbers too; one that fails is left out from then on. `tell` gets every line of metrics.jsonl.
-    verbose: whether details are shown on the screen too.
+    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers`, by name, get
+    the numbers too; a logger that fails is dropped. `tell` is called with every line of metrics.jsonl.
+    verbose: whether the console shows details too.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RunLog:
         self._board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1 if step else None)
 
     def info(self, *lines: str) -> None:
-        """Write lines for people to the screen and, with the time, to log.txt, and as an `Event` to events.jsonl."""
+        """Write human-readable lines to the console, with the time to log.txt, and as `Event`s to events.jsonl."""
         for line in lines:
             if self._text is not None and self._events is not None:
                 event = line if isinstance(line, Event) else Event(line)
@@ -169,7 +169,7 @@ class RunLog:
             self._lost.add(file.name)
 
     def _show(self, method: str, *values: Any) -> None:
-        """Show on TensorBoard, as long as its files can be written."""
+        """Call a method of TensorBoard's writer, as long as its files can be written."""
         if self._board is None:
             return
         try:
@@ -204,7 +204,7 @@ class RunLog:
 
 
 def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
-    """Hide the traceback of a file that TensorBoard can't write to, since its next call raises the same error.
+    """Hide tracebacks of TensorBoard's thread for files that can't be written: its next call raises the same error.
 
     Returns the hook that was replaced.
     """
@@ -219,14 +219,14 @@ def _silence_tensorboards_thread() -> Callable[[threading.ExceptHookArgs], Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """A value as metrics.jsonl has it: floats with nine digits, as FP32 values need; NaN and infinity as text."""
+    """A value for metrics.jsonl: floats with nine digits, as FP32 values need; NaN and infinity as text."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.9g}") if value - value == 0 else str(value)
 
 
 def _keep_lines_until(path: Path, step: int) -> None:
-    """Remove the lines of later steps, and lines that are broken."""
+    """Remove the lines of steps after `step`, and broken lines."""
     if not path.exists():
         return
     kept = []

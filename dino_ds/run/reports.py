@@ -23,11 +23,11 @@ from dino_ds.run.saver import Saver
 from dino_ds.run.throughput import ThroughputMonitor
 
 _LONG_WAIT = 0.1
-"""The part of the time from which on the step line says it."""
+"""Share of the time spent waiting for data above which the step line states it."""
 
 
 class Reports:
-    """Collects and writes the reports of a run; `images` has those of its images. The loop feeds `clock`.
+    """Collects and writes the reports of a run; `images` reports on its images. The loop updates `clock`.
 
     Every rank calls every method.
     """
@@ -53,17 +53,17 @@ class Reports:
         self._collapse += [((name,), SpreadAlarm(name, warmup)) for name in objective.spreads]
 
     def begin(self) -> None:
-        """Begin to measure speed: training goes on from here."""
+        """Begin to measure speed: training starts or continues now."""
         self.clock.read()
         self._began = time.monotonic(), self._run.step.applied_steps
 
     def trained(self, micro: MicroStep, constant: Tensor, shares: list[Tensor]) -> None:
-        """Add a micro-batch of an applied step; `constant` (b,) is `constant_images`', `shares` are `part_shares`'."""
+        """Add a micro-batch of an applied step; `constant` (b,) from `constant_images`, `shares` from `part_shares`."""
         scalars = [micro.scalars[name] for name in self._run.step.objective.scalars]
         self._meter.add(micro.loss, *scalars, constant.float().mean(), *shares)
 
     def write(self, out: MicroStep) -> None:
-        """Write the line of metrics of a step, and the alarms that follow from it."""
+        """Write a step's line of metrics, and the alarms that it raises."""
         if self._sensors is not None:
             self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
@@ -116,7 +116,7 @@ class Reports:
         }
 
     def _ask_alarms(self, record: dict[str, Any]) -> list[str]:
-        """Lines of the alarms for a collapse; images of a single color are told to the first one alone."""
+        """Lines of the collapse alarms; only the first alarm gets the share of images of a single color."""
         told = [record["constant_images"], *[0.0] * len(self._collapse)]
         lines = []
         for (names, alarm), constant in zip(self._collapse, told, strict=False):
@@ -125,7 +125,7 @@ class Reports:
         return [line for line in lines if line]
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
-        """The reading of rank 0's GPU, or None, and its metrics; energy counts evaluations and saves too."""
+        """The reading of rank 0's GPU, or None, and its metrics; energy includes evaluations and saves."""
         gpu = self._sensors.finish() if self._sensors is not None else None
         if gpu is None:
             return None, {}

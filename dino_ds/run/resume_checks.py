@@ -31,7 +31,7 @@ _OPTIMIZER = "optimizer.kind"
 
 
 def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
-    """The keys of --allow_change, and IMAGES if it is one of them. Raises ConfigError for one that has no meaning."""
+    """The keys in --allow_change, perhaps with IMAGES. Raises ConfigError for an unknown key or one that is free."""
     known = {*_learned(recipe, config), IMAGES}
     allowed = {key.strip() for key in keys.split(",")}
     for key in sorted(allowed - known):
@@ -42,9 +42,9 @@ def read_allowed(keys: str, recipe: Recipe, config: DsConfig) -> set[str]:
 
 
 def changed_since(saved: Manifest, recipe: Recipe, config: DsConfig, began_in: str | None = None) -> dict[str, str]:
-    """The differences, in words by dotted name, from a checkpoint's settings that change what is learned; its relative
-    paths begin in the folder `began_in`."""
-    # A run from before an option did what the option's default does.
+    """The differences from a checkpoint's settings that change what is learned, in words by dotted name. Relative paths
+    of the checkpoint start at the folder `began_in`."""
+    # A run that is older than an option did what the option's default does.
     before = flat_values(Recipe()) | flatten(saved.recipe) | {"gradient_clipping": saved.gradient_clipping}
     return changed_settings(before, _learned(recipe, config), began_in)
 
@@ -71,7 +71,7 @@ def notes_on_changes(saved: Manifest, recipe: Recipe, config: DsConfig, began_in
 
 
 def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
-    """The settings of this start as a checkpoint's Manifest has them."""
+    """The settings of this start, as fields of a checkpoint's Manifest."""
     zero = config.raw.get("zero_optimization", {})
     return {
         "stage": config.stage,
@@ -88,12 +88,12 @@ def describe_settings(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
 
 
 def _learned(recipe: Recipe, config: DsConfig) -> dict[str, Any]:
-    """Everything that changes what is learned, by its dotted name."""
+    """All settings that change what is learned, by dotted name."""
     return learned(recipe.model_dump(mode="json")) | {"gradient_clipping": config.clipping}
 
 
 def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
-    """The way a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where they differ."""
+    """How a run is computed, such as "ZeRO 2 bf16 on 2 ranks"; the batch's parts only where those of `other` differ."""
     ranks = f"{this['world_size']} rank{'s' if this['world_size'] > 1 else ''}"
     offload = ", offloaded" if this["offload"] else ""
     parts = [(run["micro_batch"], run["accumulation"]) for run in (this, other)]
@@ -102,14 +102,14 @@ def _computed(this: dict[str, Any], other: dict[str, Any]) -> str:
 
 
 class OtherImages:
-    """Compares the images of this start with a checkpoint's; with `allowed`, schedules may change with them."""
+    """Compares the images of this start with a checkpoint's; if `allowed`, they may change schedules."""
 
     def __init__(self, recipe: Recipe, now: ImageSet, allowed: bool) -> None:
         self._recipe, self._now, self._allowed = recipe, now, allowed
 
     def check(self, saved: Manifest) -> None:
-        """Raises CheckpointError where lengths in epochs are now another number of steps, or the same images are
-        balanced otherwise."""
+        """Raises CheckpointError where lengths in epochs now have another number of steps, or the same images are
+        balanced differently."""
         before, balance = ImageSet.from_json(saved.images), self._recipe.data.balance
         if before is None or self._allowed:
             return
@@ -138,7 +138,7 @@ class OtherImages:
 
 
 def _moved(old: Schedules, new: Schedules, step: int) -> str:
-    """The differences of training from `step` on, in words; "" without any."""
+    """The differences between the schedules from `step` on, in words, or "" without any."""
     last = max(old.steps, new.steps, step + 1)
     lengths = ("warmup_steps", "teacher_temp_tread_steps", "freeze_steps", "freeze_backbone_steps")
     ends = [getattr(schedules, name) for schedules in (old, new) for name in lengths]
@@ -152,7 +152,7 @@ def _moved(old: Schedules, new: Schedules, step: int) -> str:
 def _check_same_images(source: Source) -> None:
     """Raises DataError, on all ranks, where ranks differ in the number of images or in some of their names.
 
-    Such ranks would train on different data and wait for each other for ever.
+    Such ranks would train on different data and wait for each other forever.
     """
     names = "".join(Path(source.name(i)).name for i in evenly_spaced_indices(len(source), 1000))
     counts = distributed.gather_objects((len(source), zlib.crc32(names.encode())))
@@ -165,7 +165,7 @@ def _check_same_images(source: Source) -> None:
 
 
 def describe_images(source: Source, root: str | None) -> ImageSet:
-    """A description of all images, by rank 0, for all ranks. Raises DataError where a rank has other images."""
+    """Describe all images, on rank 0 for all ranks. Raises DataError where a rank has other images."""
     _check_same_images(source)
     mine = ImageSet.of(source, root) if distributed.rank() == 0 else None
     images: ImageSet = distributed.gather_objects(mine)[0]

@@ -1,6 +1,6 @@
-"""One run as its loop sees it: the parts that `dino_ds.train` has built, and where the run stands.
+"""A run as its loop sees it: the parts that `dino_ds.train` has built, and the state of training.
 
-The loop knows evaluations and pictures by `AtStep` alone.
+The loop knows evaluations and pictures only as `AtStep`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dino_ds.run.metrics import RunLog
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of a run between two steps; `images` counts those that its teacher has seen so far.
+    """The state of a run between two steps; images: number of images in all steps so far.
 
-    Work that takes long asks `stop_requested` every few seconds, which also tells the watchdog of progress. at_start:
-    the run or stage has made no step yet; training: the whole step, for what needs more than the teacher.
+    Long work calls `stop_requested` every few seconds, which also shows its progress to the watchdog. at_start: the run
+    or stage has made no step yet; training: the whole training step, for tasks that need more than the teacher.
     """
 
     teacher: Teacher
@@ -50,7 +50,7 @@ class AtStep(Protocol):
         ...
 
     def missed(self, step: int, at_start: bool) -> bool:
-        """Whether the task is due at `step`, which an earlier start has reached without running it."""
+        """Whether the task is due at `step`, and an earlier start reached that step without running the task."""
         return False
 
     def improved(self) -> bool:
@@ -58,11 +58,11 @@ class AtStep(Protocol):
         return False
 
     def finished(self) -> str:
-        """The reason for the run to end here, as finished, or ""."""
+        """Why the run is finished before its last step, or ""."""
         return ""
 
     def ending(self, run_dir: Path, cut: bool) -> list[str]:
-        """Lines for the end of the run, which `--max_steps` may have `cut`, the most important one last."""
+        """Lines for the end of the run, the most important one last; cut: whether `--max_steps` has shortened it."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class AtStep(Protocol):
 
 @dataclass
 class RunState:
-    """The state of a run beside its tensors and its step; a checkpoint keeps it."""
+    """The state of a run besides its tensors and its step, which a checkpoint keeps."""
 
     position: Position = field(default_factory=Position)
     skipped_steps: int = 0
@@ -89,7 +89,7 @@ class RunState:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises LookupError, TypeError or ValueError for what `state_dict` has not made."""
+        """Restore `state`. Raises LookupError, TypeError or ValueError if it is not from `state_dict`."""
         self.position = Position(int(state["position"]["epoch"]), int(state["position"]["samples"]))
         self.skipped_steps = int(state["skipped_steps"])
         self.bad_images = {str(name) for name in state["bad_images"]}
@@ -97,11 +97,11 @@ class RunState:
 
 @dataclass(frozen=True)
 class LoopOptions:
-    """Plain values of a recipe and its images that the loop goes by, so that it depends on neither.
+    """Plain values that the loop needs from a recipe and its images, so that it depends on neither.
 
     images, epoch_steps: number of training images, and optimizer steps of one pass over them. save_every: in steps, or
-    None for as often as pays. teacher_groups: names of the crop groups whose outputs are the targets; balanced: whether
-    these targets are Sinkhorn-Knopp's. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
+    None to let `SaveClock` decide. teacher_groups: names of the crop groups whose outputs are the targets; balanced:
+    whether Sinkhorn-Knopp makes them. predicted_gib: of a rank, or None. part_ends: by source, images up to its last.
     """
 
     seed: int
@@ -132,12 +132,12 @@ class Run:
     nan_inputs: Callable[[], Inputs]
 
     def advance(self) -> None:
-        """Move on in the images by one micro-batch of every rank."""
+        """Advance the position by one micro-batch of every rank."""
         consumed = self.step.engine.config.micro_batch * distributed.world_size()
         per_epoch = self.options.epoch_steps * self.options.global_batch
         self.state.position = self.state.position.advance(consumed, per_epoch)
 
     @property
     def images_drawn(self) -> int:
-        """Different images used so far, by all ranks; the few that an epoch leaves out are taken as drawn after it."""
+        """Number of different images used by all ranks; after an epoch, the few that it leaves out count as used."""
         return self.options.images if self.state.position.epoch else self.state.position.samples

@@ -1,4 +1,4 @@
-"""The run folder: whether a start may begin or continue there, what all ranks agree on about it, and its files."""
+"""The run folder: whether a start may begin or continue there, the facts on which all ranks agree, and its files."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from dino_ds.run.resume_checks import IMAGES, changed_since, check_changed, read
 
 
 class RunFolder:
-    """RUN/ as one start finds it: the run that it holds already, or that begins there with `recipe` and `config`.
+    """The run folder as a start finds it: it holds a run already, or one begins there with `recipe` and `config`.
 
-    allow_change: keys, with commas between them, whose values may differ from those of the checkpoint. Raises
-    ConfigError if the folder holds a run that is not to be resumed, or can't be written, or a key is unknown.
+    allow_change: comma-separated keys whose values may differ from those of the checkpoint. Raises ConfigError if
+    `resume` does not fit what the folder holds, if the folder can't be written, or for an unknown key.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class RunFolder:
         check_place(path)
 
     def earlier_value_range(self) -> tuple[float, float] | None:
-        """The data.value_range that the run to be resumed found at its start."""
+        """The data.value_range that the resumed run found at its first start, or None."""
         try:
             return load_recipe(str(self.path / "config.yaml"), {}).data.known_range if self.resume else None
         except ConfigError:
             return None
 
     def agree(self) -> None:
-        """Adopt what rank 0 has found in the folder; every rank must call it."""
+        """Adopt what rank 0 has found in the folder; every rank must call this."""
         mine = (self.resume, self.run_id, self.origin, secrets.token_hex(8))
         self.resume, self.run_id, self.origin, self._new_id = distributed.gather_objects(mine)[0]
 
     def adopt_run_id(self, saved: Manifest | None) -> str:
-        """Take the id of the checkpoint, or that of the folder, or a new one for a new run."""
+        """Adopt and return the id of the checkpoint, else of the folder, else a new one."""
         self.run_id = saved.run_id if saved is not None else self.run_id or self._new_id
         return self.run_id
 
@@ -101,7 +101,7 @@ class RunFolder:
     def last_step(self, epoch_steps: int, max_steps: int | None) -> int:
         """The step at which training ends, after at most `max_steps` steps from the first one of the run or stage.
 
-        Raises ConfigError for a stage that has none.
+        Raises ConfigError for a stage that would end before its first step.
         """
         first = self.origin.first_step if self.origin else 0
         last = self.recipe.length.in_steps(self.recipe.data.global_batch, epoch_steps)
@@ -132,8 +132,8 @@ _SECONDS_TO_SEE = 40.0
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError where a run can't be written: a folder is in the way of a file, a file in that of a folder, a
-    part is a link to nothing, such as a disk that is not mounted (a run without its checkpoints would start anew), or
+    """Raises ConfigError where a run can't be written: a folder has the name of a file, a file that of a folder, an
+    entry is a broken link, such as to a disk that is not mounted (a run without its checkpoints would start anew), or
     the disk refuses."""
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
@@ -151,7 +151,7 @@ def check_place(path: Path) -> None:
 
 
 def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str, origin: Origin | None) -> None:
-    """Write config.yaml, ds_config.json and environment.json, by rank 0; all ranks wait for it.
+    """Write config.yaml, ds_config.json and environment.json, on rank 0; all ranks wait for them.
 
     Raises ConfigError on all ranks if one of them does not see the folder, StorageError if it can't be written to.
     """
@@ -160,11 +160,11 @@ def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str,
             about = {"run_id": run_id, **({ORIGIN: vars(origin)} if origin else {}), **describe_environment(path)}
             about |= {} if holds_out_by_line(path) else {HELD_OUT_BY: "place"}
             for name in _FILES:
-                discard(path / f"{name}.tmp")  # what a killed process had not put in place yet
+                discard(path / f"{name}.tmp")  # left by a killed process
             try:
                 replace_file(path / "ds_config.json", json.dumps(config.raw, indent=2) + "\n")
                 replace_file(path / ENVIRONMENT, json.dumps(about, indent=2) + "\n")
-                replace_file(path / "config.yaml", dump_recipe(recipe))  # last: it says that here is a run
+                replace_file(path / "config.yaml", dump_recipe(recipe))  # last: it marks the folder as a run
             except OSError as error:
                 raise unwritable(f"run folder {path}", error) from None
     with distributed.raise_on_all_ranks():
@@ -176,7 +176,7 @@ def write_description(path: Path, recipe: Recipe, config: DsConfig, run_id: str,
 
 
 def _becomes_visible(path: Path) -> bool:
-    """Whether another machine's file becomes visible: NFS caches for half a minute that it was absent."""
+    """Whether a file of another machine becomes visible in time: NFS caches its absence for half a minute."""
     end = time.monotonic() + _SECONDS_TO_SEE
     while not path.exists():
         if time.monotonic() > end:

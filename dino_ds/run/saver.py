@@ -1,4 +1,4 @@
-"""Takes the contents of a checkpoint out of a run's parts for a save, decides when, and puts them back on a resume."""
+"""Collects a checkpoint's contents from the parts of a run, decides when to save, and restores them on a resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dino_ds.run.run import AtStep, RunState
 
 HOURS_BETWEEN_FAILURES = 24.0  # of the whole job: an assumption
 FIRST_SAVE_AFTER = 5
-"""Steps of this process before its first save, by which the cost is known and a broken disk is noticed early."""
+"""Steps of this process before its first save, which measures the cost and shows a broken disk early."""
 _SHORTEST, _LONGEST = 30.0, 3600.0  # seconds
 Times = tuple[float, float]
 """Two times of one rank in seconds: how long training stood still for a save, and an optimizer step."""
@@ -33,7 +33,7 @@ class Saver:
     """Saves and loads `step`, `state` and the newest results of `evaluations`; every rank calls every method.
 
     description: fields of Manifest that are the same in all checkpoints of this start. files: the run's
-    `TeacherFiles`, which puts the teacher's backbone into the run folder. `saving` commits saves.
+    `TeacherFiles`, which writes the teacher's backbone to the run folder. `saving` commits saves.
     Methods that return lines return them for the log.
     """
 
@@ -50,17 +50,17 @@ class Saver:
         self.saved_step = 0
         """Step of the newest checkpoint that this start has loaded or saved."""
         self._unwritten: list[str] = []
-        """Reasons, yet to be told, why the best teacher could not be written after a save."""
+        """Reasons, not yet logged, why the best teacher could not be written after a save."""
         self.saving = Saving(self.checkpoints, self.step.flags, self.background, self._write_teacher)
 
     def check_space(self) -> None:
-        """Raises StorageError where there is no room for one checkpoint."""
+        """Raises StorageError where the disk has no room for one checkpoint."""
         teacher = sum(tensor.nbytes for tensor in self.step.teachers.exported.backbone.state_dict().values())
         files = 1 if self._best() is None else 2
         self.saving.check_space(self.step.engine.state().tensors, self.step.state(), files * teacher)
 
     def tidy(self) -> list[str]:
-        """Clear up what earlier starts have left beyond the step to continue from. Raises StorageError."""
+        """Remove what earlier starts wrote after the step to continue from. Raises StorageError."""
         with distributed.raise_on_all_ranks():
             try:
                 notes, best = self.checkpoints.tidy(self.saved_step), self._best()
@@ -106,14 +106,14 @@ class Saver:
         }
 
     def load(self, saved: SavedCheckpoint) -> None:
-        """Put a checkpoint of this run into its parts. Raises CheckpointError where something is missing from it."""
+        """Load a checkpoint of this run into the run's parts. Raises CheckpointError where it lacks something."""
         self._load(saved, saved.whole())
         self.saved_step = saved.manifest.step
 
     def continue_from(self, saved: SavedCheckpoint) -> list[str]:
-        """Load a checkpoint of the run before; tensors that it lacks keep their initial values, and are named.
+        """Load a checkpoint of the previous stage; tensors that it lacks keep their initial values, and are named.
 
-        So does a teacher that begins now or later as a copy of another, whatever teacher the run before had.
+        A teacher that becomes a copy of another one now or later keeps its initial values in any case.
         """
         initial = self.step.state()
         replaced = self.step.schedules.replacements.items()
@@ -137,7 +137,7 @@ class Saver:
             self.state.load_state_dict(state)
             if self.evaluations and state["knn"]:
                 self.evaluations.load_state_dict(state["knn"])
-        except (LookupError, TypeError, ValueError) as error:  # whole, and yet not what a run has written
+        except (LookupError, TypeError, ValueError) as error:  # undamaged, and yet not written by a run
             raise CheckpointError(f"{saved.folder} lacks what a run needs: {error!r}") from error
 
     def _write_teacher(self, folder: Path) -> None:
@@ -148,21 +148,21 @@ class Saver:
         if best:
             try:
                 self.files.settle(best, step, self._exported)
-            except OSError as error:  # its checkpoint is there, and no reason to end a run
+            except OSError as error:  # no reason to end a run: its checkpoint is kept
                 self._unwritten.append(f"{error.strerror or error}; its checkpoint stays, the next save tries again")
 
     def _exported(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The teacher's backbone among the tensors of a state, as teacher.safetensors has it."""
+        """The teacher's backbone among the tensors of a state, without those of use in training only."""
         prefix, left_out = "teacher.backbone.", self.step.teachers.exported.backbone.training_only
         backbone = {name.removeprefix(prefix): t for name, t in whole.items() if name.startswith(prefix)}
         return {name: tensor for name, tensor in backbone.items() if name not in left_out}
 
     def _best(self) -> dict[str, Any] | None:
-        """The facts of the best teacher so far, its step is None before the first; or None if none is to be kept."""
+        """The facts of the best teacher so far, with step None before the first; None if no best teacher is kept."""
         return self.evaluations.state_dict().get("best") if self.evaluations else None
 
     def save_best(self) -> list[str]:
-        """Write the teacher as it is as the best one, where no checkpoint of this step will; lines for the log."""
+        """Write the present teacher as the best one, at a step without a checkpoint; returns lines for the log."""
         lines, best = list[str](), self._best()
         if distributed.rank() == 0 and best is not None:
             try:
@@ -173,16 +173,16 @@ class Saver:
 
 
 def _name_missing(saved: SavedCheckpoint, initial: Mapping[str, Tensor]) -> list[str]:
-    """A line that names, by their first parts, the tensors of a new run that a checkpoint lacks; none if it has all."""
+    """A line on the tensors that a checkpoint lacks, by the first two parts of their names; [] if it has all."""
     missing = initial.keys() - saved.whole().keys()
     names = sorted({".".join(name.split(".")[:2]) for name in missing})
     return [f"it has no {', '.join(names)}: as at the beginning of a run"] if names else []
 
 
 class SaveClock:
-    """Knows after which optimizer steps a checkpoint is written; every rank has one, and they agree.
+    """Decides after which optimizer steps a checkpoint is written; the clocks of all ranks agree.
 
-    every: steps, 0 for never, or None for as often as pays, known once the first save after step `start` was measured.
+    every: steps, 0 for never, or None for `young_interval`, known once the first save after step `start` is measured.
     """
 
     def __init__(self, every: int | None, start: int, epoch_steps: int, hours_between_failures: float) -> None:
@@ -199,14 +199,14 @@ class SaveClock:
             self._began = time.monotonic()
         if steps == FIRST_SAVE_AFTER:
             self._step_seconds = (time.monotonic() - self._began) / (FIRST_SAVE_AFTER - 1)
-        # Again after 50, 500, ... steps where a save has failed and nothing is known yet.
+        # Again after 50, 500, ... steps if a save has failed and its cost is not known yet.
         return steps in [FIRST_SAVE_AFTER * 10**power for power in range(10)]
 
     def settle(self, stall_seconds: float, gather: Callable[[Times], list[Times]]) -> str | None:
         """Fix the interval, if it is not known, after a save that stopped training for `stall_seconds` on this rank.
 
-        The slowest rank's times decide. gather: turns a value of this rank into the values of all ranks, which must all
-        call this after the same step. Returns a line for the log, or None if the interval was known.
+        The slowest rank's times decide. gather: returns the values of all ranks for this rank's; all ranks must call
+        this after the same step. Returns a line for the log, or None if the interval was known.
         """
         if self._every is not None or not self._step_seconds:
             return None
@@ -222,7 +222,7 @@ class SaveClock:
 
 
 def young_interval(stall_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between two saves at which least is lost, to first order (J. W. Young, 1974).
+    """Seconds of training between two saves that lose the least time, to first order (J. W. Young, 1974).
 
     stall_seconds: how long training stands still for a save. mtbf_seconds: mean time between failures of the whole job.
     """

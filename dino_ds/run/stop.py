@@ -22,8 +22,8 @@ class StopRequests:
     """A `with` block in which the first signal asks for a stop, and a second one ends the process at once.
 
     Before `install` there is nothing to save: the first signal ends the process. `nothing_to_save` (reason) and
-    `at_once` (exit code, message) are called before such ends. A thread does this, woken by Python's handler in C: it
-    works while the main thread waits in a collective.
+    `at_once` (exit code, message) are called before the process ends so. A thread does this, woken by Python's handler
+    in C, so that it works while the main thread waits in a collective.
     """
 
     def __init__(self, beat: Beat, nothing_to_save: Callable[[str], None], at_once: Callable[[int, str], None]) -> None:
@@ -57,7 +57,7 @@ class StopRequests:
         self._ask = ask
 
     def request(self, why: str) -> None:
-        """Ask for a stop at the next step, like a first signal does; `install` was called before."""
+        """Ask for a stop at the next step, as a first signal does; only after `install`."""
         assert self._ask is not None
         _let_go_of_a_closed_terminal()
         self._signal, self._first_at = why, time.monotonic()
@@ -73,7 +73,7 @@ class StopRequests:
         return self._signal or self._beat.stop_reason
 
     def requested_anywhere(self) -> bool:
-        """Whether any rank was asked, for work between steps; it asks rank 0's store, 0.1 ms."""
+        """Whether a stop was requested on any rank, for work between steps; asks rank 0's store, in 0.1 ms."""
         if self.why:
             set_store_flag(self._name)
         return bool(self.why) or store_flag_is_set(self._name)
@@ -91,7 +91,7 @@ class StopRequests:
                 self._nothing_to_save(name)
                 _leave(STOPPED)
             self.request(name)
-            # For ranks that wait for data: this one's main thread may wait for them and never set its flag.
+            # For ranks that wait for data: this rank's main thread may be waiting for them, and never set its flag.
             with suppress(RuntimeError):
                 set_store_flag(self._name)
         elif self._again():
@@ -99,7 +99,7 @@ class StopRequests:
             _leave(128 + number)
 
     def _again(self) -> bool:
-        """Whether a signal that comes now is a second one."""
+        """Whether a signal that comes now is a second one, not the first one forwarded by a launcher."""
         return time.monotonic() - self._first_at > FORWARDED_SECONDS
 
 
@@ -110,7 +110,7 @@ def signals_to_handle() -> list[signal.Signals]:
 
 
 def _let_go_of_a_closed_terminal() -> None:
-    """Send output of a closed terminal nowhere: printing to it would be an error before all is saved."""
+    """Redirect output to a closed terminal to /dev/null: printing would raise an error before all is saved."""
     for output in (1, 2):
         poll = select.poll()
         poll.register(output, 0)

@@ -1,4 +1,4 @@
-"""Monitors the throughput of this run: reports once that it has become slow for long, with the likely cause."""
+"""Monitors the throughput of this run: reports once, with the likely cause, if it stays slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW, RECOVERED = 0.8, 0.9
 
 @dataclass(frozen=True)
 class _State:
-    """load: of the host, processes that run or want to, the kernel's mean of about a minute."""
+    """Means over the last ROLLING windows, and readings after them. load: the host's load average of one minute."""
 
     rate: float
     wait: float
@@ -28,7 +28,7 @@ class _State:
 
 
 class ThroughputMonitor:
-    """Compares each window of steps with the best so far: the best mean of ROLLING windows, without the first WARMUP.
+    """Compares windows of steps with a baseline: the best mean of ROLLING windows so far, without the first WARMUP.
 
     A run is slow after LONG windows in a row under 80 % of the baseline, until the mean is back at 90 %.
     """
@@ -77,7 +77,7 @@ class ThroughputMonitor:
 
 
 def _cause(now: _State, best: _State) -> str:
-    """The cause of at least half of the added time per image; if that is the step, a reading of GPU and host."""
+    """The likely cause: waiting for data, if it is over half of the added time per image, else the GPU or the host."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (
@@ -95,7 +95,7 @@ def _cause(now: _State, best: _State) -> str:
 
 
 def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
-    """The cause on this rank's GPU, or "" if its numbers name none."""
+    """The cause on this rank's GPU, or "" if its readings show none."""
     if now.slowed_by and not best.slowed_by:
         known = ((now.celsius, "°C"), (now.watts, "W"))
         state = ", ".join(f"{value:.0f} {unit}" for value, unit in known if value is not None)

@@ -1,7 +1,7 @@
-"""Adapters (LoRA) apart from the weights they were trained on: taken out of a run, and put onto these weights again.
+"""LoRA adapters in a file of their own: taken out of a run, and added again to the weights they were trained on.
 
-A file holds both matrices of each adapted layer, `LAYER.lora_a` and `LAYER.lora_b`, and next to it a JSON with their
-`alpha` and the SHA-256 of the weights of these layers, so that no other network takes them.
+A file holds both matrices of each adapted layer, `LAYER.lora_a` and `LAYER.lora_b`, and the JSON next to it their
+`alpha` and the SHA-256 of the weights of these layers, so that they can't be added to other weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALPHA, BASE = "lora_alpha", "base_sha256"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Matrices by name, the factor `alpha` / rank of their product, and the digest of the weights they belong to."""
+    """Matrices by name, whose products are scaled by `alpha` / rank, and the digest of the weights they belong to."""
 
     tensors: dict[str, Tensor]
     alpha: float
@@ -64,7 +64,7 @@ def find_adapters(source: str) -> Adapters:
 
 
 def put_on(backbone: Mapping[str, Tensor], file: str, name: str) -> dict[str, Tensor]:
-    """The weights `backbone` of a backbone, which came from `name`, with the adapters of a file added to them.
+    """The weights `backbone`, which were loaded from `name`, with the adapters of a file added to them.
 
     Raises CheckpointError.
     """
@@ -91,7 +91,7 @@ def put_on(backbone: Mapping[str, Tensor], file: str, name: str) -> dict[str, Te
 
 
 def _checked_alpha(path: Path, alpha: object) -> float:
-    """`alpha` of a file of adapters if model.lora_alpha may be that. Raises CheckpointError."""
+    """`alpha` of a file of adapters, checked as a value of model.lora_alpha. Raises CheckpointError."""
     try:
         checked: float = TypeAdapter(ModelSection.model_fields[ALPHA].rebuild_annotation()).validate_python(alpha)
     except ValidationError as error:

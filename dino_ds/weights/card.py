@@ -40,7 +40,7 @@ _ON_SIZES = (
 
 
 def model_card(model: Backbone, folder: str) -> str:
-    """Text of the card: what the model is, how timm and transformers load `folder`, and what it scored.
+    """The text of the card: what the model is, how timm and transformers load `folder`, and results of evaluations.
 
     Results are `model.about["evaluations"]`, as in RUN/evaluations.json; `model.about["data"]` names their images.
     """

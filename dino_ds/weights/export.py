@@ -32,7 +32,7 @@ _BATCH, _SIDE = 4096, 512
 
 
 def export_safetensors(model: Backbone, out: Path) -> str:
-    """One file with timm's names, and next to it the JSON that says how it was made, as RUN/teacher.json."""
+    """Write one file under timm's names, and next to it a JSON that says how it was made, like RUN/teacher.json."""
     spec: Any = model.network.spec  # a frozen dataclass
     about: dict[str, Any] = {"architecture": dataclasses.asdict(spec)}
     if model.is_vit:
@@ -52,8 +52,8 @@ def export_safetensors(model: Backbone, out: Path) -> str:
 
 
 def export_timm(model: Backbone, out: Path) -> str:
-    """A folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and fills the model, and so
-    does AutoModel.from_pretrained(FOLDER) of transformers by its wrapper of timm's models.
+    """Write a folder as on the Hugging Face hub: timm.create_model("local-dir:FOLDER") builds and loads the model, and
+    so does AutoModel.from_pretrained(FOLDER) of transformers, by its wrapper of timm's models.
 
     Raises ConfigError for a network that timm does not know.
     """
@@ -69,9 +69,9 @@ def export_timm(model: Backbone, out: Path) -> str:
 
 
 def export_onnx(model: Backbone, out: Path) -> str:
-    """One ONNX file: images (batch, c, h, w) -> features (batch, d), any batch and any multiple of the patch size.
+    """Write one ONNX file: images (batch, c, h, w) -> features (batch, d), any batch, any multiple of the patch size.
 
-    A network that is not made for several sizes takes its native one only. Raises ConfigError where onnx and onnxscript
+    A network that is made for a single size takes that size only. Raises ConfigError where onnx and onnxscript
     are not installed, and for a network that can't be exported.
     """
     try:
@@ -85,10 +85,10 @@ def export_onnx(model: Backbone, out: Path) -> str:
 
 
 def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
-    """A program, and what to add where it takes its native size only. Raises ConfigError."""
+    """The ONNX program, and a text to add if it takes its native size only. Raises ConfigError."""
     size, any_size = model.side_multiple, _takes_any_size(model)
     batch = torch.export.Dim("batch", min=1, max=_BATCH)
-    # Another network's map must have two pixels a side: one is a special case that its program would not cover.
+    # Other networks' feature maps need two pixels a side: one is a special case that the program would not cover.
     least, most = (2, _SIDE) if model.is_vit else (2 * model.stride, _SIDE * model.stride)
     rows, columns = (torch.export.Dim(name, min=least, max=most) for name in ("rows", "columns"))
     shapes: list[dict[int, Any]] = [{0: batch, 2: size * rows, 3: size * columns}] if any_size else []
@@ -114,9 +114,9 @@ def _onnx_program(model: Backbone) -> tuple[torch.onnx.ONNXProgram, str]:
 
 
 def export_adapters(model: Backbone, out: Path) -> str:
-    """The adapters of a run of model.train lora, apart: a small file that goes onto the weights it began with.
+    """Write only the adapters of a run with model.train lora: a small file to add to the weights that it began with.
 
-    Raises CheckpointError for a model without any.
+    Raises CheckpointError for a model without adapters.
     """
     adapters = find_adapters(model.source)
     _write_file(
@@ -131,7 +131,7 @@ FORMATS: dict[str, tuple[Callable[[Backbone, Path], str], str]] = {
     "onnx": (export_onnx, ".onnx"),
     "adapters": (export_adapters, "-adapters.safetensors"),
 }
-"""Name -> what writes it and returns the line that loads it; what its file or folder is called after the run."""
+"""Format -> function that writes it and returns the line that loads it; ending of its file's or folder's name."""
 
 
 def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
@@ -139,7 +139,7 @@ def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
     if not model.is_vit:
         return model.network.spec.timm_model("", model.image_size)
     arch = model.vit.arch
-    # A model of timm's whose kind of block is ours; all sizes are arguments.
+    # A timm model with the same kind of block; all sizes are arguments.
     kind = "reg4_" if arch.registers else ""
     like = f"vit_{'giant' if arch.swiglu else 'small'}_patch14_{kind}dinov2"
     usual = "vit_small_patch16_224" if arch.layer_scale is None and not arch.swiglu else like
@@ -153,7 +153,7 @@ def timm_model(model: Backbone) -> tuple[str, dict[str, Any]] | None:
 
 
 def timm_config(model: Backbone) -> dict[str, Any]:
-    """config.json as on the Hugging Face hub. Raises ConfigError for a network that timm does not know."""
+    """A folder's config.json as on the Hugging Face hub. Raises ConfigError for a network that timm does not know."""
     known, spec = timm_model(model), model.network.spec
     if known is None:
         raise ConfigError(
@@ -185,7 +185,7 @@ def timm_config(model: Backbone) -> dict[str, Any]:
 
 
 def _tensors(model: Backbone) -> dict[str, Tensor]:
-    """The network's tensors but those of use in training only, which timm's networks have no place for."""
+    """The network's tensors without those of use in training only, which timm's networks lack."""
     network = model.network
     kept = [(name, tensor) for name, tensor in network.state_dict().items() if name not in network.training_only]
     # Copies: networks that use a module twice have it under two names, which a file may not share.
@@ -193,12 +193,12 @@ def _tensors(model: Backbone) -> dict[str, Tensor]:
 
 
 def _takes_any_size(model: Backbone) -> bool:
-    """Whether it takes images of other sizes than its native one, sides unequal too."""
+    """Whether the model takes images of other sizes than its native one, with unequal sides too."""
     try:
         model.network.check_image(*_example_sides(model))
     except ConfigError:
         return False
-    # Windows, positions and the like are made for one size: a program keeps what is computed from it.
+    # Windows, positions and the like are made for one size: an exported program has them as constants.
     return not model.network.spec.has_native_size
 
 
@@ -209,13 +209,13 @@ def _example_sides(model: Backbone) -> tuple[int, int]:
 
 
 def _write_file(out: Path, write: Callable[[Path], None], facts: dict[str, Any]) -> None:
-    """The file that `write` makes, and the JSON next to it. Raises ConfigError if it can't be written."""
+    """Write a file by `write`, and `facts` as the JSON next to it. Raises ConfigError if one can't be written."""
     with _explained(out):
         write_with_sidecar(out, write, facts)
 
 
 def _facts(model: Backbone) -> dict[str, Any]:
-    """Facts that a format has no place for: how images are prepared, and what no tensor shows."""
+    """Facts that the format can't hold: how images are prepared, and what no tensor shows."""
     kept = ("value_range", "step", "images", "distilled_from", "versions")
     facts = {key: model.about[key] for key in kept if key in model.about}
     if model.is_vit:
@@ -228,7 +228,7 @@ def _facts(model: Backbone) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Makes the folder for `out`. Raises ConfigError if something in it can't be written."""
+    """Make the folder of `out`, and raise ConfigError if the block can't write to it."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -239,9 +239,9 @@ def _explained(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporter's warnings and gives it torch's own linear function.
+    """Silence the exporter's warnings, and restore torch's own linear function during the block.
 
-    DeepSpeed leaves another one behind in a process that has trained under ZeRO 3, which the exporter can't trace.
+    A process that has trained under ZeRO 3 keeps DeepSpeed's linear function, which the exporter can't trace.
     """
     before, linear = logging.root.manager.disable, F.linear
     logging.disable(logging.WARNING)

@@ -27,15 +27,15 @@ from dino_ds.weights.tensors import Weights, checked, has_rope
 
 
 def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = None) -> Weights:
-    """The weights of a run folder (its teacher), one of its checkpoints, a file, a Hugging Face folder, or a timm name,
-    which may be downloaded.
+    """Read the weights of a run folder (its teacher), a checkpoint, a file, a Hugging Face folder or a timm name, which
+    may be downloaded.
 
-    A run's heads and mask token lie in its checkpoints. asked: the network that somebody says it is, if no file does;
-    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read of a run, a
-    checkpoint or an export is verified. Raises CheckpointError for anything else.
+    A run's heads and mask token are read from its checkpoints. asked: the network that the user names, if no file does;
+    MODULE:CLASS is imported only if `asked` or the config.yaml of a run names it. All that is read from a run, a
+    checkpoint or an export is verified. Raises CheckpointError for any other `source`.
     """
     path = Path(os.path.expanduser(source))
-    there = os.path.exists(path)  # False, too, for a name that no disk takes
+    there = os.path.exists(path)  # also False for a name that no file can have
     if not there and _may_be_downloaded(str(source)):
         return _from_timm(str(source))
     if not there:
@@ -53,7 +53,7 @@ def find_weights(source: str | os.PathLike[str], asked: ForeignSpec | None = Non
 
 
 def _check_teacher(run: Path) -> None:
-    """Raises CheckpointError where a run has not both its teacher and the JSON that describes it."""
+    """Raises CheckpointError where a run lacks its teacher or the JSON that describes it."""
     weights, about = run / "teacher.safetensors", run / "teacher.json"
     there = [os.path.lexists(file) for file in (weights, about)]
     if not any(there):
@@ -68,14 +68,14 @@ def _check_teacher(run: Path) -> None:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is the folder of one checkpoint, maybe of one that is not whole."""
+    """Whether `path` is the folder of one checkpoint, complete or not."""
     is_named_so = STEP_NAME.fullmatch(path.name) is not None and path.parent.name == "checkpoints"
-    has_manifest = (path / MANIFEST).is_file() and not (path / "config.json").is_file()  # which other projects' have
+    has_manifest = (path / MANIFEST).is_file() and not (path / "config.json").is_file()  # others' folders have one
     return path.is_dir() and (is_named_so or has_manifest)
 
 
 def _near_checkpoints(path: Path) -> str:
-    """Advice for a path that is the folder of all checkpoints of a run, or a file in it or in one of them; else ""."""
+    """Advice for the folder of a run's checkpoints, or for a file in it or in a checkpoint; "" for other paths."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and is_checkpoint(folder):
         return f"is a part of a checkpoint: give {folder}"
@@ -89,7 +89,7 @@ def _near_checkpoints(path: Path) -> str:
 
 
 def _of_checkpoint(folder: Path, asked: ForeignSpec | None) -> Weights:
-    """The teacher of one checkpoint with its heads, described as teacher.json would."""
+    """The teacher of one checkpoint with its heads, described as in teacher.json."""
     saved = open_checkpoint(folder, WHOLE)
     with naming(folder):
         parts = network_parts(saved)
@@ -112,7 +112,7 @@ def _backbone_of(recipe: Path) -> str | None:
 def _with_checkpoint(run: Path, weights: Weights) -> Weights:
     """`weights` with the teacher's heads and mask token from their checkpoint, or with a note on why there are none.
 
-    Raises CheckpointError where that checkpoint is damaged: it may be removed, but not be something else.
+    Raises CheckpointError where that checkpoint is damaged; a checkpoint that was removed is only noted.
     """
     folder = _checkpoint_folder(run, weights.about.get("step"))
     if folder is None:
@@ -125,7 +125,7 @@ def _with_checkpoint(run: Path, weights: Weights) -> Weights:
         if (folder / MANIFEST).is_file():
             alone = f"the backbone alone, without heads, is {run / 'teacher.safetensors'}"
             raise CheckpointError(f"{error}; {alone}") from None
-        return _without_heads(weights, error)  # removed by a run that goes on, or of an older format
+        return _without_heads(weights, error)  # removed as the run went on, or of an older format
     whole = replace(weights, heads=saved.heads, mask_token=saved.mask_token, local_norm=saved.local_norm)
     try:
         whole.check_numbers(folder)
@@ -139,7 +139,7 @@ def _without_heads(weights: Weights, error: CheckpointError) -> Weights:
 
 
 def checkpoint_of(run: Path) -> Path | None:
-    """The checkpoint that a run's teacher.safetensors was written with, or None if one of them is not there.
+    """The checkpoint that a run's teacher.safetensors was written with, or None if one of the two is missing.
 
     Raises CheckpointError for a damaged teacher.json.
     """
@@ -160,8 +160,8 @@ def teacher_weights(saved: SavedCheckpoint) -> Weights:
 
 
 def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
-    """The tensors of the teacher's backbone and of its heads in a checkpoint, by the part's name; adapters are added to
-    the weights that they are of."""
+    """The tensors of the teacher's backbone and of its heads in a checkpoint, by the part's name; adapters are
+    merged into the weights of their layers."""
     parts = unmerged_parts(saved)
     if adapters_in(parts["backbone"]):
         parts["backbone"] = merged(parts["backbone"], recipe_of(saved.manifest).model.lora_alpha)
@@ -169,7 +169,7 @@ def network_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
 
 
 def unmerged_parts(saved: SavedCheckpoint) -> dict[str, dict[str, Tensor]]:
-    """The same with adapters (LoRA) apart, as they are trained."""
+    """The tensors of `network_parts` with LoRA adapters separate, as they are trained."""
     parts: dict[str, dict[str, Tensor]] = {"backbone": {}}
     for name, tensor in saved.whole().items():
         owner, _, rest = name.partition(".")
@@ -195,7 +195,7 @@ def _from_timm(name: str) -> Weights:
     import timm
 
     base, _, tag = name.partition(".")
-    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]  # a list of its own, not the hub's
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{base}.*")]  # timm's own list, not the hub's
     if tag and tags and tag not in tags:
         near = (
             suggestion([f"{base}.{close}" for close in nearest(tag, tags)]) or f" Of {base} it has .{', .'.join(tags)}"

@@ -1,4 +1,4 @@
-"""Matches weights with networks: their architecture, as far as files and shapes tell it, and which tensors fit."""
+"""Matches weights with networks: the architecture that files and shapes tell, and the tensors that fit it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _NAME_THEM = "name them with heads= in Python, --heads of dino-ds export, --mode
 
 
 def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tuple[ViTSpec, int]:
-    """The architecture of the tensors, and the side of its native image in pixels, 0 for one with rotary positions.
+    """The architecture of the tensors, and the side of its native images in pixels, 0 with rotary positions.
 
-    They do not show the number of heads: None takes that of the known backbone of this width and depth; nor the kind
-    of rotary positions: those of the released DINOv3 are taken. Raises CheckpointError where tensors of a ViT are
-    missing, and for impossible or unknown heads.
+    Tensors do not show the number of heads: None means that of the known backbone of this width and depth. Nor do they
+    show the kind of rotary positions: those of the released DINOv3 are assumed. Raises CheckpointError where tensors of
+    a ViT are missing, and for impossible or unknown heads.
     """
     rope, side = has_rope(backbone), 0
     try:
@@ -62,9 +62,9 @@ def architecture_of(backbone: dict[str, Tensor], heads: int | None = None) -> tu
 
 
 def _depth(backbone: dict[str, Tensor]) -> int:
-    """The number of blocks. Each must have tensors: one name alone must not make us build a huge network.
+    """The number of blocks. Each must have tensors: a single name must not make us build a huge network.
 
-    Raises ValueError where there is none, CheckpointError for numbers beyond that of the blocks.
+    Raises ValueError without blocks, and CheckpointError if a number below the highest is missing.
     """
     numbers = {m[1] for name in backbone if (m := re.match(r"blocks\.(\d+)\.", name))}
     last = max(numbers, key=lambda number: (len(number), number))
@@ -104,7 +104,7 @@ def _checked_heads(heads: object, width: int) -> int:
 def fit_tensors(
     tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]], interpolation: str, lack: str, are: str
 ) -> dict[str, Tensor]:
-    """`tensors`, one of each name and shape of `shapes`; a position embedding of another size is resized.
+    """`tensors`, which must have the names and shapes of `shapes`; a position embedding of another size is resized.
 
     Raises CheckpointError: its text begins with `lack` for missing tensors, with `are` for unknown names and for other
     shapes.
@@ -129,9 +129,9 @@ def fit_tensors(
 
 
 def _fitted(positions: Tensor, shape: tuple[int, ...], interpolation: str) -> Tensor:
-    """A position embedding (1, special + n, d) for the grid of `shape`; the CLS token's stays.
+    """A position embedding (1, special + n, d) resized to the grid of `shape`, except for the CLS token's position.
 
-    As it is where widths or special tokens differ.
+    Returned unchanged where widths or special tokens differ.
     """
     counts = (positions.shape[1], shape[1])
     sides = [math.isqrt(count) for count in counts]
@@ -144,8 +144,8 @@ def _fitted(positions: Tensor, shape: tuple[int, ...], interpolation: str) -> Te
 
 @dataclass(frozen=True)
 class Description:
-    """A network, its native side in pixels and how its positions are resized, one of RESIZINGS; heads_stated: a file
-    gives the number of attention heads; `notes`: what was assumed."""
+    """A network, the side of its native images in pixels, and which of RESIZINGS its positions need. heads_stated:
+    whether a file states the number of attention heads. notes: what was assumed."""
 
     spec: BackboneSpec
     image_size: int
@@ -155,16 +155,16 @@ class Description:
 
     @property
     def arch(self) -> ViTSpec:
-        """The network of weights that have no `spec`."""
+        """The spec of a ViT: for weights without a `spec` of their own."""
         assert isinstance(self.spec, ViTSpec)
         return self.spec
 
 
 def describe(weights: Weights, heads: int | None = None) -> Description:
-    """The network of `weights`; `heads`: its attention heads where no file states them.
+    """Describe the network of `weights`; heads: its attention heads, for weights whose files do not state them.
 
-    Without either they are those of the known backbone of this width and depth, and a note says so. Raises
-    CheckpointError where there is none, and where the tensors contradict a file.
+    If neither states them, they are those of the known backbone of this width and depth, and a note says so. Raises
+    CheckpointError where no such backbone is known, and where the tensors contradict a file.
     """
     if weights.spec is not None:
         return Description(weights.spec, weights.image_size, "antialias")
@@ -189,7 +189,7 @@ def describe(weights: Weights, heads: int | None = None) -> Description:
 
 
 def _with_facts(arch: ViTSpec, about: dict[str, Any]) -> tuple[ViTSpec, int]:
-    """The architecture with a file's rotary positions, and the side of native images. Raises CheckpointError."""
+    """`arch` with the rotary positions that a file states, and the side of native images. Raises CheckpointError."""
     base, size = about.get("rope_theta", arch.rope_base), about.get("image_size", USUAL_SIZE)
     if not isinstance(base, int | float) or not 1 < base < math.inf:
         raise CheckpointError(f"config.json: rope_theta {str(base)[:20]} is not a number above 1")
@@ -199,10 +199,10 @@ def _with_facts(arch: ViTSpec, about: dict[str, Any]) -> tuple[ViTSpec, int]:
 
 
 def _described_by_us(weights: Weights) -> Description:
-    """The network that our JSON describes, if the tensors agree: it is built before they are copied into it."""
+    """The network that our JSON describes, checked against the tensors. Raises CheckpointError."""
     about = weights.about
     try:
-        arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # which no file of ours has
+        arch = replace(ViTSpec(**about["architecture"]), local_cls_norm=False)  # no file of ours has that norm
         stated = about["timm_arguments"]["img_size"] if "timm_arguments" in about else about["image_size"]
         size, resizing = int(stated), about["pos_embed_interpolation"]
         seen, seen_size = architecture_of(weights.backbone, arch.heads)

@@ -1,4 +1,4 @@
-"""Weights of networks that dino_ds does not build itself: the network, and the names in a file."""
+"""Weights of networks that dino_ds does not build itself: recognizes the network, and maps the names in a file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dino_ds.weights.tensors import MOST_SIZE, USUAL_SIZE, Weights
 
 _RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 _CONVNEXTS = ("convnext_tiny", "convnext_small", "convnext_base", "convnext_large")
-"""Networks that the shapes of their tensors tell; torchvision and timm name ResNets alike, ConvNeXts have the names of
-facebookresearch's files (DINOv3), which timm renames."""
+"""Networks that are recognized by the shapes of their tensors. torchvision and timm name those of ResNets alike; those
+of ConvNeXts have the names of facebookresearch's files (DINOv3), which timm renames."""
 _MOST_CHANNELS = 1024
 _PLAIN_NUMBER = 1024
-"""A number of arguments may be as large as this, or as anything in the file: they must not make us build for hours."""
+"""Largest number in arguments, unless a size in the file is larger: a network must not take hours to build."""
 _MOST_TEXT = 4096
 _OF_THE_USE = {*SIZE_ARGUMENTS, "in_chans", "num_classes", "drop_path_rate"}
-"""Arguments of timm's config.json that are not of a network's architecture, or have a place of their own."""
+"""Arguments in timm's config.json that are not part of the architecture, or have a field of their own in the spec."""
 _WRAPPERS = re.compile(r"(?<![^.])(module|_orig_mod|timm_model)\.")
-"""Prefixes that DDP, torch.compile and transformers put into names."""
+"""Prefixes that DDP, torch.compile and transformers add to names."""
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -39,9 +39,9 @@ Shapes = dict[str, tuple[int, ...]]
 def other_network(
     tensors: dict[str, Tensor], about: dict[str, Any], asked: ForeignSpec | None, trusts: Sequence[str | None]
 ) -> Weights | None:
-    """The weights in a file of another network than a ViT of ours, or None.
+    """The weights in a file, if they are of another network than our ViTs, else None.
 
-    about: the JSON next to it. asked: the network that somebody says it is. trusts: each MODULE:CLASS that may be
+    about: the JSON next to the file. asked: the network that the user names. trusts: each MODULE:CLASS that may be
     imported. Raises CheckpointError for an unusable JSON.
     """
     if (spec := stated_spec(about, tensors, trusts)) is not None:
@@ -93,7 +93,7 @@ def _shown(name: str) -> str:
 
 
 def _check_foreign(numbers: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for numbers of a spec with `arguments` that no run writes."""
+    """Raises ValueError for `numbers`, the fields of a spec with `arguments`, that no run writes."""
     channels, arguments = numbers.get("in_chans"), numbers.get("arguments")
     if numbers.keys() != {"name", "in_chans", "arguments"} or numbers["name"] != name:
         raise ValueError("wanted are its name, in_chans and arguments")
@@ -150,7 +150,7 @@ def _of_timm_folder(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> We
 
 
 def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """A network and the heads next to it, as facebookresearch/dino saves them, whatever wraps them."""
+    """The network and its heads, as facebookresearch/dino saves them; prefixes of wrappers are dropped."""
     plain = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
     heads: dict[str, dict[str, Tensor]] = {}
     network: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def _split(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dic
 def _recognized(
     tensors: dict[str, Tensor], network: dict[str, Tensor], asked: ForeignSpec | None
 ) -> tuple[ForeignSpec, dict[str, Tensor]] | None:
-    """The spec, and `tensors` as they are or the `network` inside; None if it is another network."""
+    """The recognized spec, and its tensors: `tensors` as they are, or the `network` among them; None for no match."""
     if asked is not None:
         for candidate in (tensors, network):
             stored = _with_stored_channels(asked, candidate)
@@ -184,7 +184,7 @@ def _recognized(
             renamed = _named_by_timm(spec, network)
             if _fits(renamed, spec):
                 return spec, renamed
-    if asked is not None:  # of no use, and yet to be compared tensor by tensor
+    if asked is not None:  # does not fit: the caller's comparison names the tensors
         for candidate in (tensors, network):
             if candidate.keys() & shapes_of(asked)[0].keys():
                 return asked, candidate
@@ -192,7 +192,7 @@ def _recognized(
 
 
 def _named_by_timm(spec: ForeignSpec, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a ConvNeXt of facebookresearch's under timm's names; {} for one of another depth."""
+    """The tensors of facebookresearch's ConvNeXt under timm's names; {} if its depth is not that of `spec`."""
     from timm.models.convnext import checkpoint_filter_fn
 
     try:
@@ -218,7 +218,7 @@ def _fits(tensors: Mapping[str, Tensor], spec: ForeignSpec) -> bool:
 
 
 def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors but those of a classifier, and notes on it."""
+    """The tensors without those of a classifier, and notes on it."""
     shapes, classifiers = shapes_of(spec)
     dropped = [name for name in tensors if name not in shapes and name.startswith(classifiers)]
     notes = [f"its classifier is left out: {', '.join(sorted(dropped))}"] if dropped else []
@@ -227,9 +227,9 @@ def _without_classifier(tensors: dict[str, Tensor], spec: ForeignSpec) -> tuple[
 
 @functools.cache
 def shapes_of(spec: ForeignSpec, image_size: int | None = None) -> tuple[Shapes, tuple[str, ...]]:
-    """Shapes of a network's tensors, saved buffers too; the beginnings of the names of its classifier's.
+    """The shapes of a network's tensors and saved buffers, and the prefixes of its classifier's names.
 
-    Raises CheckpointError where it can't be built.
+    Raises CheckpointError for a network that can't be built.
     """
     try:
         with torch.device("meta"):

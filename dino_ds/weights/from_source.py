@@ -22,11 +22,11 @@ FLAGS = ("patch_size", "width", "depth", "heads", "in_chans", "registers")
 def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = None) -> Recipe:
     """`recipe`, whose model.backbone is from_source, with the architecture of the weights that it starts from.
 
-    It replaces the recipe's numbers, but for attention heads that the weights do not state, and channels that the
-    recipe gives: the weights are adapted to them. Sizes of crops that nobody has given are those of the images that the
-    weights know, and positions are resized as there; `notes` gets a line where sizes are not the usual ones. A run that
-    exists already and began from the same weights knows it all: their file may be gone. Raises CheckpointError for a
-    network that dino_ds does not build, ConfigError where the recipe does not fit it.
+    It replaces the recipe's numbers, except for heads that the weights do not state, and channels that the recipe sets:
+    the weights are adapted to them. Crop sizes that nobody has set follow the weights' native images, and positions are
+    resized as in their project; `notes` gets a line on sizes that are not the defaults. A run that exists and began
+    with the same weights has all this in its config.yaml: their file may be gone. Raises CheckpointError for a network
+    that dino_ds does not build, ConfigError where the recipe does not fit it.
     """
     model = recipe.model
     assert model.init_from is not None
@@ -57,7 +57,7 @@ def as_source(recipe: Recipe, run_dir: str | None, notes: list[str] | None = Non
 
 
 def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes: list[str] | None) -> Recipe:
-    """`recipe` with these flags and sizes of crops, and a note on sizes that are not the usual ones."""
+    """`recipe` with these flags and crop sizes; adds a note on sizes that are not the defaults."""
     usual = CropsSection()
     if notes is not None and any(value != str(getattr(usual, key.split(".")[1])) for key, value in sizes.items()):
         said = " and ".join(f"{key} {value}" for key, value in sizes.items())
@@ -66,14 +66,14 @@ def _changed(recipe: Recipe, flags: dict[str, str], sizes: dict[str, str], notes
 
 
 def _sizes_not_given(crops: CropsSection) -> list[str]:
-    """The sizes of crops that neither the recipe nor the command line gives."""
+    """Keys of the crop sizes that neither the recipe nor the command line sets."""
     set_keys = crops.model_fields_set | ({"global_size", "local_size"} if crops.resolutions else set())
     return [key for key in ("global_size", "local_size") if key not in set_keys]
 
 
 def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
-    """Sizes of crops that are not given, for weights of images of `side` pixels: the usual ones, unless these are too
-    large or no multiples of the patch."""
+    """Values of the crop sizes that are not set, for weights of images of `side` pixels: the defaults, unless these are
+    too large or not multiples of the patch."""
     missing = _sizes_not_given(crops)
     usual = CropsSection().global_size
     large = min(usual, side) if "global_size" in missing else crops.global_size
@@ -82,12 +82,12 @@ def _sizes_for(crops: CropsSection, side: int, patch: int) -> dict[str, str]:
 
 
 def _channels_for(model: ModelSection, source: BackboneSpec) -> int:
-    """The number of channels that the recipe gives, or else that of the weights."""
+    """The number of channels that the recipe sets, or else that of the weights."""
     return model.in_chans if "in_chans" in model.model_fields_set else source.in_chans
 
 
 def _resizing_for(model: ModelSection, interpolation: str) -> dict[str, str]:
-    """How positions are resized, where nobody says it: as by the weights' own project."""
+    """The change that resizes positions as in the weights' own project, unless the recipe sets how."""
     is_set = "pos_embed_interpolation" in model.model_fields_set
     return {} if is_set else {"model.pos_embed_interpolation": interpolation}
 
@@ -126,13 +126,13 @@ def differences(source: ViTSpec, ours: ViTSpec) -> list[str]:
     """The differences of the weights' network from ours, such as "depth 4, not 2"."""
     stated, wanted = _traits(source), _traits(ours)
     differ = [name for name in stated if name in wanted and stated[name] != wanted[name]]
-    if len(differ) > 1 and "MLP outputs" in differ:  # which follow from the others
+    if len(differ) > 1 and "MLP outputs" in differ:  # they follow from the others
         differ.remove("MLP outputs")
     return [f"{name} {stated[name]}, not {wanted[name]}" for name in differ]
 
 
 def _traits(arch: ViTSpec) -> dict[str, object]:
-    """The numbers and parts in which architectures differ, by name, the channels excepted."""
+    """The numbers and parts in which architectures differ, by name, except for channels."""
     rotary = ("rope_base", "rope_min_period", "rope_max_period", "qkv_bias", "rms_norm", "cls_norm")
     names = ("patch_size", "width", "depth", "heads", "registers", "swiglu", "rope", *(rotary if arch.rope else ()))
     traits = {name: getattr(arch, name) for name in names}

@@ -30,9 +30,9 @@ _CENTERS = ("center", "ibot_center")
 
 @dataclass(frozen=True)
 class FrozenSource:
-    """A network that was trained before, on the CPU: `path` as the user gave it; `image_size` the side of its native
-    images in pixels; tensors under our names, `heads` by their names in a `Network`; `centers`: the running means of
-    its logits, where it was trained with them; `range`: of its images deeper than 8 bits."""
+    """A network that was trained earlier; its tensors are on the CPU, under our names. path: as the user gave it.
+    image_size: side of its native images in pixels. heads: by their names in a `Network`. range: of the values of its
+    images deeper than 8 bits. centers: running means of its logits, if it was trained with them."""
 
     path: str
     spec: BackboneSpec
@@ -49,11 +49,11 @@ class FrozenSource:
 
     @property
     def name(self) -> str:
-        """Its key and path in messages."""
+        """The key and path, for messages."""
         return f"{self.key} {self.path}"
 
     def check_channels(self, ours: int) -> None:
-        """Raises ConfigError where the images of this run have other channels: what never learns is not adapted."""
+        """Raises ConfigError where the images of this run have other channels: a frozen teacher is not adapted."""
         if self.spec.in_chans != ours:
             raise ConfigError(
                 f"{self.name} is for images of {self.spec.in_chans} channels, and this run's have {ours} "
@@ -81,9 +81,9 @@ class FrozenSource:
 
 
 def find_frozen(source: str, key: str = "teacher.source") -> FrozenSource:
-    """A run folder (the EMA teacher of its newest checkpoint), one checkpoint's folder, or what `find_weights` finds.
+    """Find a frozen teacher: the EMA teacher of a run's newest or of one checkpoint, or what `find_weights` finds.
 
-    key: of the recipe, which names it. Raises CheckpointError for anything else.
+    key: the recipe's key that names `source`. Raises CheckpointError for anything else.
     """
     path = Path(os.path.expanduser(source))
     folder = path if is_checkpoint(path) else checkpoint_of(path)
@@ -131,13 +131,13 @@ def _of_weights(source: str) -> FrozenSource:
 
 
 def _place(entry: tuple[str, Tensor]) -> tuple[int, ...]:
-    """The numbers in a tensor's name, which order layers as the name itself does not."""
+    """The numbers in a tensor's name, which sort layers numerically."""
     return tuple(int(number) for number in re.findall(r"\d+", entry[0]))
 
 
 @torch.no_grad()
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, shapes and values: the same wherever and in whatever file they lie."""
+    """SHA-256 of names, shapes and values: the same on any device and in any file format."""
     sha256 = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()

@@ -1,8 +1,8 @@
-"""Names of facebookresearch's dino, dinov2 and dinov3 and of Hugging Face's ViTs, read under ours, which are timm's.
+"""Maps names of facebookresearch's dino, dinov2, dinov3 and of Hugging Face's ViTs to ours, which are timm's.
 
-Sources for dinov3: the names in timm's own converter (timm/models/eva.py), and facts of the released files: biases of
-keys lie in them, masked to zero, and the periods of the rotation are rounded to bfloat16. timm's `checkpoint_filter_fn`
-does not serve here: it asks for a model of the right sizes first, drops heads and mask tokens, and checks neither.
+Sources for dinov3: the names in timm's own converter (timm/models/eva.py), and facts of the released files: they have
+biases of keys, masked to zero, and periods of the rotation that are rounded to bfloat16. timm's `checkpoint_filter_fn`
+can't be used here: it needs a model of the right sizes first, drops heads and mask tokens, and checks neither.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _PROTOTYPES = {
     "last_layer.weight_v": "last_layer.weight_g",
     "last_layer.parametrizations.weight.original1": "last_layer.parametrizations.weight.original0",
 }
-"""Names of a head's prototypes, whose directions count, and of their lengths."""
+"""Names of a head's prototypes, of which only the directions count -> names of their lengths."""
 _PLAIN = "last_layer.weight"
-"""Prototypes whose lengths are those of their rows: dinov3's, or a weight norm that was multiplied out."""
+"""Prototypes whose rows contain the lengths: dinov3's, or those of a weight norm that was merged."""
 
 
 def split_network(tensors: dict[str, Tensor]) -> Weights:
-    """Backbone and heads of the teacher among the tensors of a file, whatever wraps them.
+    """The teacher's backbone and heads among the tensors of a file.
 
-    Prefixes of DDP and torch.compile are dropped. The backbone is what lies next to the patch embedding; its heads are
-    `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError for no ViT, or several
-    and none called so.
+    Prefixes of DDP and torch.compile are dropped. The backbone is the network with the patch embedding; its heads are
+    `head` or dinov2's `dino_head` next to it, and `ibot_head`. Raises CheckpointError without a ViT, and for several
+    ViTs of which not exactly one is called teacher.
     """
     tensors = {re.sub(r"(?<![^.])(module|_orig_mod)\.", "", name): t for name, t in tensors.items()}
     prefix = _prefix(tensors)
@@ -96,9 +96,9 @@ def _backbone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_to_ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head from our or the reference's names, whose head of one layer is not a sequence.
+    """A head under our names, from these or the reference's, where an MLP of one layer is not a sequence.
 
-    Without "prototypes.lengths" the prototypes' lengths are all 1: those that are all 1 are left out.
+    Without "prototypes.lengths" all prototypes have length 1: lengths that are all 1 are left out.
     """
     out = {re.sub(r"^mlp\.(weight|bias)$", r"mlp.0.\1", name): t for name, t in tensors.items() if name[:4] == "mlp."}
     for name, of_lengths in _PROTOTYPES.items():
@@ -115,13 +115,13 @@ def _lengths(lengths: Tensor | None) -> dict[str, Tensor]:
 
 
 BASE = 100.0
-"""Base of the periods of all released networks, which files state by the periods alone."""
+"""Base of the periods of all released networks, of which files have only the periods."""
 EPS = 1e-5
 """Epsilon of the norms of all released networks."""
 LOCAL_NORM = "local_cls_norm."
 _PERIODS, _BIAS, _MASK = "rope_embed.periods", ".attn.qkv.bias", ".attn.qkv.bias_mask"
 _ROUNDED = 1e-2
-"""Largest relative error: rounded to bfloat16 a number is off by up to 1/256, twice that if rounded twice."""
+"""Largest relative error of a period: rounding to bfloat16 is off by up to 1/256, rounding twice by twice that."""
 _NAMES = {
     "storage_tokens": "reg_token",
     ".ls1.gamma": ".gamma_1",
@@ -138,7 +138,7 @@ def is_dinov3(names: Mapping[str, Tensor]) -> bool:
 
 
 def from_dinov3(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Their tensors under our names, unknown names unchanged; further facts, as in a config.json; notes.
+    """dinov3's tensors under our names, with unknown names unchanged; further facts, as in a config.json; and notes.
 
     Raises CheckpointError for keys with a bias, and for periods that are not those of the released networks.
     """
@@ -167,7 +167,7 @@ def check_keys(name: str, bias: Tensor) -> None:
 
 
 def _of_periods(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str]]:
-    """The attention heads that the number of periods tells, and notes on their values."""
+    """The number of attention heads, which follows from that of periods, and notes on the periods' values."""
     if _PERIODS not in tensors or "cls_token" not in tensors:
         return {}, []
     periods, width = tensors[_PERIODS].float().flatten(), tensors["cls_token"].shape[-1]
@@ -184,8 +184,8 @@ def _of_periods(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[str
 
 
 def with_biases(backbone: Mapping[str, Tensor], wanted: bool) -> tuple[dict[str, Tensor], list[str]]:
-    """The same network with or without biases of queries and values, where those are zero, as in released files; and
-    notes on it."""
+    """The network with or without biases of queries and values, as `wanted`, if these are zero, as in released files;
+    and notes on it."""
     names = [name for name in backbone if name.endswith((".attn.q_bias", ".attn.v_bias"))]
     if not has_rope(backbone) or bool(names) == wanted:
         return dict(backbone), []
@@ -244,9 +244,9 @@ def is_huggingface(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def from_huggingface(tensors: Mapping[str, Tensor]) -> Weights:
-    """Their tensors under our names, unknown names unchanged; without pooler and classifier.
+    """Hugging Face's tensors under our names, with unknown names unchanged, without pooler and classifier.
 
-    Raises CheckpointError where a part is missing, and for keys with a bias that ours have not.
+    Raises CheckpointError where a part is missing, and for keys with a bias, which our rotary ViTs lack.
     """
     tensors = {_HF_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
     dropped = [name for name in tensors if re.search(r"(^|\.)(pooler\.|classifier\.)", name)]
@@ -279,6 +279,6 @@ def from_huggingface(tensors: Mapping[str, Tensor]) -> Weights:
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """`name` with the known name that it begins with replaced."""
+    """`name` with its beginning replaced, if that is one of `names`."""
     old = next((old for old in names if name == old or name.startswith(f"{old}.")), None)
     return name if old is None else names[old] + name[len(old) :]

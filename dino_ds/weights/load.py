@@ -39,14 +39,14 @@ from dino_ds.weights.normalization import normalization_of, range_of
 
 
 class Backbone(nn.Module):
-    """A frozen backbone. Images are (b, c, h, w), normalized as `preprocess` does, sides multiples of
-    `side_multiple`; every method works without gradients and in FP32 unless autocast says otherwise.
+    """A frozen backbone. Images are (b, c, h, w), normalized as by `preprocess`, with sides that are multiples of
+    `side_multiple`; every method computes without gradients, and in FP32 unless autocast is on.
 
-    `image_size` is the native side in pixels, `width` the length of a feature vector; `heads` the tensors of the
-    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) stood
-    for hidden patches in training, or is None if not known; `notes` say what of the source was not taken or not stated;
-    `value_range`: the values that were black and white in training images deeper than 8 bits, or None without any;
-    `normalization`: the mean and standard deviation of each channel that `preprocess` removes.
+    `image_size` is the native side in pixels; `width` the length of a feature vector; `heads` the tensors of the
+    projection heads by name: "head", and "ibot_head" where that loss had its own; `mask_token` (1, width) the token for
+    hidden patches in training, or None if unknown; `notes` what the source does not state and what was left out of it;
+    `value_range` the values of black and white in training images deeper than 8 bits, or None without such images;
+    `normalization` the mean and standard deviation of each channel that `preprocess` removes.
     """
 
     mask_token: Tensor | None = None
@@ -75,9 +75,9 @@ class Backbone(nn.Module):
     def preprocess(self, image: Image.Image | np.ndarray | str | Path) -> Tensor:
         """An image, an array (h, w) or (h, w, c), or a file as runs train on -> (c, image_size, image_size).
 
-        Resized, cut to its center and normalized, as for k-NN; values deeper than 8 bits by the range of the run, whose
-        limits they must not exceed. A file is turned upright, Pillow's image is taken as it lies. Raises ConfigError
-        where the model knows no range or a file can't be read.
+        The image is resized, center-cropped and normalized, as for k-NN; values deeper than 8 bits are scaled by the
+        run's value range, which they must not exceed. A file is turned upright, Pillow's image is not. Raises
+        ConfigError for such values without a known range, and for a file that can't be read.
         """
         channels, name = self.network.spec.in_chans, "this image"
         try:
@@ -95,7 +95,7 @@ class Backbone(nn.Module):
             raise ConfigError(f"{error}{known if 'deeper' in error.reason else ''}") from None
 
     def add_adapters(self, file: str | os.PathLike[str]) -> Backbone:
-        """This model, once the adapters in a file of `dino-ds export --format adapters` are added to its weights.
+        """Add the adapters in a file of `dino-ds export --format adapters` to the weights; returns this model.
 
         Raises CheckpointError for other files, and for adapters that were trained on other weights.
         """
@@ -118,8 +118,8 @@ class Backbone(nn.Module):
     def patch_tokens(self, images: Tensor) -> Tensor:
         """Tokens of the patches after the final norm, (b, height, width of the grid, width).
 
-        Another network than a ViT gives the map before its pooling, of the width that it has there. Raises ConfigError
-        where there is none.
+        Networks other than ViTs return the feature map before pooling, with its own width. Raises ConfigError for a
+        network without such a map.
         """
         with self._explained(images):
             grid = self.network.patch_grid(*images.shape[-2:])
@@ -151,7 +151,7 @@ class Backbone(nn.Module):
 
     @property
     def has_patches(self) -> bool:
-        """Whether it gives features of patches."""
+        """Whether the backbone has features of patches."""
         return self.network.spec.patch_width > 0
 
     @property
@@ -195,15 +195,15 @@ def load(
     backbone: str | None = None,
     weights: str = "newest",
 ) -> Backbone:
-    """The teacher of a run folder, or a backbone from a file of weights, a Hugging Face folder or by timm's name.
+    """Load the teacher of a run folder, or the backbone of a file of weights, a Hugging Face folder or a timm name.
 
-    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: attention
-    heads, where no file states them; without it those of the known backbone of that width and depth, and `notes` say
-    so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, where no file states it; ResNets 18 to
+    Files: ours, facebookresearch/dino and dinov2, timm, Hugging Face (ViT, Dinov2, timm's). `heads`: number of
+    attention heads, if no file states it; by default that of the known backbone of this width and depth, and `notes`
+    say so. `backbone`: timm's name or MODULE:CLASS of a network that is not a ViT, if no file states it; ResNets 18 to
     152 are recognized. A MODULE:CLASS that a file names is imported only if it is named here too, or by the config.yaml
-    of the run folder. A timm name downloads the
-    weights if they are not in the cache. `weights`: of a run folder, "best" or "step_N" in place of "newest". Raises
-    CheckpointError for anything else, and where heads or the backbone must be named.
+    of the run folder. A timm name downloads the weights if they are not in the cache. `weights`: of a run folder,
+    "best" or "step_N" instead of "newest". Raises CheckpointError for anything else, and where heads or the backbone
+    must be named.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"a {type(path).__name__} is not the name of a model; give {MODEL_FORMS}")
@@ -238,7 +238,7 @@ def _asked(name: str) -> ForeignSpec:
 
 
 def _filled(description: Description, tensors: dict[str, Tensor]) -> AnyBackbone:
-    """The network with these tensors. Raises CheckpointError where they are not its own, before it takes memory."""
+    """Build the network with these tensors. Raises CheckpointError if they do not fit, before it takes memory."""
     how = description.spec, description.image_size, BackboneOptions(pos_embed_interpolation=description.interpolation)
     fitting = fit_tensors(
         tensors, tensor_shapes(*how), description.interpolation, "the weights lack", "the weights are"

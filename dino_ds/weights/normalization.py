@@ -18,8 +18,8 @@ PROCESSOR = "preprocessor_config.json"
 def normalization_of(about: Mapping[str, Any], channels: int) -> Normalization:
     """Mean and deviation removed from training images of `channels` channels, or the usual ones if no file says.
 
-    One number stands for all channels. Raises CheckpointError for anything but a number a channel, and deviations of 0
-    and below.
+    A single number holds for all channels. Raises CheckpointError unless there is a number per channel, and for
+    deviations that are not positive.
     """
     stated = about if "mean" in about or "std" in about else timm_statistics(about.get("pretrained_cfg"))
     if not stated:
@@ -56,9 +56,9 @@ def range_of(about: Mapping[str, Any]) -> ValueRange | None:
 
 
 def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Mean and standard deviation of a Hugging Face image processor, {} for none, and notes on them.
+    """Mean and standard deviation of a Hugging Face image processor, {} if it has none, and notes on them.
 
-    Raises CheckpointError for one that does not scale pixels to [0, 1] and then remove both.
+    Raises CheckpointError for a processor that does not scale pixels to [0, 1] and then normalize them.
     """
     if not processor:
         return {}, []
@@ -74,14 +74,14 @@ def processor_statistics(processor: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def timm_side(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Side of native images that timm's config.json states, or None; unchecked. arguments: those of the model."""
+    """The side of native images in timm's config.json, or None; not checked. arguments: the model's."""
     stated = config["pretrained_cfg"] if isinstance(config.get("pretrained_cfg"), dict) else config
     sizes = stated.get("input_size")
     return arguments.get("img_size", sizes[-1] if isinstance(sizes, list) and sizes else None)
 
 
 def timm_statistics(config: Any) -> dict[str, Any]:
-    """Mean and deviation in timm's pretrained_cfg, {} unless there are as many as its channels."""
+    """Mean and deviation in timm's pretrained_cfg, {} unless both have one number per channel."""
     if not isinstance(config, dict):
         return {}
     mean, std, size = (config.get(name) for name in ("mean", "std", "input_size"))

@@ -1,4 +1,4 @@
-"""Reads weights of this project, facebookresearch/dino and dinov2, timm or Hugging Face; nothing in them is run."""
+"""Reads weights of this project, facebookresearch/dino and dinov2, timm or Hugging Face; no code in them is run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _STARTS = (b"PK\x03\x04", b"\x80")
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 """Files of weights in a Hugging Face folder."""
 Content = tuple[dict[str, Tensor], dict[str, Any]]
-"""The tensors of a file, and what else in it tells of their architecture."""
+"""The tensors of a file, and the facts in the JSON next to it."""
 
 
 def read_weights(path: Path, asked: ForeignSpec | None = None, trusted: str | None = None) -> Weights:
-    """`path` a file or a Hugging Face folder; of a checkpoint that holds teacher and student the teacher.
+    """Read a file or a Hugging Face folder; of a checkpoint that holds teacher and student, the teacher.
 
-    asked: the network that somebody says it is of; trusted: MODULE:CLASS that may be imported in addition to `asked`.
+    asked: the network that the user names; trusted: a MODULE:CLASS that may be imported in addition to `asked`.
     Pickles are read as data only (`weights_only`). Raises CheckpointError for anything but a network's weights, and
     where a file is not the one that the JSON next to it describes.
     """
@@ -85,7 +85,7 @@ def _of_network(
     asked: ForeignSpec | None,
     trusts: Sequence[str | None],
 ) -> Weights:
-    """A ViT of dino's or timm's, else another network. Raises CheckpointError with what is wrong with it as a ViT."""
+    """The weights of a ViT, else of another network. Raises CheckpointError that says why they are not a ViT's."""
     is_said_to_be_other = asked is not None or "backbone" in about
     other = other_network(tensors, about, asked, trusts) if is_said_to_be_other else None
     if other is None:
@@ -118,7 +118,7 @@ def _of_vit(tensors: dict[str, Tensor], about: dict[str, Any]) -> Weights:
 
 
 def _from_timm_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The network that config.json of a timm folder (timm's own or `dino-ds export --format timm`) describes."""
+    """Facts on the network from config.json of a timm folder (timm's own, or by `dino-ds export --format timm`)."""
     name, arguments = config["architecture"], config.get("model_args")
     heads = arguments.get("num_heads") if isinstance(arguments, dict) else None
     if heads is None and name in VITS:
@@ -163,7 +163,7 @@ def _read_folder(folder: Path) -> Content:
 
 
 def read_file(path: Path) -> Content:
-    """A file's tensors, once it is found to be the one that the JSON next to it describes, and what that says."""
+    """A file's tensors, and the facts in the JSON next to it, if any, which must describe this very file."""
     while path.is_file():
         verified = path.stat()
         if placeholder := find_placeholder(str(path)):
@@ -172,7 +172,7 @@ def read_file(path: Path) -> Content:
         tensors = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
         if path.is_file() and os.path.samestat(path.stat(), verified):
             return tensors, facts
-        # else a run that is at work has replaced it between the two readings
+        # else a running process has replaced the file between the two readings
     raise CheckpointError(f"{path} does not exist; give a file of weights or a Hugging Face folder")
 
 
@@ -197,9 +197,9 @@ _STAND_INS = (
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
-    """The tensors of the teacher in a file.
+    """The tensors of the teacher in a torch file.
 
-    Raises CheckpointError for what is not a torch file, and for one that holds more than data.
+    Raises CheckpointError for other files, and for files that hold more than data.
     """
     try:
         with path.open("rb") as file:
@@ -240,7 +240,7 @@ def _plain(error: Exception) -> str:
 
 
 def _check_huggingface(config: dict[str, Any]) -> None:
-    """Raises CheckpointError for another activation than GELU, or SiLU of SwiGLU, which no tensor tells."""
+    """Raises CheckpointError for an activation other than GELU, or SwiGLU's SiLU: no tensor shows it."""
     activation, gated = config.get("hidden_act", "gelu"), config.get("use_gated_mlp")
     wanted = "silu" if gated else "gelu"
     if activation != wanted and not config.get("use_swiglu_ffn"):

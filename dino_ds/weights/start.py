@@ -33,12 +33,12 @@ _PATCHES = "patch_embed.proj.weight"
 def find_start(
     model: ModelSection, value_range: ValueRange | None = None, normalization: Normalization | None = None
 ) -> Weights:
-    """The weights of `model.init_from`, adapted to the channels of `model`; the notes say how, what their files do not
-    state and what differs here.
+    """Find the weights of `model.init_from`, adapted to the channels of `model`; their notes say how, what files do not
+    state, and what differs in this run.
 
     value_range: of this run's images deeper than 8 bits; normalization: of all its images, or None for the usual one.
-    Raises CheckpointError, with the flags that would fit, if the weights are of another architecture than `model`;
-    ConfigError where the channels are others and nothing says their mean and standard deviation.
+    Raises CheckpointError, naming flags that would fit, if the weights have another architecture than `model`;
+    ConfigError where the number of channels differs and their mean and deviation are not given.
     """
     assert model.init_from is not None
     ours = model.spec()
@@ -59,13 +59,13 @@ def find_start(
 
 
 def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weights, list[str]]:
-    """These weights of a ViT for ours, and what differs. Raises CheckpointError for another architecture."""
+    """A ViT's weights as `ours` takes them, and notes. Raises CheckpointError for another architecture."""
     notes: list[str] = []
     if ours.rope is not None:
         backbone, notes = with_biases(weights.backbone, ours.qkv_bias)
         weights = replace(weights, backbone=backbone)
     description = describe(weights, ours.heads)
-    source = replace(description.arch, in_chans=ours.in_chans)  # they are adapted
+    source = replace(description.arch, in_chans=ours.in_chans)  # adapted later
     if other := differences(source, ours):
         flags = flags_for(source, model)
         fitting = " ".join(f"--{key} {value}" for key, value in (flags or {}).items())
@@ -84,7 +84,7 @@ def _fit_vit(weights: Weights, model: ModelSection, ours: ViTSpec) -> tuple[Weig
 
 
 def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
-    """Differences where the run or the weights are not of a ViT of ours. Raises CheckpointError for another network."""
+    """Notes for a network that is not one of our ViTs. Raises CheckpointError if the weights are of another network."""
     source = weights.spec
     if source is None or source.title != ours.title:
         name, flag = ("Vision Transformer", FROM_SOURCE) if source is None else (source.title, source.title)
@@ -95,7 +95,7 @@ def _notes_on_other(weights: Weights, ours: BackboneSpec) -> list[str]:
 
 
 def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Normalization) -> list[str]:
-    """Differences between the images that weights were trained on and ours. Raises CheckpointError."""
+    """Notes on differences between the images that weights were trained on and this run's. Raises CheckpointError."""
     trained_with, before, notes = normalization_of(weights.about, channels_of(weights)), range_of(weights.about), []
     if before != value_range:
         old, new = (f"values of {range_text(r)}" if r else "8-bit images" for r in (before, value_range))
@@ -108,7 +108,7 @@ def _notes_on_images(weights: Weights, value_range: ValueRange | None, ours: Nor
 def _ask_for_normalization(model: ModelSection, channels: int, normalization: Normalization | None) -> None:
     """Raises ConfigError where weights for `channels` channels start a run on others whose mean nobody has given.
 
-    Gray and RGB images are near ImageNet's; what other channels have is not known, and the weights want it removed.
+    Gray and RGB images have nearly ImageNet's mean; that of other channels is unknown, and the weights need it removed.
     """
     ours = model.in_chans
     if ours not in (1, 3) and normalization in (None, Normalization.usual(ours)):
@@ -122,10 +122,10 @@ def _ask_for_normalization(model: ModelSection, channels: int, normalization: No
 
 class InitialWeights:
     """A `Placer` that copies the tensors of `weights`, buffers too, over the initial ones, then hands the module on to
-    `place`.
+    `placer`.
 
-    The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. A
-    head of other shapes is left out, and ours stays as initialized; so does a mask token that `weights` do not have.
+    The backbone must match tensor by tensor; a position embedding of another size is resized as the network does. If a
+    head has other shapes or `weights` lack the mask token, the run's own stays as initialized.
     """
 
     def __init__(self, network: Network, weights: Weights, source: str, placer: Placer, interpolation: str) -> None:
@@ -141,7 +141,7 @@ class InitialWeights:
         self._said += [f"its {name} is not used" for name in weights.heads if name not in network.head_names]
 
     def _fit_head(self, name: str, tensors: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The tensors `tensors` of a head if they fit; without lengths of the prototypes they are 1."""
+        """The tensors of the head `name` if they fit, else {}; prototypes without lengths get lengths of 1."""
         if not tensors:
             self._said.append(f"it has no {name}: our own starts anew")
             return {}
@@ -167,12 +167,12 @@ class InitialWeights:
     def _fit_backbone(
         self, weights: Weights, known_shapes: dict[str, tuple[int, ...]], interpolation: str
     ) -> dict[str, Tensor]:
-        backbone, local_norm = split_local_norm(weights.backbone)  # of a checkpoint they are together
+        backbone, local_norm = split_local_norm(weights.backbone)  # a checkpoint has them together
         local_norm = local_norm or weights.local_norm
         tensors = {f"backbone.{name}": t for name, t in backbone.items()}
         shapes = {name: shape for name, shape in known_shapes.items() if name.startswith("backbone.")}
         for name in adapters_in(shapes):
-            del shapes[name]  # they begin as nothing
+            del shapes[name]  # their product begins at zero
         if _MASK_TOKEN in shapes and weights.mask_token is not None:
             tensors[_MASK_TOKEN] = weights.mask_token
         elif shapes.pop(_MASK_TOKEN, None) is not None:
@@ -188,7 +188,7 @@ class InitialWeights:
         return fitting
 
     def _fit_local_norm(self, local_norm: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """The norm of local crops' CLS tokens, if both networks have one; names that no file fills leave `shapes`."""
+        """The norm of local crops' CLS tokens, if both networks have one; else their names leave `shapes`."""
         wanted = [name for name in shapes if name.startswith(f"backbone.{LOCAL_NORM}")]
         if wanted and local_norm:
             return {f"backbone.{name}": tensor for name, tensor in local_norm.items()}
@@ -221,10 +221,10 @@ def channels_of(weights: Weights) -> int:
 
 
 def adapt_channels(weights: Weights, channels: int) -> tuple[Weights, str]:
-    """`weights` of a backbone for images of `channels` channels, and a text on how they were made.
+    """Adapt the weights of a backbone to images of `channels` channels; returns them, and a text on how this was done.
 
-    A gray image, which is equal in all channels, keeps its features, but where another network than a ViT of ours
-    standardizes its weights. Raises CheckpointError where something else than a convolution depends on the number of
+    A gray image, which is equal in all channels, keeps its features, unless a network other than our ViTs standardizes
+    its weights. Raises CheckpointError where a tensor other than a convolution's weight depends on the number of
     channels.
     """
     before, spec = channels_of(weights), weights.spec
@@ -251,11 +251,11 @@ def _adaptation_note(names: list[str], before: int, channels: int, is_vit: bool)
 
 
 def adapt_convolution(weight: Tensor, channels: int) -> Tensor:
-    """A convolution's weight (outputs, c, h, w) for images of `channels` in the place of c, as FP32.
+    """A convolution's weight (outputs, c, h, w) for images of `channels` channels instead of c, in FP32.
 
-    More channels repeat the c in order, each divided by the number of its copies; fewer are all the sum of the c,
-    divided by their number. The sum over the channels, by which a gray image is multiplied, stays. For one channel and
-    multiples of c this is timm's `adapt_input_conv`; for others that divides all by channels / c and changes the sum.
+    More channels repeat the c in order, each divided by the number of its copies; fewer channels are each the sum of
+    the c, divided by their number. The sum over channels, by which a gray image is multiplied, stays. For one channel
+    and multiples of c this is timm's `adapt_input_conv`, which else divides by channels / c and changes the sum.
     """
     weight, before = weight.float(), weight.shape[1]
     if channels < before:
@@ -265,9 +265,9 @@ def adapt_convolution(weight: Tensor, channels: int) -> Tensor:
 
 
 def first_convolutions(spec: BackboneSpec, channels: int, image_size: int) -> list[str]:
-    """Names of the weights whose shape depends on the number of channels of the images: of convolutions of these.
+    """Names of the convolutions' weights whose shape depends on the number of channels of the images.
 
-    timm's `first_conv` names them for its own models; this finds them for a user's class too.
+    timm's `first_conv` names them for its own models; this finds them in a user's class too.
     """
     try:
         before, after = (tensor_shapes(one, image_size) for one in (spec, _with_channels(spec, channels)))

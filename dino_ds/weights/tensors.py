@@ -1,4 +1,4 @@
-"""Weights that were read from files, under our names, and the checks that they pass."""
+"""Weights that were read from files, under our names, and checks on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dino_ds.errors import CheckpointError
 from dino_ds.models.specs.base import BackboneSpec
 
 USUAL_SIZE, MOST_SIZE = 224, 16384
-"""Sides of native images in pixels: the one that is taken if no file states it, and the largest that a file may."""
+"""Sides of native images in pixels: the default if no file states it, and the largest that a file may state."""
 _OURS = re.compile(
     r"cls_token|pos_embed|reg_token|(patch_embed\.proj|norm)\.(weight|bias)|"
     r"blocks\.\d+\.((norm1|norm2|attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.(weight|bias)|ls[12]\.gamma)"
@@ -30,11 +30,11 @@ _OURS_ROTARY = re.compile(
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors under our (timm's) names; `kind`: whose file it was; `heads`: the projection heads by their names in a
-    `Network`; `about`: the JSON next to it, as teacher.json; `notes`: what was not taken and why; `mask_token` (1, d)
-    of hidden patches, or None if the file does not say; `local_norm`: that of the CLS tokens of local crops, by its
-    names in the backbone, which is without it. `spec` describes a network that is not one of our ViTs, whose names and
-    buffers it then has, made for images of `image_size` pixels a side; for a ViT it is None."""
+    """Tensors under our (timm's) names. kind: the project whose file it was. heads: projection heads by their names in
+    a `Network`. about: the JSON next to the file, like teacher.json. notes: what was left out, and why. mask_token (1,
+    d): for hidden patches, None if the file has none. local_norm: the norm of local crops' CLS tokens, by its names in
+    the backbone, which is without it. spec: None for our ViTs, else the network, made for images of `image_size` pixels
+    a side, whose names and buffers `backbone` then has."""
 
     kind: str
     backbone: dict[str, Tensor]
@@ -47,7 +47,7 @@ class Weights:
     image_size: int = 0
 
     def check_numbers(self, path: Path) -> None:
-        """`check_numbers` for all tensors; integers may be buffers of a network that is not a ViT of ours."""
+        """Call `check_numbers` on all tensors; in a network that is not one of our ViTs, integers may be buffers."""
         backbone = {name: t for name, t in self.backbone.items() if self.spec is None or t.is_floating_point()}
         mask = {} if self.mask_token is None else {"mask_token": self.mask_token}
         check_numbers(path, backbone, *self.heads.values(), self.local_norm, mask)
@@ -59,7 +59,7 @@ def has_rope(backbone: Mapping[str, Tensor]) -> bool:
 
 
 def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A backbone that has nothing that ours lacks, and learned positions in our form. Raises CheckpointError."""
+    """`backbone`, if it has no name that ours lacks, with learned positions in our form. Raises CheckpointError."""
     rope = has_rope(backbone)
     known, which = (_OURS_ROTARY, "ViT with rotary positions") if rope else (_OURS, "ViT")
     if unknown := sorted(name for name in backbone if not known.fullmatch(name)):
@@ -73,7 +73,7 @@ def checked(backbone: dict[str, Tensor]) -> dict[str, Tensor]:
         raise CheckpointError(f"it has a class token of {list(cls.shape)} and positions of {list(positions.shape)}")
     only_patches = math.isqrt(positions.shape[1]) ** 2 == positions.shape[1]
     if "reg_token" in backbone and not only_patches:
-        # As timm: the class token's own position is added to it once and for all.
+        # As in timm: the class token's position is added to the token itself.
         return backbone | {"cls_token": cls + positions[:, :1], "pos_embed": positions[:, 1:]}
     if "reg_token" not in backbone and only_patches:
         return backbone | {"pos_embed": torch.cat((torch.zeros_like(cls), positions), dim=1)}
