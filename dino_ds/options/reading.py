@@ -95,6 +95,8 @@ def _read_train(
 
     Raises ConfigError, and CheckpointError if --from does not name a run.
     """
+    if options.print == "-":
+        raise ConfigError("--print -: the recipe goes to a file: name one, such as --print recipe.yaml")
     if options.print is not None and (options.from_ or options.resume is not False):
         raise ConfigError(
             "--print writes what --config and keys of the recipe say: leave out --from and --resume; the recipe of a "

@@ -105,6 +105,9 @@ def test_a_recipe_to_edit_is_written_and_nothing_is_trained(calls: list[Any], tm
     cli.main(["train", "--config", "small", "--optimizer.lr", "1e-3", "--print", f"{tmp_path}/mine.yaml"])
     assert not calls and f"dino-ds train --config {tmp_path}/mine.yaml" in capsys.readouterr().out
     assert load_recipe(f"{tmp_path}/mine.yaml", {}) == load_recipe("small", {"optimizer.lr": "1e-3"})
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--print", "-"])
+    assert "--print recipe.yaml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--from", "runs/a"]])
