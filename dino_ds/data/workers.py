@@ -36,9 +36,12 @@ _HINTS = {
 }
 
 
-def automatic_workers() -> int:
-    """Number of workers: this rank's share of the cores, less one for its training process; at most 16."""
-    return max(0, min(len(usable_cores()) // local_world_size() - 1, _MAX_WORKERS))
+def automatic_workers(ranks: int | None = None) -> int:
+    """Number of workers of each of a node's `ranks`: its share of the cores, less one for its training; at most 16.
+
+    The default is the number of ranks that run on this node.
+    """
+    return max(0, min(len(usable_cores()) // (ranks or local_world_size()) - 1, _MAX_WORKERS))
 
 
 def worker_options(workers: int | None) -> dict[str, Any]:

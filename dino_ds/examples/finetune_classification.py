@@ -107,11 +107,8 @@ def fit(network: Any, data: Any, groups: Any, score: Score, about: dict[str, Any
     """Train the parameters of `groups`, and save the network of the best epoch in args.out. score: returns the
     percentage that decides and that of each class. Labels of 255 are ignored. Returns the best percentage."""
     loader = DataLoader(data, min(args.batch, len(data)), True, drop_last=True, num_workers=args.workers)
-    optimizer, steps, best = (
-        torch.optim.AdamW(groups, args.lr, weight_decay=0.05),
-        args.epochs * len(loader),
-        -1.0,
-    )
+    optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.05)
+    steps, best, known = args.epochs * len(loader), -1.0, dict[str, float]()
     # timm's schedule: torch's ignore layer decay, the groups' lr_scale.
     schedule = CosineLRScheduler(optimizer, steps, warmup_t=max(1, steps // 10), t_in_epochs=False)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
             )
     if performance.frozen_teacher != "whole" and not any(teacher.of_file for teacher in teachers_of(recipe)):
         raise ConfigError(
-            f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves "
+            f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves, "
             "and this run has none: leave it out"
         )
 

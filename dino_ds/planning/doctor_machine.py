@@ -19,7 +19,7 @@ from dino_ds.basics.durable import cache_folder
 from dino_ds.basics.host_memory import host_memory_gib
 from dino_ds.config.ds_values import DsConfig
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.workers import check_shared_memory
+from dino_ds.data.workers import automatic_workers, check_shared_memory
 from dino_ds.engine.distributed import usable_cores
 from dino_ds.errors import DataError, one_line
 from dino_ds.planning.measure.machine import find_gpus
@@ -84,7 +84,7 @@ def look_at_shared_memory(recipe: Recipe) -> Finding:
     disk = os.statvfs(_SHARED_MEMORY)
     free = f"{disk.f_bavail * disk.f_frsize / 2**30:.2f} GiB of shared memory free"
     data, ranks = recipe.data, torch.cuda.device_count() or 1
-    workers = max(0, len(usable_cores()) // ranks - 1) if data.workers is None else data.workers
+    workers = automatic_workers(ranks) if data.workers is None else data.workers
     try:
         check_shared_memory(ranks * recipe.batch_bytes(max(1, data.global_batch // ranks)), workers)
     except DataError as error:
