@@ -167,7 +167,7 @@ MEMORY = [
     ),
     Kind(
         "more predicted than there is", (2, 2), "of host memory by prediction",
-        changes={"head.prototypes": "16777216", "head.bottleneck": "256"}, goes_on=False,
+        changes={"head.hidden": "131072"}, goes_on=False,
     ),
 ]  # fmt: skip
 _LOADER = {"data.workers": "1"}
