@@ -44,8 +44,8 @@ class Choice:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Kept are the last `keep` good ones, those whose step is a multiple of `keep_every`, and
-    the one whose step the newest manifest has under KEPT."""
+    """The checkpoints of a run. It keeps the last `keep` complete ones, those whose step is a multiple of `keep_every`,
+    and the one with the best teacher, whose step is in the newest manifest (KEPT)."""
 
     def __init__(self, run_dir: Path, keep: int, keep_every: int = 0) -> None:
         self.folder = run_dir / "checkpoints"

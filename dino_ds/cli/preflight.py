@@ -96,7 +96,7 @@ def check_start(recipe: Recipe, run_dir: str, files: Mapping[str, Any]) -> None:
     for key, name in (("model.init_from", recipe.model.init_from), ("teacher.source", recipe.teacher.source)):
         if name is not None and (answer := weights_elsewhere(name)):
             raise CheckpointError(f"{key} {name} does not exist; {answer}")
-    # Ranks of other machines check later, when all do: if one failed here, the first machine would wait for it.
+    # Ranks of other machines check later, with all ranks: if one failed here, the first machine would wait for it.
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", "0"):
         _check_images(recipe, Path(run_dir))
     RunLock(Path(run_dir)).check_free(int(os.environ.get("RANK", 0)))

@@ -48,7 +48,7 @@ class LoaderOptions:
         channels: number in every image; unless it is 3, color operations that need RGB are left out.
         value_range: of images deeper than 8 bits; if given, all crops are float32, and torch augments them, not Pillow.
         device: augments the crops.
-        shares: share of the steps that has each resolution.
+        shares: for each resolution, the share of the steps that use it.
         cache: of decoded files, only for a source that has files.
     """
 
@@ -75,7 +75,7 @@ class LoaderOptions:
             seed=recipe.seed,
             global_batch=data.global_batch,
             workers=data.workers,
-            # A third: a restart and the error after it both come before the watcher ends a rank that only waits.
+            # A third: a loader that hangs twice, before and after its restart, fails before the watchdog ends the run.
             patience=recipe.hang_seconds / 3 or None,
             augment=data.augment,
             max_pixels=data.max_pixels,
@@ -193,9 +193,9 @@ class MultiCropDataset(Dataset[LoaderBatch | DataError]):
     def _sample(
         self, multicrop: MultiCrop, epoch: int, index: int, outputs: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[CropParameters], str, list[str]]:
-        """Crops of one image (in `outputs` unless Pillow augments them), their remaining augmentation, the image's
-        name, and the unreadable images before it. An unreadable image is replaced by one that (seed, epoch, index)
-        determines, in a mixture one of the same part. Raises DataError after 100 in a row."""
+        """Crops of one image (in `outputs` unless Pillow augments them), the parameters of their augmentation, the
+        image's name, and an error for each unreadable image tried before. An unreadable image is replaced by one that
+        (seed, epoch, index) determines, in a mixture of the same part. Raises DataError after 100 in a row."""
         seed, bad, images = self._options.seed, list[str](), len(self._source)
         another = self._source.another if isinstance(self._source, Joined) else lambda _, number: number % images
         for attempt in range(_MAX_TRIES):

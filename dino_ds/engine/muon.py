@@ -5,9 +5,9 @@ iterations; an update has the root mean square of AdamW's, 0.2 (Moonlight, arXiv
 means the same for both. Queries, keys and values are matrices of their own, and so are gate and value of a SwiGLU.
 
 Under ZeRO 1 to 3 a matrix lies in slices on several ranks. By one exchange each rank assembles a share of the matrices
-from their slices; it orthogonalizes them, and returns the slices of the updates by a second exchange. A rank sends its
-own elements once and receives as many, while gathering would bring it those of all ranks. At stage 0 each rank also
-orthogonalizes a share of the matrices, and broadcasts the updates.
+from their slices; it orthogonalizes them, and returns the slices of the updates by a second exchange. In each exchange
+a rank sends and receives about as many elements as it holds; gathering would bring it those of all ranks. At stage 0
+each rank also orthogonalizes a share of the matrices, and broadcasts the updates.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Muon(torch.optim.AdamW):
             assert len(tensors) == 1
             targets, updates = exchange.orthogonalized(tensors[0], gradients[0])
         elif any(p not in self.blocks for p in tensors):
-            return  # a flat tensor with which DeepSpeed makes the state, before `lay_out`; lr is 0
+            return  # DeepSpeed's first step, with lr 0, only makes the state: no `lay_out` yet
         else:
             targets, updates = tensors, self._shared(gradients, [self.blocks[p] for p in tensors])
         torch._foreach_mul_(tensors, 1 - group["lr"] * group["weight_decay"])
@@ -170,8 +170,8 @@ class Muon(torch.optim.AdamW):
 
 
 class _Exchange:
-    """Exchanges one group's matrices, which lie in `slices`, in rank order, on the ranks of `process_group`: each is
-    whole on one rank while it is orthogonalized."""
+    """Assembles each matrix of a group on one rank, to be orthogonalized there, and sends the update's slices back.
+    slices: those of each rank of `process_group`, in rank order."""
 
     def __init__(self, matrices: Sequence[Matrix], slices: list[list[Slice]], process_group: Any) -> None:
         self._group, rank = process_group, dist.get_rank(process_group)
@@ -190,7 +190,7 @@ class _Exchange:
         """Views of this rank's slices in the flat `tensor`, and the update of each; takes two collectives."""
         sent, received = ([*itertools.chain.from_iterable(slices)] for slices in (self._sent, self._received))
         arrived = self._swap([_cut(gradient, part.offset, part) for part in sent], self._sent, self._received, tensor)
-        # Slices arrive in rank order, in which those of a matrix form it.
+        # Slices arrive in rank order: joined in this order, the slices of a matrix are the matrix.
         pieces: dict[int, list[Tensor]] = {i: [] for i in self._mine}
         for part, piece in zip(received, arrived, strict=True):
             pieces[part.matrix].append(piece)
@@ -206,8 +206,8 @@ class _Exchange:
     def _swap(
         self, parts: list[Tensor], sent: list[list[Slice]], received: list[list[Slice]], like: Tensor
     ) -> list[Tensor]:
-        """Send `parts`, the values of the slices `sent` to each rank; returns those of the slices `received` from each
-        rank, with the dtype and device of `like`. A collective."""
+        """Send `parts`, the values of all slices in `sent`, and return those of all slices in `received`: lists by rank
+        of the other side. like: has their dtype and device. A collective."""
         if len(sent) == 1:
             return parts
         counts = [[sum(part.stop - part.start for part in slices) for slices in way] for way in (sent, received)]

@@ -111,8 +111,8 @@ class ScheduleValues:
 class Schedules:
     """All schedules of a run, with lengths in optimizer steps; `lr` is the peak after scaling with the batch.
 
-    frozen_prototypes: "no_gradient", as if they were absent (DINO), or "zero_lr" (DINOv2). warmup_shape: the learning
-    rate's, "linear" or "cosine", half a cosine (DINOv3). constant: after warm-up the learning rate stays at its peak.
+    frozen_prototypes: "no_gradient", neither clipping nor Adam sees them (DINO), or "zero_lr" (DINOv2). warmup_shape:
+    of the learning rate, "linear" or "cosine" (DINOv3). constant: after warm-up the learning rate stays at its peak.
     The teacher's temperature rises in `teacher_temp_treads` stairs of `teacher_temp_tread_steps` each.
     """
 

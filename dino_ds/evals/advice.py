@@ -16,7 +16,7 @@ from dino_ds.errors import ConfigError, DataError
 OF_ONE_SET = ("retrieval", "statistics")
 _LOOKED_AT = 64
 _OF_ONE_NAME = 2
-"""Training images of the same file name that are compared with a test image, besides the one in the same folder."""
+"""Most training images of a test image's file name that are compared with it; as many again with its folder too."""
 
 
 def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError | DataError:
@@ -35,8 +35,8 @@ def with_recipe_keys(name: str, error: ConfigError | DataError) -> ConfigError |
 
 
 def note_on_shared(evaluations: Collection[str], train: Source | None, test: Source | None, option: str) -> list[str]:
-    """Note that some of 64 test images have the content of a training image of the same file name, if an evaluation
-    needs both; every rank calls it, and gets rank 0's result. `option`: the option that names other test images."""
+    """Notes for the user if some of 64 test images are training images too: same file name, same content. Looks only if
+    an evaluation needs both; all ranks must call it, and get rank 0's notes. option: names other test images."""
     notes: list[str] = []
     needed = set(evaluations) - set(OF_ONE_SET)
     if needed and train is not None and test is not None and distributed.rank() == 0:

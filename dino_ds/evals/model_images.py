@@ -1,4 +1,4 @@
-"""Images for commands that examine a model, those that options name or those of its run; and their value range."""
+"""Finds images for commands that examine a model, by their options or by the model's run, and the value range."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dino_ds.weights.load import Backbone
 
 
 def recipe_of(model: str, source: str | None, root: str | None) -> Recipe | None:
-    """The recipe of the run `model`, or of the run with the checkpoint `model`; None if options name images, or without
-    a run. Relative paths in it begin where the run was started."""
+    """The recipe of the run that `model` is or is a checkpoint of; None without a run, or if options name images. Its
+    relative paths are looked for first in the folder where the run was started."""
     home = home_of(model)
     if source is not None or root is not None or not home.is_run:
         return None

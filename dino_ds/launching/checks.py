@@ -74,7 +74,7 @@ def check_machines(
     except OSError as error:
         raise ConfigError(f"run folder {run_dir} can't be made: {parent}: {error.strerror}; fix --run_dir") from None
     slots = plan.hosts[0].slots if plan.hosts else tuple(range(plan.ranks))
-    elsewhere = plan.options.nodes > 1  # whoever comes first listens
+    elsewhere = plan.options.nodes > 1  # the machine of --master_addr listens, and may do so already
     port = 0 if elsewhere else plan.master_port
     here = Host("this machine", slots)
     with seen:

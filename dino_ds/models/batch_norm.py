@@ -38,8 +38,8 @@ def again() -> Iterator[None]:
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """torch's BatchNorm for any number of dimensions; x (b, c, ...) -> the same shape and dtype.
 
-    `synced`: statistics are over all ranks. Otherwise each rank has its own statistics, and its own running averages
-    until the step is applied, when these become their mean over ranks.
+    `synced`: statistics are over all ranks. Otherwise each rank normalizes by its own; running averages then differ
+    between ranks until a step is applied, which averages them over the ranks.
     """
 
     synced = False
@@ -61,7 +61,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
                 "BatchNorm has one value a channel to take statistics of: give more images to a micro-batch, more or "
                 "larger local crops, or take a network with LayerNorm or GroupNorm"
             )
-        # Computed in a recomputed pass too: autograd and the compiler must see the same operations.
+        # A recomputed pass also updates the averages, by 0: autograd and the compiler must see the same operations.
         momentum = 0.0 if _AGAIN[0] else self.momentum
         if momentum and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

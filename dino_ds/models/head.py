@@ -17,8 +17,8 @@ from dino_ds.models.prototypes import Prototypes
 
 
 class DinoHead(nn.Module):
-    """Features (n, width) -> factored logits over the prototypes, before any temperature, or their loss against a
-    teacher's.
+    """Features (n, width) -> logits over the prototypes, as factors and before any temperature; with a `Comparison`,
+    their loss against a teacher's logits.
 
     learned_lengths: whether the prototypes' lengths are trained (facebookresearch/dinov2) or are 1.
     """

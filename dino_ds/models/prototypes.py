@@ -14,7 +14,7 @@ from dino_ds.basics.rehearsal import device_kind
 from dino_ds.models.fused import fused, fuses, log_sum_exp
 from dino_ds.models.logits import Compared, Comparison, Logits, part_rows, tf32, tile_rows
 
-# Prototypes whose gradient is finished at a time: at a bottleneck of 256 what a CPU's caches hold, on a GPU 64 MiB.
+# Prototypes whose gradient is finished at a time: at a bottleneck of 256, what fits a CPU's caches, or 64 MiB on a GPU.
 _BLOCK = {"cpu": 256, "cuda": 65536}
 
 
@@ -60,7 +60,7 @@ class Prototypes(nn.Module):
 
 
 def _scale(weight: Tensor, lengths: Tensor | None, free: bool) -> tuple[Tensor, Tensor]:
-    """Factors (k,) that turn products with the FP32 weight into logits; 1 / lengths of its rows, unless `free`."""
+    """Two factors (k,): from products with the FP32 weight to logits, and 1 / length of its rows. Ones if `free`."""
     if free:
         ones = weight.new_ones(len(weight))
         return ones, ones
@@ -131,8 +131,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
 class _Tile:
     """A few images: their loss, the entropy of their targets, and their part of the gradients.
 
-    Scratch for logits is one (rows, k) matrix of the teacher's and one of the student's, which their gradient
-    overwrites; the rest is done for a few images at a time, on a CPU in its caches.
+    Scratch: a (rows, k) matrix for the teacher's logits, and one for the student's, which their gradient overwrites.
+    After the products, a CPU processes a part of the tile at a time, which fits its caches.
     """
 
     def __init__(self, tiles: _Tiles, images: slice) -> None:
@@ -234,7 +234,7 @@ class _Tiles:
 
 
 def _summed(targets: Tensor, crops: int, exclude_own: bool) -> Iterator[tuple[slice, Tensor, int]]:
-    """Yields (student crops, the sums of their targets, (n, k) or (crops, n, k), number of targets in a sum).
+    """Yields (student crops, sums of their targets: (n, k) for all or (crops, n, k) for each, number of targets a sum).
 
     `targets` (g, n, k) is overwritten.
     """
@@ -256,8 +256,8 @@ def _target(seen: Tensor, shift: Tensor, scale: Tensor, weights: Tensor | None) 
 
 @fused(kernels=7, seen=8)
 def _targets(seen: Tensor, shift: Tensor, scale: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Products (g, n, k), which become the sums of an image's other targets -> the sum (n, k) of all of them, and the
-    weighted sum of their entropies."""
+    """Products (g, n, k) -> the sum (n, k) of an image's targets, and the weighted sum of their entropies. The products
+    are overwritten: for each crop, the sum of the image's other targets."""
     targets, entropy = _softmax(seen, shift, scale)
     total = targets.sum(dim=0)
     seen.copy_(total - targets)
@@ -288,7 +288,7 @@ def _compare(
 
 @fused(kernels=1, weight=2)
 def _turned(grad_weight: Tensor, weight: Tensor, inverse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of prototypes of which only directions count, and the part along each prototype, (k, 1)."""
+    """The gradient of prototypes of which only directions count, and the whole one's dot products with them, (k, 1)."""
     w, whole = weight.float(), grad_weight * grad
     along = (whole * w).sum(dim=-1, keepdim=True)
     turned = torch.addcmul(whole, w, along * inverse.square().unsqueeze(-1), value=-1)

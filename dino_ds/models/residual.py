@@ -30,8 +30,8 @@ class LayerScale(nn.Module):
 def add_branch(x: Tensor, branch: Tensor, gamma: Tensor | None, drop: Tensor | Kept | None) -> Tensor:
     """Add `branch`, times gamma (d,) if given, to x (rows, d).
 
-    drop: stochastic depth, or None: scales (rows, 1) of the branch, or the sequences whose branch was computed, with
-    scales that make up for those without one.
+    drop: stochastic depth: None, or a scale for each row of the branch (rows, 1), or the sequences whose branch was
+    computed, with scales that make up for the other sequences.
     """
     if (gamma is not None or drop is not None) and fuses_in_block(branch):
         scales, places = (drop.scales, (drop.places, drop.inverse)) if isinstance(drop, Kept) else (drop, (None, None))
@@ -106,7 +106,7 @@ def _sum(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None)
 
 @fused(kernels=1, x=2)
 def sum_kept(x: Tensor, branch: Tensor, gamma: Tensor | None, scales: Tensor | None, inverse: Tensor) -> Tensor:
-    """Add to each row of x (rows, d) the branch's row `inverse` (rows,), unless that is negative; GPU only."""
+    """Add to row i of x (rows, d) the branch's row number inverse[i], or nothing if that is negative; GPU only."""
     rows = inverse.clamp(min=0)
     row_scales = None if scales is None else scales.index_select(0, rows)
     added = x + _scaled(branch.index_select(0, rows), gamma, row_scales)

@@ -1,8 +1,8 @@
 """Trains a part of a network: low-rank adapters, the last blocks, or norms and biases; all else keeps its values.
 
-peft is not used: it renames the weights that it wraps, and its layers return one output and own none of the weights
-that they use. Ours slice their weights, save less for the backward pass, and are gathered by ZeRO 3 around their own
-forward.
+peft is not used: it renames the weights that it wraps, and its layers return one tensor and keep their weights in
+submodules. Layers here own their weights, so that ZeRO 3 gathers these around the layer's forward, which can slice
+them. They also save less for the backward pass.
 Source: LoRA (arXiv 2106.09685): y = W x + alpha / rank * B A x, with B zero at first.
 """
 
@@ -105,7 +105,7 @@ def keep_trained(backbone: Backbone, part: TrainedPart) -> None:
 def linear_layers(backbone: Backbone) -> dict[str, nn.Linear]:
     """The linear layers inside the segments, by name, that are called as modules: adapters may change their outputs.
 
-    In a foreign network these are the layers that a trial image passes: some networks use layers' weights directly.
+    In a foreign network these are the layers that run on trial images: some networks read a layer's weight directly.
     """
     inside = {module for segment in backbone.segments() for module in segment.modules()}
     layers = {n: module for n, module in backbone.named_modules() if module in inside and isinstance(module, nn.Linear)}
@@ -150,10 +150,10 @@ def _add_adapters(backbone: Backbone, part: TrainedPart) -> None:
 
 
 class TrainedPlacer:
-    """A `Placer` that initializes the adapters of each module of a network and freezes the parameters that are frozen
-    in the network, then calls `placer` with the module.
+    """A `Placer` that gives a module of `network` its adapters' initial values, freezes those of its parameters that
+    were frozen when this was built, then calls `placer` with the module.
 
-    A is drawn from `seed` and the layer's name, as nn.Linear draws a weight, and B is zero: other draws do not change.
+    A is drawn as nn.Linear draws a weight, by a generator seeded with `seed` and the layer's name; B is zero.
     """
 
     def __init__(self, network: nn.Module, seed: int, placer: Placer) -> None:
@@ -178,7 +178,7 @@ class TrainedPlacer:
 
 
 def keep_values(module: nn.Module) -> None:
-    """Keep FP32 values of the frozen weights that `module` owns itself, as `fp32_value`, also after casts."""
+    """Store the values of the frozen weights that `module` itself owns as `fp32_value`, which stays FP32 when cast."""
     for parameter in _frozen_in(module):
         parameter.fp32_value = parameter.data
 

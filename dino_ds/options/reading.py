@@ -31,7 +31,7 @@ def _no_images(resumes: bool) -> str:
 def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     """Return an instance of the command's options, and the other keywords of its function. Raises ConfigError.
 
-    One keyword, `notes` (human-readable lines), is not for the function; `train` has its notes in `given`.
+    The caller must take out the keyword `notes`, lines for the user; `train` has none, its notes are in `given`.
     """
     check_required(command, flags)
     values = {**flags.fixed}
@@ -79,7 +79,7 @@ def read(command: Command, flags: Flags) -> tuple[Any, dict[str, Any]]:
     if command.ds_shown:
         files["ds_overrides"] = None if "ds_config" in flags.fixed else flags.ds
     if hasattr(options, "model") and getattr(options, "weights", NEWEST) != NEWEST:
-        chosen = chosen_model(options.model, options.weights)  # from here on a path, as a user may give it
+        chosen = chosen_model(options.model, options.weights)  # now a path, as if the user had given it
         options = dataclasses.replace(options, model=chosen, weights=command.known_options["weights"].info.default)
     if flags.train is not None:
         train_options, train_files = read(TRAIN, flags.train)
@@ -123,8 +123,8 @@ def _read_train(
 
 
 def _check_resumed(run_dir: Path, overrides: Mapping[str, Any], may_start: bool) -> None:
-    """Check a folder that alone tells --resume what to train. Unless the overrides name images, raises CheckpointError
-    for a run whose recipe is lost, and for a folder without a run if none `may_start` there."""
+    """Check the folder of a --resume without --config and --from. Unless the overrides name images, raises
+    CheckpointError if its run has lost config.yaml, or if it holds no run and a new one may not start there."""
     is_run, names_images, recorded = holds_run(run_dir), "data.root" in overrides, run_dir / "config.yaml"
     if is_run and not names_images and not recorded.is_file():
         state = "is not a file" if os.path.lexists(recorded) else "is missing"

@@ -19,7 +19,7 @@ from dino_ds.models.specs.backbones import BACKBONES
 CONTEXT_BYTES = GIB // 2
 NCCL_BYTES = GIB // 2
 FRAGMENTATION = 0.05
-# Largest part of a GPU's memory that a config of the planner's choice may need by prediction, margins included.
+# Share of a GPU's memory that a config may need, by prediction with margins, to be chosen by the planner.
 FILLED = 0.97
 _MOST_IMAGES = 1 << 16
 
@@ -49,8 +49,8 @@ def fit(recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, li
 def fit_with(
     recipe: Recipe, ds: Mapping[str, Any], ds_path: str, world_size: int, limit_gib: float, micro_batch: int
 ) -> Fit:
-    """Estimate the fit of this micro-batch, accumulated to the recipe's global batch or just above it. For a search:
-    the costs are not rehearsed, but lie on a line through those of rehearsed micro-batches."""
+    """Estimate the fit of this micro-batch, accumulated to the recipe's global batch or just above it. Fast, for a
+    search: the costs lie on a line through those of two micro-batches, which alone are rehearsed."""
     accumulation = -(-recipe.data.global_batch // (micro_batch * world_size))
     batch = micro_batch * accumulation * world_size
     config = _resolved(recipe, with_batch(ds, micro_batch, accumulation), ds_path, batch, world_size)

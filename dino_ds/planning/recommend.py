@@ -20,7 +20,7 @@ from dino_ds.planning.gpus import Cluster
 
 RECOMMENDED = "the recommended config"
 _ENOUGH = 8
-"""Micro-batch from which on nothing is recomputed: below it, a larger one is worth a second forward pass."""
+"""Micro-batch from which on a shape that fits is taken; a smaller one is worth a second forward pass to enlarge it."""
 _FP16 = {
     "enabled": True,
     "loss_scale": 0,

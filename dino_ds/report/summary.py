@@ -24,7 +24,7 @@ from dino_ds.report.html import Tag
 from dino_ds.report.text import percent, short
 
 _NOISE, _FALL = 1.0, 0.2
-"""Difference in accuracy that is noise, in points; part of the gain whose loss is reported."""
+"""_NOISE: difference in accuracy that may be noise, in points. _FALL: share of the gain whose loss is reported."""
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _SAYS_HOW = ("stage_start", "model.init_from")
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that a start loads, if any: of this run, or for a new stage of the previous one.
+    """The checkpoint that a start loads, if any: of this run, or, for a new stage, of the previous stage's run.
 
     Attributes:
         resumed: checkpoint of this run.
@@ -55,8 +55,8 @@ class Beginning:
         return str(self.previous.folder), teacher_weights(self.previous)
 
     def built(self, recipe: Recipe) -> Recipe:
-        """The recipe to build the run with: on a resume without model.init_from, whose file may be gone, unless a
-        teacher is built from that file too."""
+        """The recipe to build the run with. A resume leaves out model.init_from, whose file may be gone, unless
+        objective.preserve_weight needs a teacher from that file."""
         if self.resumed is None or recipe.objective.preserve_weight:
             return recipe
         return change_recipe(recipe, {"model.init_from": "none"})

@@ -89,7 +89,7 @@ class RunFolder:
         check_changed(self.changed(saved), saved, self._allowed)
 
     def check_nothing_saved(self) -> None:
-        """Raises CheckpointError, on all ranks, where the run has a teacher and so had a checkpoint, which is gone."""
+        """Raises CheckpointError, on all ranks, if a run without checkpoints has a teacher's file: it had one then."""
         with distributed.raise_on_all_ranks():
             if (teacher := self.path / "teacher.safetensors").exists():
                 raise CheckpointError(
@@ -132,9 +132,9 @@ _SECONDS_TO_SEE = 40.0
 
 
 def check_place(path: Path) -> None:
-    """Raises ConfigError where a run can't be written: a folder has the name of a file, a file that of a folder, an
-    entry is a broken link, such as to a disk that is not mounted (a run without its checkpoints would start anew), or
-    the disk refuses."""
+    """Raises ConfigError if a run can't be written at `path`: the folder is not writable, or one of a run's files is a
+    folder there, one of its folders a file, or either a broken link. A link to a disk that is not mounted is refused
+    because a run without its checkpoints would start anew."""
     for name in (*_FILES, *_FOLDERS):
         entry = path / name
         if entry.is_symlink() and not entry.exists():

@@ -11,7 +11,7 @@ from statistics import fmean
 from dino_ds.basics.digits import short
 from dino_ds.engine.gpu_sensors import GpuReading
 
-# Numbers of windows; a window is the time between two lines of metrics.
+# Numbers of windows, each the time between two lines of metrics; then shares of the baseline.
 WARMUP = 2
 ROLLING = LONG = 5
 SLOW, RECOVERED = 0.8, 0.9

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CodingRateSpec(TermSpec):
-    """The coding rate of rows of `width`, which a linear head computes from CLS features, and the cosines between the
-    student's crops and those of `teacher`."""
+    """SimDINO's loss on the outputs, of `width` elements, of a linear head on CLS features: their coding rate, and the
+    cosines between the student's crops and those of `teacher`."""
 
     width: int
     teacher: str

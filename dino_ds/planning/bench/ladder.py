@@ -35,7 +35,7 @@ from dino_ds.planning.measure.timing import PartTimes, Timing, time_interleaved
 from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_trial, resolve
 
 FIRST = 3
-"""Steps whose losses are compared; later, Adam amplifies the rounding of exact optimizations: another summing order."""
+"""Number of first steps whose losses are compared: later, Adam amplifies the different rounding of exact ones."""
 _PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
 _OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
 _OF_OTHERS = ("channels-last images",)
