@@ -88,5 +88,5 @@ def put_back(before: Any) -> str:
 
 
 def _loaders_find_main(key: str) -> bool:
-    """Whether the main program may define the object: loader processes import a source from a script, no notebook."""
+    """Whether the main program may define the object; a source only in a script, which loader processes import."""
     return key != "data.source" or os.path.isfile(getattr(sys.modules["__main__"], "__file__", None) or "")

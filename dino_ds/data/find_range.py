@@ -140,7 +140,7 @@ class Sample:
 
 def look_at_values(sources: Sequence[Source], channels: int, max_pixels: int = MAX_PIXELS) -> Sample:
     """Sample at most 64 images of each source, evenly spread, for a run of `channels`. Pixels of files are decoded only
-    where they may be deep or have alpha, and JPEGs are opened only if `channels` is not 3."""
+    where they are deep or have alpha, and JPEGs are opened only if `channels` is not 3."""
     sample = Sample()
     for source in sources:
         if hasattr(source, "read"):

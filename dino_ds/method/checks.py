@@ -107,7 +107,7 @@ def _check_batch_norm(recipe: Recipe, network: Network) -> None:
 
 
 def check_names(terms: Mapping[str, Term]) -> None:
-    """Raise ConfigError if there is no term, or if two terms have a scalar or a statistic of the same name."""
+    """Raise ConfigError if there is no term, or if the name of a term's scalar or statistic is taken already."""
     if not terms:
         raise ConfigError("objective: all weights are 0, those of objective.terms too: give one above 0")
     owners = dict.fromkeys(OF_EVERY_RUN, "every run's metrics") | {f"{name}_loss": f"term {name}'s" for name in terms}

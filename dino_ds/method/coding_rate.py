@@ -78,7 +78,7 @@ def coding_rate(rows: Tensor) -> Tensor:
 
 
 def rate_bounds(width: int, images: int) -> tuple[float, float]:
-    """The coding rate of images that all have the same row, and of images that spread evenly over all dimensions."""
+    """The coding rate of images that all have the same row, and of images spread as evenly as they can be."""
     least, most = (rank * math.log1p(width / (rank * DISTORTION)) / 2 for rank in (1, min(width, images)))
     factor = (images + width) / (images * width)
     return least * factor, most * factor

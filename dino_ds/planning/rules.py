@@ -74,7 +74,7 @@ def epochs(images: int) -> int:
 
 
 def continued_length(images: int) -> int:
-    """Return how many images a run from released weights shows: a quarter of a run from scratch; below a million."""
+    """Images that a run from released weights shows, on fewer than a million: a quarter of those from scratch."""
     return min(max(5_000_000, 25 * images), 500 * images)
 
 

@@ -49,7 +49,7 @@ class Caller:
                 self._stop.request(f"{type(error).__name__} of a callback")
 
     def let_go(self) -> None:
-        """Free the run's memory, which the frames in the traceback of a callback's error would keep alive."""
+        """Free the run's memory: a callback's error would keep it by the frames of the run that called the callback."""
         if self.error is not None and self.error.__traceback__ is not None:
             for frame, _ in traceback.walk_stack(self.error.__traceback__.tb_frame):
                 with suppress(RuntimeError):  # the frame is still running

@@ -166,7 +166,7 @@ class Loop:
             self._end_early()
 
     def _begin_window(self, again: bool = False) -> None:
-        """End a window and begin the next. again: its images were not used, and the next start repeats them."""
+        """End a window and begin the next. again: its images were not used, and the next start begins with them."""
         self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
         if again:

@@ -8,7 +8,7 @@
         slow: {momentum: 0.9995}
 
 `spec` names a dataclass, a subclass of `dino_ds.method.specs.base.TermSpec` or `TeacherSpec`; the keys next to it are
-the fields of this class. A teacher without `spec` is another EMA teacher. Nothing is imported until then.
+the fields of this class. A teacher without `spec` is another EMA teacher. Specs are imported only when needed.
 """
 
 from __future__ import annotations
