@@ -192,8 +192,10 @@ _MOST_VALUE = 1e18
 
 
 def split_words(value: object) -> object:
-    """Split words with commas between them, where YAML gives a list."""
-    return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w) if isinstance(value, str) else value
+    """Split words with commas between them, where YAML gives a list; a number is the only one of a list."""
+    if isinstance(value, str):
+        return tuple(w for w in re.split(r"[,\s]+", value.strip("[]() ")) if w)
+    return (value,) if isinstance(value, int | float) else value
 
 
 def once(parts: tuple[Any, ...]) -> tuple[Any, ...]:

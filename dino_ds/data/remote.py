@@ -61,7 +61,10 @@ def find_files(pattern: str) -> dict[str, list[int]]:
             return [file for file in await _call(f"{folder}/", "ls", detail=True) if _has_name(file, name)]
         return []
 
-    found = _wait(_retried(pattern, find, _LIST_SECONDS, _LIST_SECONDS))
+    begin = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    with suppress(FileNotFoundError):  # a server that can't be reached is noticed before the long wait for a listing
+        _wait(_retried(begin, lambda: _call(begin, "info"), _OPEN_SECONDS))
+    found = _wait(_retried(pattern, find, _OPEN_SECONDS, _LIST_SECONDS))
     files = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in found}
     return {url: _state(facts) for url, facts in sorted(files.items()) if facts["type"] != "directory"}
 
@@ -215,7 +218,7 @@ async def _retried(url: str, act: Callable[[], Awaitable[Any]], seconds: float, 
         tries += 1
         try:
             async with _driver(url).gate:
-                return await asyncio.wait_for(act(), min(most or _REQUEST_SECONDS, seconds))
+                return await asyncio.wait_for(act(), most or min(_REQUEST_SECONDS, seconds))
         except (DataError, ConfigError, FileNotFoundError):
             raise
         except Exception as error:  # each driver has its own family of errors

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -155,7 +154,8 @@ def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp
     assert server.bytes_sent == sum(remote.file_bytes(index) for index in range(0, IMAGES, 5))
     server.requests.clear()
     assert read(f"{server.url}/indexed").read(1) == local.read(1)
-    assert server.requests - Counter({"/indexed/": 1}) == Counter({"/indexed/index.jsonl": 1, "/indexed/000.tar": 1})
+    files = {path: count for path, count in server.requests.items() if "." in path}
+    assert files == {"/indexed/index.jsonl": 1, "/indexed/000.tar": 1}
 
 
 def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_path):

@@ -180,5 +180,5 @@ def test_from_source_keeps_channels_that_are_given(tmp_path, kind, before, given
     words = ["train", f"--data.root={tmp_path}", f"--run_dir={tmp_path / 'run'}", "--model.backbone=from_source"]
     words += [f"--model.init_from={place}", "--ds_config=ds_configs/zero0_fp32.json", "--crops.local_size=96"]
     words += [f"--model.in_chans={given}"] if given else []
-    spec = cli.prepare(words)[2]["recipe"].model.spec()
+    spec = cli.prepare(*cli.parse(words))[1]["recipe"].model.spec()
     assert spec.in_chans == wanted and spec == replace(STARTS[kind].spec, in_chans=wanted)
