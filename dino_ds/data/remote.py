@@ -58,19 +58,24 @@ def find_files(pattern: str) -> dict[str, list[int]]:
         if glob.has_magic(folder) or "**" in name:
             return [*(await _call(pattern, "glob", detail=True)).values()]
         with suppress(FileNotFoundError):  # once: glob lists a folder twice
-            return [file for file in await _call(f"{folder}/", "ls", detail=True) if _has_name(file, name)]
+            listed = await _call(f"{folder}/", "ls", detail=True)
+            return [file for file in listed if fnmatch.fnmatchcase(os.path.basename(file["name"]), name)]
         return []
 
     begin = re.split(r"[*?[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+
+    async def reach() -> None:
+        try:
+            await _call(begin, "info")
+        except Exception as error:
+            if not _understand(error)[0]:  # a status, even of an error, is an answer
+                raise
+
     with suppress(FileNotFoundError):  # a server that can't be reached is noticed before the long wait for a listing
-        _wait(_retried(begin, lambda: _call(begin, "info"), _OPEN_SECONDS))
+        _wait(_retried(begin, reach, _OPEN_SECONDS))
     found = _wait(_retried(pattern, find, _OPEN_SECONDS, _LIST_SECONDS))
     files = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in found}
     return {url: _state(facts) for url, facts in sorted(files.items()) if facts["type"] != "directory"}
-
-
-def _has_name(file: dict[str, Any], pattern: str) -> bool:
-    return fnmatch.fnmatchcase(os.path.basename(file["name"]), pattern)
 
 
 def find_states(urls: Sequence[str]) -> list[list[int]]:
