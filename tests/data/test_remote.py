@@ -38,7 +38,7 @@ from tests.data.files import encoded, members, photo, png, read
 from tests.data.servers import serving
 from tests.data.test_shards import pack
 from tests.ranks import run_on_ranks
-from tests.run.harness import image_folder, losses_of, train_tiny, whole_tensors
+from tests.run.harness import REPOSITORY, image_folder, losses_of, train_tiny, whole_tensors
 
 SHARDS, IN_SHARD = 12, 3
 IMAGES = SHARDS * IN_SHARD
@@ -297,7 +297,8 @@ def test_two_ranks_whose_server_is_killed_and_returns_learn_as_from_a_copy(tmp_p
 
 
 def _serve_alone(folder, port):
-    process = subprocess.Popen([sys.executable, "-m", "tests.data.servers", str(folder), str(port)])
+    command = [sys.executable, "-m", "tests.data.servers", str(folder), str(port)]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
     while process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return process
