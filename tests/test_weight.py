@@ -10,7 +10,7 @@ import pytest
 from scripts.measures import weigh
 
 CEILINGS = {
-    "package lines": 44_060,  # 724 bought images in buckets, 812 find and curate, 68 two refusals of eval
+    "package lines": 44_050,  # 724 bought images in buckets, 801 find and curate, 68 two refusals of eval
     "package files": 292,  # 3 and 4 for the same
     "test lines": 35_280,
     "recipe keys": 141,  # data.remote_cache_gib

@@ -261,7 +261,7 @@ ARCHIVES = {
 }
 """Ending of files that hold many images -> MODULE:CLASS of the source of several of them: CLASS(files[, part])."""
 REMOTE_ARCHIVES = (".tar", ".parquet")
-"""Those that are read at an address too: CLASS(files[, part], cache_gib=size)."""
+"""Endings of archives that are read at an address too; their CLASS also takes cache_gib, the size of its cache."""
 _USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
 IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
 """The forms of images that data.root takes, in words."""

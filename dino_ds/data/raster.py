@@ -45,7 +45,7 @@ class Format:
     """A kind of image file and its reader."""
 
     name: str
-    """As in `Raster.format`."""
+    """Name of the format, which its `Raster.format` repeats."""
     endings: tuple[str, ...]
     """Endings of file names, the usual one first."""
     is_kind_of: Callable[[bytes], bool]

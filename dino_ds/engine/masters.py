@@ -1,4 +1,4 @@
-"""Where an engine's FP32 master weights lie: the inner layout of each of DeepSpeed's optimizers.
+"""Access to an engine's FP32 master weights, which each of DeepSpeed's optimizers stores in a layout of its own.
 
 `Engine.masters()` returns a list of `Masters`, which can be used without knowing DeepSpeed; `EmaTeacher` averages them.
 Names are those of `named_parameters()`.

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dino_ds.evals.knn import topk_by_groups
+
 Pairs = tuple[np.ndarray, np.ndarray]
 """First and second rows (p,) of pairs."""
 SIDE = 32
@@ -24,8 +26,8 @@ _INNER, _SIZES = 28, (28, 29, 30, 31, 32)
 _ALIKE, _ROUGHLY, _NEIGHBORS = 0.92, 0.65, 10
 """Correlations from which on thumbnails show the same, with their details and of 8 x 8 pixels; neighbors compared."""
 _MOST_BLOCK, _BYTES_OF_A_PAIR = 8192, 64
-_SPARE, _RUN = 6, 16
-"""Candidates in FP32 beyond the neighbors wanted, and columns of which only the largest is looked at first."""
+_SPARE = 6
+"""Candidates in FP32 beyond the neighbors wanted."""
 _ROUNDS = 64
 """Rounds in which the first centers are drawn."""
 _MOST_PASSES, _ENOUGH = 100, 1e-5
@@ -81,7 +83,7 @@ def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np
     for part in bank.parts(bank.block):
         products = queries.float() @ bank.take(part, torch.float32).T
         rows = (products.amax(dim=1) > near[:, -1]).nonzero().flatten()
-        values, columns = _largest(products[rows], wanted)
+        values, columns = topk_by_groups(products[rows], min(wanted, products.shape[1]))
         near[rows], order = torch.cat((near[rows], values), dim=1).topk(wanted)
         places[rows] = torch.cat((places[rows], columns + part.start), dim=1).gather(1, order)
     places = places.sort(dim=1).values
@@ -94,15 +96,6 @@ def nearest_rows(queries: Tensor, bank: Vectors, k: int) -> tuple[np.ndarray, np
         values, order = every.sort(descending=True, stable=True)
         cosines[row], places[row] = values[:wanted], order[:wanted]
     return cosines[:, :k].cpu().numpy(), places[:, :k].cpu().numpy()
-
-
-def _largest(products: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row and their columns: they lie in those k runs of columns whose maxima are largest."""
-    runs = F.pad(products, (0, -products.shape[1] % _RUN), value=-math.inf).unflatten(1, (-1, _RUN))
-    chosen = runs.amax(dim=2).topk(min(k, runs.shape[1])).indices
-    inside = runs.gather(1, chosen[:, :, None].expand(-1, -1, _RUN)).flatten(1)
-    values, order = inside.topk(min(k, inside.shape[1]))
-    return values, chosen.gather(1, order // _RUN) * _RUN + order % _RUN
 
 
 def pairs_of_cosine(vectors: Vectors, threshold: float) -> Iterator[Pairs]:

@@ -34,7 +34,7 @@ def nearest(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_by_product(queries: Tensor, bank: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `nearest`, by dot products instead of cosines; queries (q, d) and bank (m, d) are FP32."""
+    """Find neighbors as `nearest` does, by dot products instead of cosines of FP32 queries (q, d) and bank (m, d)."""
     blocks = list(_search(queries, bank, k))
     return torch.cat([value for value, _ in blocks]), torch.cat([index for _, index in blocks])
 
@@ -48,7 +48,7 @@ def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Ten
         for start in range(0, len(bank), _BANK_ROWS):
             block = bank[start : start + _BANK_ROWS]
             products = torch.mm(rows, block.T, out=scratch[: len(rows) * len(block)].view(len(rows), len(block)))
-            largest, column = _largest(products, min(k, len(block)))
+            largest, column = topk_by_groups(products, min(k, len(block)))
             value, index = torch.cat((value, largest), dim=1), torch.cat((index, column + start), dim=1)
             if start:
                 value, column = value.topk(min(k, value.shape[1]), dim=1)
@@ -56,8 +56,8 @@ def _search(queries: Tensor, bank: Tensor, k: int) -> Iterator[tuple[Tensor, Ten
         yield value, index
 
 
-def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`values.topk(k)` of (q, m) along rows, but faster: the maxima of groups are sorted first."""
+def topk_by_groups(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row of values (q, m), and their columns; faster than `topk`, by maxima of groups."""
     groups = values.shape[1] // _GROUP
     if groups <= k:
         return values.topk(k, dim=1)

@@ -44,7 +44,7 @@ def knn(context: EvalContext) -> dict[str, float]:
 
 
 def _with_neighbors(ks: Sequence[int], images: int) -> list[int]:
-    """Those of `ks` that are at most `images`, the number of training images. Raises DataError if none is."""
+    """Numbers of neighbors in `ks` that `images` training images suffice for. Raises DataError if there is none."""
     if images < min(ks):
         raise DataError(f"{images} training images have no {min(ks)} neighbors: give a smaller --k, or more")
     return [k for k in ks if k <= images]

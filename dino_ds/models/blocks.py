@@ -75,7 +75,7 @@ class ActivatedLinear(nn.Linear):
         return self.activated_linear(x, value, self.weight, self.bias)
 
     def activated_linear(self, x: Tensor, value: Tensor | None, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As `forward`, with the given weight and bias."""
+        """Compute `forward` with this weight and bias instead of the layer's."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return F.linear(_activate(x, value, self.swiglu), weight, bias)
         out: Tensor = _ActivatedLinear.apply(x, weight, bias, value, self.swiglu)

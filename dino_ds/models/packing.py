@@ -23,7 +23,7 @@ class MadeOnce:
         self._kept: dict[Hashable, Any] = {}
 
     def of(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What `make` returned for this key, which must include all that it depends on, also the device."""
+        """The result of `make` for this key; the key must hold all that the result depends on, also the device."""
         if torch.compiler.is_compiling():
             return make()
         if key not in self._kept:
