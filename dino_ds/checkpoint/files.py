@@ -146,33 +146,29 @@ class HostCopies:
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._host.values())
 
-    def reserve(self, files: Files) -> float:
-        """Allocate the memory that is missing; returns the seconds that this takes, close to 0 after the first save."""
-        begun = time.perf_counter()
-        for name, file in files.items():
-            for key, tensor in file.items():
-                key_of_file, host = f"{name}/{key}", self._host.get(f"{name}/{key}")
-                if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
-                    self._host[key_of_file] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return time.perf_counter() - begun
-
     def take(self, files: Files) -> Files:
-        """Copy the tensors as they are now into the memory that `reserve` allocated."""
+        """Copy the tensors as they are now."""
         copies = {
-            name: {key: self._host[f"{name}/{key}"].copy_(t.detach(), non_blocking=True) for key, t in file.items()}
+            name: {key: self._place(f"{name}/{key}", t).copy_(t.detach(), non_blocking=True) for key, t in file.items()}
             for name, file in files.items()
         }
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
 
+    def _place(self, key: str, tensor: Tensor) -> Tensor:
+        host = self._host.get(key)
+        if host is None or host.shape != tensor.shape or host.dtype != tensor.dtype:
+            host = self._host[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return host
+
 
 @dataclass
 class PendingSave:
     """A save that a thread is writing. `number` is its flag in a step; `manifest`, `layout`: see Saving.save.
 
-    bytes: size on all ranks; begun: start by the performance counter; stalled: seconds that training waited, `reserved`
-    of them to allocate host memory, which later saves reuse; records: the written files; error: why writing failed.
+    bytes: size on all ranks; begun: start by the performance counter; stalled: seconds that training waited; records:
+    the written files; error: why writing failed.
     """
 
     number: int
@@ -180,7 +176,6 @@ class PendingSave:
     layout: dict[str, Any]
     bytes: int
     begun: float
-    reserved: float = 0.0
     stalled: float = 0.0
     records: dict[str, FileRecord] = field(default_factory=dict)
     error: OSError | None = None

@@ -39,12 +39,11 @@ _SPARE_FRACTION, _SPARE_BYTES = 0.02, 2**20
 class SaveCost:
     """The cost of the last checkpoint, the same on all ranks.
 
-    stall_seconds: how long training stood still, on the slowest rank; later_stall_seconds: the same in the next saves,
-    whose host memory is already allocated; seconds: time until the commit; bytes: size on all ranks.
+    stall_seconds: how long training stood still, on the slowest rank; seconds: time until the commit; bytes: size on
+    all ranks.
     """
 
     stall_seconds: float
-    later_stall_seconds: float
     seconds: float
     bytes: int
 
@@ -123,7 +122,7 @@ class Saving:
         return self._wait_and_commit(must) + self._background_tasks.wait(must)
 
     def _start(self, files: Files, layout: dict[str, Any], manifest: dict[str, Any], wait: bool) -> list[str]:
-        begun, step, size, reserved = time.perf_counter(), int(manifest["step"]), bytes_of(files), 0.0
+        begun, step, size = time.perf_counter(), int(manifest["step"]), bytes_of(files)
         lines: list[str] = []
         total, problem = self._make_room(step, size)
         if problem:  # older checkpoints may be about to be removed
@@ -132,10 +131,9 @@ class Saving:
             if problem:
                 return lines + self._failed(step, StorageError(problem), must=wait)
         if self._background and not wait:
-            reserved = self.copies.reserve(files)
             files = self.copies.take(files)
         number = self._number = self._number % _NUMBERS + 1
-        self._pending = PendingSave(number, manifest, layout, total, begun, reserved)
+        self._pending = PendingSave(number, manifest, layout, total, begun)
         self._pending.start(
             self._checkpoints.writing_folder(step),
             files,
@@ -191,14 +189,14 @@ class Saving:
                 reason = self._reason(pending, as_os_error(error, self._checkpoints.folder))
         now = time.perf_counter()
         stalled = pending.stalled + now - begun
-        outcomes = distributed.gather_objects((reason, stalled, stalled - pending.reserved, now - pending.begun))
+        outcomes = distributed.gather_objects((reason, stalled, now - pending.begun))
         if reason := outcomes[0][0]:
             return self._failed(pending.step, reason, must)
         self._failures, self._last = 0, pending.manifest
         if folder is not None:
             self._background_tasks.start(folder, pending.step)
-        _, stalls, later, seconds = zip(*outcomes, strict=True)
-        self.cost = SaveCost(max(stalls), max(later), max(seconds), pending.bytes)
+        _, stalls, seconds = zip(*outcomes, strict=True)
+        self.cost = SaveCost(max(stalls), max(seconds), pending.bytes)
         return [Event(f"save     step {pending.step}: {self.cost}", detail=True)]
 
     def _reason(self, pending: PendingSave, error: OSError) -> UserError:

@@ -26,6 +26,7 @@ CHECKOUT = _PACKAGE.parent
 BUCKET_ELEMENTS = 50_000_000
 # Buckets of a small network on several ranks: while one is reduced, the backward pass fills the next.
 REDUCE_BUCKETS = 8
+_REMOVED_LOGGERS = ("mlflow", "comet", "trackio")
 # In a checkout the package's ds_configs is a link to the folder beside the package.
 _SHIPPED = (_PACKAGE / "ds_configs").resolve().parent
 
@@ -56,6 +57,13 @@ def load_ds_config(path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     Raises ConfigError with one line per problem.
     """
     return change_ds_config(_read(find_ds_config(path)), path, overrides)
+
+
+def load_saved_ds_config(path: str) -> tuple[dict[str, Any], list[str]]:
+    """Load the ds_config.json of a run folder; returns it, and the sections of earlier versions that it had."""
+    config = _read(path)
+    removed = [name for name in _REMOVED_LOGGERS if config.pop(name, None)]
+    return change_ds_config(config, path, {}), removed
 
 
 def change_ds_config(config: dict[str, Any], path: str, overrides: Mapping[str, Any]) -> dict[str, Any]:

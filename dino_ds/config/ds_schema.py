@@ -125,12 +125,6 @@ class Wandb(Section):
     team: _Text = option(None, "the entity; default: your own")
 
 
-class Mlflow(Section):
-    enabled: Bool = option(..., "log there")
-    experiment: _Text = option(None, "default dino_ds")
-    tracking_uri: _Text = option(None, "server or file; default: MLflow's own")
-
-
 class DsJson(Section):
     """A ds JSON."""
 
@@ -156,7 +150,6 @@ class DsJson(Section):
     comms_logger: CommsLogger = option(None, "log collectives")
     flops_profiler: FlopsProfiler = option(None, "DeepSpeed's profile of one step")
     wandb: Wandb = option(None, "metrics also go to Weights & Biases (pip install wandb; WANDB_MODE=offline)")
-    mlflow: Mlflow = option(None, "metrics also go to MLflow (pip install mlflow-skinny); DeepSpeed does not read it")
     dino_ds: PerformanceOptions = option(None, "speed of dino_ds's own parts; DeepSpeed does not read it")
 
 

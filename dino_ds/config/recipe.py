@@ -61,7 +61,9 @@ class Recipe(Section):
     length: StageLengthField = option(Length(100, "epochs"), "how long to train: epochs, steps or images")
     log_every: Count = option(10, "steps between lines of metrics", learned=False)
     save_every: AutoLength = option(
-        "auto", "how often to save; 0 steps = only at the end; auto = by what a save costs", learned=False
+        "auto",
+        "how often to save; 0 steps = only at the end; auto = after 5 steps, then every 10 minutes",
+        learned=False,
     )
     keep_checkpoints: Count = option(3, "newest checkpoints that are kept", learned=False)
     keep_every: LengthField = option(

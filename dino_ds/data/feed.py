@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,18 +43,11 @@ class Batch:
     masks: Masks = field(default_factory=dict)
 
 
-class DataTimeout(Exception):
-    """The next batch has not arrived, and the caller gave up waiting. It may be asked for again."""
-
-
 class Feed(Protocol):
     """This rank's micro-batches, without end."""
 
-    def next_unless(self, give_up: Callable[[], bool]) -> Batch:
-        """The next micro-batch. `give_up` is called every few seconds of waiting; if true, DataTimeout is raised.
-
-        Raises DataError if too many images in a row are unreadable, or if loader processes stay dead.
-        """
+    def __next__(self) -> Batch:
+        """The next micro-batch. Raises DataError for too many unreadable images in a row, or dead loader processes."""
         ...
 
     def prefetch(self) -> None:

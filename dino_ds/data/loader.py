@@ -11,7 +11,7 @@ import bisect
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Any
 
@@ -23,7 +23,7 @@ from dino_ds.basics.hashing import crop_seed
 from dino_ds.data.base import Source
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset
 from dino_ds.data.draws import Draws, draws_in
-from dino_ds.data.feed import DataTimeout, Position
+from dino_ds.data.feed import Position
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import (
     automatic_workers,
@@ -142,7 +142,7 @@ class Loader:
         self._sampler = ResumableSampler(len(source), options, start, draws_in(source))
         self._options = worker_options(options.workers)
         self._options["timeout"] = _LOOK_SECONDS if self._options["num_workers"] else 0
-        self._restarted = self._gave_up = False
+        self._restarted = False
         self.notes: list[str] = []
         self._start()
 
@@ -159,16 +159,9 @@ class Loader:
         return self
 
     def __next__(self) -> LoaderBatch:
-        return self.next_unless(lambda: False)
-
-    def next_unless(self, give_up: Callable[[], bool]) -> LoaderBatch:
-        """`Feed.next_unless`; loader processes are restarted once before their failure raises DataError."""
         self._waits_since = time.monotonic()
         while (batch := self._poll(_LOOK_SECONDS)) is None:
             waited = time.monotonic() - self._waits_since
-            if give_up():
-                self._gave_up = True
-                raise DataTimeout
             if self._patience is not None and waited >= self._patience:
                 self._start_again(handle_worker_hang(self._batches, waited))
         return batch
@@ -214,8 +207,6 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers and drop the batches that they have prefetched."""
-        if self._gave_up:
-            kill_workers(self._batches)  # a process that returns no batch may not end when asked to
         stop_workers(self._batches)
         self._batches = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -34,17 +33,13 @@ class DevicePrefetcher:
         return self
 
     def __next__(self) -> Batch:
-        return self.next_unless(lambda: False)
-
-    def next_unless(self, give_up: Callable[[], bool]) -> Batch:
-        """Implements `Feed.next_unless`."""
         if self._stream is None:
-            return self._to_device(self._loader.next_unless(give_up))
+            return self._to_device(next(self._loader))
         ready, self._next = self._next, None
         if isinstance(ready, DataError):
             raise ready
         if ready is None:
-            ready = self._to_device(self._loader.next_unless(give_up))
+            ready = self._to_device(next(self._loader))
         step = torch.cuda.current_stream(self._device)
         step.wait_stream(self._stream)
         masks = (tensor for mask in ready.masks.values() for tensor in mask.values())
@@ -53,7 +48,7 @@ class DevicePrefetcher:
         return ready
 
     def prefetch(self) -> None:
-        """Copy and augment the next batch if it is ready, without waiting. `next_unless` raises its errors."""
+        """Copy and augment the next batch if it is ready, without waiting; `__next__` raises its errors."""
         if self._stream is None or self._next is not None:
             return
         try:

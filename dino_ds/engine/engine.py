@@ -144,10 +144,6 @@ class Engine:
             return Progress.ACCUMULATING
         return Progress.STEPPED if self._engine.was_step_applied() and not skip else Progress.SKIPPED
 
-    def restore_scaler_state(self) -> None:
-        """After SKIPPED: undo what the window did to DeepSpeed's counters and the loss scale."""
-        self._set_dynamic_state(self._before_step["counters"], self._before_step["loss_scaler"] or {})
-
     @property
     def scale_is_exhausted(self) -> bool:
         """After SKIPPED: whether an fp16 gradient has overflowed at the smallest loss scale of the ds config."""

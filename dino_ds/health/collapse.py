@@ -8,13 +8,9 @@ NEAR = 0.02
 """Fraction of ln K within which the entropy counts as 0 or as ln K, and spread below which features count as one."""
 NO_KL = 0.01
 """Fraction of ln K below which the KL says that the teacher gives every image the same target."""
-MOST_CONSTANT = 0.5
-"""Fraction of images of one color above which there is nothing to learn."""
 WINDOWS = 10
 """Consecutive lines of metrics before the alarm: a single batch may come near either bound."""
-_CONSTANT = "constant images"
 _HINTS = {
-    _CONSTANT: "look at the images, with dino-ds look-data, and at data.root",
     "one prototype": "the targets are too sharp for the center to keep up: raise objective.teacher_temp, lower "
     "objective.center_momentum or optimizer.lr",
     "uniform": "the targets are too flat: lower objective.teacher_temp (DINO: 0.04 to 0.07), or optimizer.lr",
@@ -65,18 +61,17 @@ class CollapseAlarm(_Alarm):
         self._most, self._rows, self._balanced = math.log(prototypes), rows, balanced
         self._warmup_steps = warmup_steps
 
-    def look(self, step: int, entropy: float, kl: float, constant: float = 0.0) -> str:
-        """The alarm's line when it starts or ends, else "". Entropy and KL in nats, and `constant`, the fraction of
-        images of one color, are means since the last line of metrics."""
-        kind = _CONSTANT if constant > MOST_CONSTANT else self._kind_of(step, entropy, kl)
+    def look(self, step: int, entropy: float, kl: float) -> str:
+        """The alarm's line when it starts or ends, else "". Entropy and KL in nats are means since the last line of
+        metrics."""
+        kind = self._kind_of(step, entropy, kl)
         whose = "" if self._rows == "image" else f" for every {self._rows}"
         over = f"collapse after step {step}: over{whose}; entropy {entropy:.3f}, KL {kl:.3f}"
         hints = _HINTS | _BALANCED_HINTS if self._balanced else _HINTS
-        alike = f"the teacher gives every {self._rows} the same target"
-        sign = _constant_images(constant) if kind == _CONSTANT else alike
         began = (
-            f"collapse after step {step}: {sign} ({kind}; entropy {entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, "
-            f"for {WINDOWS} lines; DINO, figure 7); {hints.get(kind)}"
+            f"collapse after step {step}: the teacher gives every {self._rows} the same target ({kind}; entropy "
+            f"{entropy:.3f} of {self._most:.3f} nats, KL {kl:.4f}, for {WINDOWS} lines; DINO, figure 7); "
+            f"{hints.get(kind)}"
         )
         return self._report(kind, began, over)
 
@@ -96,16 +91,10 @@ class SpreadAlarm(_Alarm):
         super().__init__()
         self._name, self._warmup_steps = name, warmup_steps
 
-    def look(self, step: int, spread: float, constant: float = 0.0) -> str:
-        """The alarm's line when it starts or ends, else "". `spread` and `constant`, the fraction of images of one
-        color, are means since the last line of metrics."""
+    def look(self, step: int, spread: float) -> str:
+        """The alarm's line when it starts or ends, else "". `spread` is the mean since the last line of metrics."""
         kind = "one feature" if spread < NEAR and step > self._warmup_steps else ""
-        kind = _CONSTANT if constant > MOST_CONSTANT else kind
-        sign = _constant_images(constant) if kind == _CONSTANT else "the student gives every image the same feature"
         measured = f"{self._name} {spread:.3f} of 1"
-        began = f"collapse after step {step}: {sign} ({measured}, for {WINDOWS} lines); {_HINTS.get(kind)}"
+        alike = f"the student gives every image the same feature ({measured}, for {WINDOWS} lines)"
+        began = f"collapse after step {step}: {alike}; {_HINTS.get(kind)}"
         return self._report(kind, began, f"collapse after step {step}: over; {measured}")
-
-
-def _constant_images(share: float) -> str:
-    return f"{share:.0%} of the images are of one color: nothing can be learned from them"

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dino_ds.basics.names import unquoted
-from dino_ds.config.crops import EMA, describe_crops
+from dino_ds.config.crops import EMA
 from dino_ds.config.fields import FEW_IMAGES, MOST_PASSES
 from dino_ds.config.model import ModelSection
 from dino_ds.config.recipe import Recipe
@@ -18,7 +18,7 @@ from dino_ds.data.base import Source
 from dino_ds.engine import distributed
 from dino_ds.errors import one_line
 from dino_ds.health.files import Event
-from dino_ds.method.specs.of_recipe import accumulation_notes, heads_of, teachers_of, terms_of
+from dino_ds.method.specs.of_recipe import accumulation_notes, teachers_of, terms_of
 from dino_ds.run.doors import Chosen
 from dino_ds.run.run import Run
 from dino_ds.run.run_folder import RunFolder
@@ -54,7 +54,6 @@ def announce(run: Run, folder: RunFolder, chosen: Chosen, settings: Given | None
     details = [
         f"batch    global batch {batch} = micro-batch {given_batch[0]} x accumulation {given_batch[1]} x ranks "
         f"{given_batch[2]}; {run.options.epoch_steps} steps an epoch",
-        *_objective_lines(recipe),
         f"engine   ZeRO {config.stage}, {config.precision}, {device}",
         *([f"chosen   {chosen.said}"] if chosen.said else []),
     ]
@@ -149,36 +148,6 @@ def slow_teachers(recipe: Recipe, steps: int) -> list[str]:
                 f"{faster} or less) or train longer"
             )
     return warnings
-
-
-def _objective_lines(recipe: Recipe) -> list[str]:
-    """Return lines about crops and masks, heads, loss terms and teachers."""
-    crops, terms = recipe.crops, terms_of(recipe)
-    masks = ""
-    if crops.mask != "none":
-        low, high = crops.mask_ratio
-        masks = f"; {crops.mask} masks of {crops.mask_share:.0%} of the global ones hide {low:.0%} to {high:.0%} each"
-    heads = [
-        f"{name} {head.prototypes} prototypes ({head.layers} layers of {head.hidden}, bottleneck {head.bottleneck})"
-        for name, head in heads_of(recipe).items()
-    ]
-    targets = dict.fromkeys(term.targets for term in terms if term.targets)
-    weighted = " + ".join(f"{term.weight} x {term.name}" for term in terms)
-    return [
-        f"crops    {_sizes_in_words(recipe)}{masks}",
-        *([f"heads    {', '.join(heads)}"] if heads else []),
-        f"terms    {weighted}{'; targets by ' if targets else ''}{', '.join(targets)}",
-        *(line for term in terms for line in term.describe(recipe)),
-        *(line for teacher in teachers_of(recipe) for line in teacher.describe()),
-    ]
-
-
-def _sizes_in_words(recipe: Recipe) -> str:
-    """Describe the crops: "2x224 + 8x96", or such as "2x224 + 8x96 in 60% of the steps, 2x448 + 8x192 in 40%"."""
-    several = [(describe_crops(recipe.groups_of(resolution)), resolution.share) for resolution in recipe.resolutions]
-    if len(several) == 1:
-        return several[0][0]
-    return ", ".join(f"{text} in {share:.0%}{' of the steps' * (n == 0)}" for n, (text, share) in enumerate(several))
 
 
 def closing_lines(run: Run, model: ModelSection) -> list[str]:

@@ -81,9 +81,8 @@ class BadSteps:
         """
         run, step = self._run, self._run.step
         run.state.skipped_steps += 1
-        mine = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
-        all_mine = [name for _, names in window for name in names]
-        by_rank = distributed.gather_objects((mine, all_mine))
+        bad = [name for out, names in window if not torch.isfinite(out.loss) for name in names]
+        by_rank = distributed.gather_objects((bad, [name for _, names in window for name in names]))
         ranks = [rank for rank, (names, _) in enumerate(by_rank) if names]
         if not ranks and step.engine.config.dynamic_loss_scale:
             if step.engine.scale_is_exhausted:
@@ -95,31 +94,24 @@ class BadSteps:
             self._log.info(Event(line, "overflow", detail=True))
             return
         self._in_a_row += 1
-        names = {rank: by_rank[rank][0] or by_rank[rank][1] for rank in ranks or range(len(by_rank))}
-        self._record(names, "loss" if ranks else "gradient")
-        culprits = [name for names, _ in by_rank for name in names]
+        quantity = "loss" if ranks else "gradient"
+        images = [name for bad, names in by_rank for name in (bad if ranks else names)]
+        ranks = ranks or [*range(len(by_rank))]
+        if distributed.rank() == 0:
+            about = {"step": step.applied_steps, "in_a_row": self._in_a_row, "what": quantity}
+            append_line(run.path / _FILE, json.dumps({**about, "ranks": ranks, "images": images}))
         reason = (
-            f"the loss is NaN or infinite on {_shorten(culprits)}" if culprits else "the gradient is NaN or infinite"
+            f"the {quantity} is NaN or infinite after step {step.applied_steps}, on images of ranks "
+            f"{', '.join(map(str, ranks))}: {_shorten(images)}"
         )
-        if culprits and len(by_rank) > 1:
-            reason += f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
-        reason = f"{reason}, after step {step.applied_steps}"
         self._log.info(
-            Event(f"{reason}: nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite")
+            Event(f"{reason}; nothing moved ({self._in_a_row} in a row; {_MOST} stop the run)", "not finite")
         )
         if self._in_a_row >= _MOST:
             raise NumericError(
                 f"{reason}, {_MOST} times in a row; checkpoints in {run.path} are from before. Look at the images "
                 f"in {run.path / _FILE}, lower optimizer.lr, or use a bf16 or fp32 ds config"
             )
-
-    def _record(self, names: dict[int, list[str]], quantity: str) -> None:
-        """Write a line for each rank in `names`: those with a non-finite loss, or all if only the gradient is."""
-        if distributed.rank() == 0:
-            common = {"step": self._run.step.applied_steps, "in_a_row": self._in_a_row}
-            for rank, images in names.items():
-                record = {**common, "rank": rank, "what": quantity, "images": images}
-                append_line(self._run.path / _FILE, json.dumps(record))
 
 
 def _shorten(names: list[str], most: int = 4) -> str:

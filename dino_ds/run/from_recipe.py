@@ -1,19 +1,14 @@
-"""Takes from a recipe what the training loop needs: plain values, and a micro-batch of NaN. Checks for lengths beyond
-the run's, once the steps of an epoch are known."""
+"""Takes from a recipe what the training loop needs: plain values. Checks for lengths beyond the run's, once the
+steps of an epoch are known."""
 
 from __future__ import annotations
 
 import itertools
 
-import torch
-
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.base import Joined, Source
-from dino_ds.data.masks import synthetic_masks
 from dino_ds.errors import ConfigError
 from dino_ds.method.specs.of_recipe import heads_of, terms_of
-from dino_ds.method.step import Inputs
-from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.run import LoopOptions
 
 
@@ -38,17 +33,6 @@ def loop_options(
         predicted_gib=predicted_gib,
         part_ends=dict(zip((part.place for part in parts), ends, strict=True)),
     )
-
-
-def nan_inputs(recipe: Recipe, images: int, device: torch.device) -> Inputs:
-    """A micro-batch of NaN in the shapes of a real one: all ranks skip its window, and no weight changes."""
-    channels = recipe.model.in_chans
-    crops = {
-        group.name: [torch.full((images, channels, group.size, group.size), torch.nan, device=device)] * group.count
-        for group in recipe.groups
-    }
-    indices = torch.zeros(images, dtype=torch.long, device=device)
-    return Inputs(crops, sample_keys(recipe.seed, 0, indices), synthetic_masks(recipe, images, device))
 
 
 def check_lengths(recipe: Recipe, epoch_steps: int, last_step: int) -> list[str]:

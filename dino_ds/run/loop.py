@@ -7,18 +7,17 @@ from contextlib import closing
 
 from torch import Tensor
 
-from dino_ds.data.feed import Batch, DataTimeout, Feed
+from dino_ds.data.feed import Batch, Feed
 from dino_ds.engine import distributed
 from dino_ds.engine.engine import Progress
 from dino_ds.errors import STOPPED, NumericError, Stopped
 from dino_ds.health.beat import Beat
-from dino_ds.health.files import Event
 from dino_ds.method.step import Inputs, MicroStep
 from dino_ds.models.drop_path import sample_keys
 from dino_ds.run.bad_images import BadSteps, constant_images, part_shares
 from dino_ds.run.reports import Reports
 from dino_ds.run.run import AtStep, Moment, Run
-from dino_ds.run.saver import HOURS_BETWEEN_FAILURES, SaveClock, Saver
+from dino_ds.run.saver import SaveClock, Saver
 from dino_ds.run.stop import StopRequests
 
 
@@ -31,12 +30,9 @@ class Loop:
         self._reports = Reports(run, saver)
         self._bad_steps = BadSteps(run)
         self._clock = self._reports.clock
-        options, start = run.options, run.step.applied_steps
-        self._saves = SaveClock(options.save_every, start, options.epoch_steps, HOURS_BETWEEN_FAILURES)
+        self._saves = SaveClock(run.options.save_every, run.step.applied_steps)
         self._window: list[tuple[MicroStep, list[str], Tensor, list[Tensor]]] = []
-        self._ahead: list[tuple[Batch | None, Inputs]] = []
-        self._window_start = run.state.position
-        self._data_timed_out = False
+        self._ahead: list[tuple[Batch, Inputs]] = []
 
     def run(self, open_feed: Callable[[], Feed]) -> None:
         """Train to the last step. Raises SystemExit(75) after a stop on request, with everything saved."""
@@ -79,24 +75,16 @@ class Loop:
                 step.prepare([inputs for _, inputs in self._ahead])
         self._beat.enter("step", step.applied_steps)
         batch, inputs = self._ahead.pop(0)
-        out = self._train(batch, inputs, feed) if batch else step.micro_batch(inputs)
+        out = self._train(batch, inputs, feed)
         if out.progress is Progress.SKIPPED:
             self._after_skip()
         elif out.progress is Progress.STEPPED:
-            assert batch is not None  # a window of NaN is never applied
-            self._after_step(out, batch)
+            self._after_step(out)
 
-    def _next(self, feed: Feed) -> Batch | None:
-        """The next micro-batch, or None if it does not come and a stop was requested."""
+    def _next(self, feed: Feed) -> Batch:
         self._beat.enter("data", self._run.step.applied_steps)
-        if self._data_timed_out:
-            return None
         with self._clock.waiting():
-            try:
-                batch = feed.next_unless(self._stop.requested_anywhere)
-            except DataTimeout:
-                self._data_timed_out = True
-                return None
+            batch = next(feed)
         self._reports.images.loaded(batch.bad, feed.take_notes())
         return batch
 
@@ -108,17 +96,10 @@ class Loop:
         run.advance()
         return out
 
-    def _inputs(self, batch: Batch | None) -> Inputs:
-        """The part of a batch that the training step takes.
-
-        Without a batch it is NaN: all ranks then skip this window, change no weight, and agree on the stop; otherwise
-        other ranks would wait for this rank's gradient until its data come.
-        """
-        if batch is None:
-            return self._run.nan_inputs()
+    def _inputs(self, batch: Batch) -> Inputs:
         return Inputs(batch.crops, sample_keys(self._run.options.seed, batch.epoch, batch.indices), batch.masks)
 
-    def _after_step(self, out: MicroStep, batch: Batch) -> None:
+    def _after_step(self, out: MicroStep) -> None:
         run, done = self._run, self._run.step.applied_steps
         for micro, _, constant, shares in self._window:
             self._reports.trained(micro, constant, shares)
@@ -128,7 +109,6 @@ class Loop:
         if self._beat.stop_reason:  # the monitor has seen RUN/stop, or the end of the launcher
             run.step.flags.set("stop")
         self._log.info(*self._saver.saving.poll())
-        self._settle_save_interval()
         self._log.progress(done, run.options.last_step)
         last = done == run.options.last_step
         if last or done % run.options.log_every == 0:
@@ -150,14 +130,9 @@ class Loop:
 
     def _after_skip(self) -> None:
         run, window = self._run, self._window
-        answers = distributed.gather_objects((bool(self._stop.why), self._data_timed_out))
-        timed_out = any(late for _, late in answers)
-        self._begin_window(again=timed_out)
-        if timed_out:
-            run.step.engine.restore_scaler_state()
-        else:
-            self._bad_steps.report([(out, names) for out, names, *_ in window])
-        if timed_out or any(asked for asked, _ in answers):
+        self._begin_window()
+        self._bad_steps.report([(out, names) for out, names, *_ in window])
+        if any(distributed.gather_objects(bool(self._stop.why))):
             self._saver.check_folder()
             if run.step.applied_steps > self._saver.saved_step:
                 self._save(wait=True)
@@ -165,13 +140,9 @@ class Loop:
                 self._log.info(*self._saver.saving.finish(must=True))
             self._end_early()
 
-    def _begin_window(self, again: bool = False) -> None:
-        """End a window and begin the next. again: its images were not used, and the next start begins with them."""
+    def _begin_window(self) -> None:
         self._beat.warm = True  # the limits of a process that has warmed up apply
         self._window = []
-        if again:
-            self._run.state.position = self._window_start
-        self._window_start = self._run.state.position
 
     def _run_if_due(self, task: AtStep | None, last: bool) -> bool:
         """Run a task if it is due; returns False if a stop was requested before its end."""
@@ -198,11 +169,6 @@ class Loop:
         with self._clock.paused():
             self._reports.images.report_unreadable()
             self._log.info(*self._saver.save(wait))
-
-    def _settle_save_interval(self) -> None:
-        cost = self._saver.saving.cost
-        if cost is not None and (line := self._saves.settle(cost.later_stall_seconds, distributed.gather_objects)):
-            self._log.info(Event(f"saves    {line}", detail=True))
 
     def _end_early(self) -> None:
         """End the run after a stop request: raises SystemExit(75)."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,8 +93,8 @@ class Logger(NamedTuple):
 class RunLog:
     """Writes the growing files of a run folder, and the console.
 
-    On a resume at `step`, lines of later steps are removed first: they will be written again. `loggers`, by name, get
-    the numbers too; a logger that fails is dropped. `tell` is called with every line of metrics.jsonl.
+    On a resume at `step`, lines of later steps are removed first: they will be written again. `logger` gets the numbers
+    too; a logger that fails is dropped. `tell` is called with every line of metrics.jsonl.
     verbose: whether the console shows details too.
     """
 
@@ -103,11 +102,11 @@ class RunLog:
         self,
         run_dir: Path,
         step: int,
-        loggers: Mapping[str, Logger] = MappingProxyType({}),
+        logger: Logger | None = None,
         tell: Callable[[dict[str, Any]], None] | None = None,
         verbose: bool = False,
     ) -> None:
-        self._loggers, self._tell, self._verbose = dict(loggers), tell, verbose
+        self._logger, self._tell, self._verbose = logger, tell, verbose
         self._file, self._text, self._events, self._board = None, None, None, None
         self._bar: tqdm[Any] | None = None
         self._lost: set[str] = set()
@@ -136,7 +135,7 @@ class RunLog:
                 self._append(self._events, event.record)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the loggers."""
+        """Write an object with a "step" into metrics.jsonl, and its numbers to TensorBoard and the logger."""
         if self._file is None:
             return
         rounded = {name: _rounded(value) for name, value in record.items()}
@@ -145,12 +144,12 @@ class RunLog:
             if name != "step" and isinstance(value, (int, float)):
                 self._show("add_scalar", name, value, record["step"])
         numbers = {name: v for name, v in rounded.items() if name != "step" and isinstance(v, (int, float))}
-        for name, logger in list(self._loggers.items()):
+        if self._logger is not None:
             try:
-                logger.write(numbers, record["step"])
+                self._logger.write(numbers, record["step"])
             except Exception as error:  # of any package or network: training goes on
-                del self._loggers[name]
-                self.info(f"warning  {name} takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
+                self._logger = None
+                self.info(f"warning  wandb takes no more metrics: {one_line(error)}; metrics.jsonl has them all")
         if self._tell is not None:
             self._tell(rounded)
 
@@ -193,9 +192,9 @@ class RunLog:
         self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        for logger in self._loggers.values():
+        if self._logger is not None:
             with suppress(Exception):
-                logger.close()
+                self._logger.close()
         for thing in (self._bar, self._file, self._text, self._events, self._board):
             if thing is not None:
                 with suppress(OSError):

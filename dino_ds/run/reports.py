@@ -116,12 +116,10 @@ class Reports:
         }
 
     def _ask_alarms(self, record: dict[str, Any]) -> list[str]:
-        """Lines of the collapse alarms; only the first alarm gets the share of images of a single color."""
-        told = [record["constant_images"], *[0.0] * len(self._collapse)]
-        lines = []
-        for (names, alarm), constant in zip(self._collapse, told, strict=False):
-            look: Callable[..., str] = alarm.look
-            lines.append(look(record["step"], *(record[name] for name in names), constant=constant))
+        looks: list[tuple[tuple[str, ...], Callable[..., str]]] = [
+            (names, alarm.look) for names, alarm in self._collapse
+        ]
+        lines = [look(record["step"], *(record[name] for name in names)) for names, look in looks]
         return [line for line in lines if line]
 
     def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:

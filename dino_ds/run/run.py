@@ -14,7 +14,7 @@ import torch
 
 from dino_ds.data.feed import Position
 from dino_ds.engine import distributed
-from dino_ds.method.step import Inputs, TrainingStep
+from dino_ds.method.step import TrainingStep
 from dino_ds.method.teacher import Teacher
 from dino_ds.run.metrics import RunLog
 
@@ -120,7 +120,7 @@ class LoopOptions:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run. `nan_inputs` makes a micro-batch that every rank skips."""
+    """The parts of a run."""
 
     path: Path
     options: LoopOptions
@@ -129,7 +129,6 @@ class Run:
     evaluations: AtStep | None
     pictures: AtStep | None
     log: RunLog
-    nan_inputs: Callable[[], Inputs]
 
     def advance(self) -> None:
         """Advance the position by one micro-batch of every rank."""

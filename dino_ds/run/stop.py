@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -91,9 +90,6 @@ class StopRequests:
                 self._nothing_to_save(name)
                 _leave(STOPPED)
             self.request(name)
-            # For ranks that wait for data: this rank's main thread may be waiting for them, and never set its flag.
-            with suppress(RuntimeError):
-                set_store_flag(self._name)
         elif self._again():
             self._at_once(128 + number, f"ended at once by {self._signal} and {name}; what was not saved is lost")
             _leave(128 + number)

@@ -24,7 +24,7 @@ from dino_ds.data import loader as loader_module
 from dino_ds.data import workers as workers_module
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.batches import LoaderBatch, LoaderOptions, MultiCropDataset, augmented_crops
-from dino_ds.data.feed import DataTimeout, Position
+from dino_ds.data.feed import Position
 from dino_ds.data.loader import Loader, ResumableSampler, steps_per_epoch
 from dino_ds.data.multicrop import MultiCrop
 from dino_ds.data.workers import automatic_workers
@@ -280,14 +280,11 @@ class Stuck(Noise):
 
 @pytest.mark.slow
 def test_a_loader_that_hangs_is_seen_started_again_and_given_up(monkeypatch):
-    """Who waits may also give up before."""
     import psutil
 
     monkeypatch.setattr(loader_module, "_LOOK_SECONDS", 0.1)
     loader = Loader(Stuck(8), CROPS, LoaderOptions(global_batch=8, micro_batch=8, workers=1, patience=0.5), START)
     assert loader.next_if_ready() is None
-    with pytest.raises(DataTimeout):
-        loader.next_unless(lambda: True)
     first = _workers(loader)
     with pytest.raises(DataError, match=r"loader processes \d+ gave no batch for \d+ s.*after a restart"):
         next(loader)

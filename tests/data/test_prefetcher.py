@@ -12,7 +12,6 @@ import torch
 from dino_ds.config.crops import all_crops
 from dino_ds.data import prefetcher as feed_module
 from dino_ds.data.batches import LoaderOptions, augmented_crops
-from dino_ds.data.feed import DataTimeout
 from dino_ds.data.loader import Loader
 from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.errors import DataError
@@ -59,9 +58,7 @@ class Recorder:
         monkeypatch.setattr(feed_module, "to_device", self.to_device)
         self.prefetcher = DevicePrefetcher(self, torch.device("cuda", 0))
 
-    def next_unless(self, give_up):
-        if give_up():
-            raise DataTimeout
+    def __next__(self):
         self.did.append("wait")
         return next(self.batches)
 
@@ -103,12 +100,6 @@ def test_a_batch_that_is_late_is_waited_for_after_the_step_is_launched(monkeypat
         assert (
             got == number and did[:2] == ["wait", f"augment {number} on side"] and did[-2:] == ["backward", "optimizer"]
         )
-    with pytest.raises(DataTimeout):
-        recorder.prefetcher.next_unless(lambda: True)
-    assert recorder.step()[0] == 3
-    recorder.ready = True
-    recorder.step()
-    assert recorder.prefetcher.next_unless(lambda: True).number == 5  # it is there: nothing to give up
 
 
 def test_an_error_of_the_next_batch_lets_this_step_end(monkeypatch):

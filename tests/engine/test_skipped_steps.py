@@ -139,23 +139,3 @@ def _overflow_for_ever():
 def test_a_loss_scale_that_cannot_fall_any_more_is_told():
     """From 4 to 1; what follows overflows at 1. tests/faults has the error that a run makes of it."""
     assert run_on_ranks(_overflow_for_ever, world=1)[0] == [(2.0, False), (1.0, False), (1.0, True), (1.0, True)]
-
-
-def _skip_and_forget(stage):
-    step = build_step(ds_config(stage, "fp16", BATCH, 2, fp16_settings={"initial_scale_power": 2, "hysteresis": 1}))
-    run_windows(step, 0, 2, BATCH)
-    before = step.engine.state().layout
-    for _ in range(2):
-        views = crops(torch.arange(2) + 2 * distributed.rank())
-        views["global"][0][:] = float("nan")
-        out = step.micro_batch(Inputs(views))
-    moved = step.engine.state().layout != before
-    step.engine.restore_scaler_state()
-    return out.progress is Progress.SKIPPED, moved, step.engine.state().layout == before
-
-
-@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_a_skip_can_be_forgotten_whole(stage):
-    """For a window that was spoilt to stop: counters and loss scale are saved as they were before it."""
-    found = run_on_ranks(_skip_and_forget, stage)
-    assert found[0] == (True, True, True) and all(skipped and same for skipped, _, same in found)

@@ -65,7 +65,6 @@ def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
     for steps, resume in ((1, False), (3, True)):
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
     assert read_metrics(run)[-1]["gram_loss"] > 0
-    assert f"gram     weight 2; teacher {trained / name}; it sees the global crops at 48 pixels" in log_of(run)
     kept = {key: t for key, t in whole_tensors(run, 3).items() if key.startswith("teachers.gram.")}
     assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
     if ds == "zero3_fp32.json":

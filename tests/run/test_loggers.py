@@ -1,21 +1,17 @@
-"""Weights & Biases offline and MLflow in a folder have every number of metrics.jsonl, over a resume too; what
-fails does not stop training."""
+"""Weights & Biases offline has every number of metrics.jsonl, over a resume too; what fails does not stop training."""
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 import sys
 
 import pytest
 
 from dino_ds.errors import ConfigError
-from dino_ds.run.loggers import open_loggers
+from dino_ds.run.loggers import open_logger
 from dino_ds.run.metrics import RunLog
 from tests.run.harness import image_folder, read_metrics, train_tiny
-
-RUN_ID = "0123456789abcdef"
 
 
 def _numbers(folder):
@@ -83,53 +79,6 @@ def test_offline_wandb_has_every_number_and_a_resume_goes_on(root, tmp_path, mon
     assert _wandb_history(run) == _numbers(run)
 
 
-@pytest.mark.slow
-def test_mlflow_has_every_number(root, tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    where = (tmp_path / "store").as_uri()
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder is for trials: MLflow wants a server
-    sections = _config(mlflow={"enabled": "true", "experiment": "mine", "tracking_uri": where})
-    run = tmp_path / "run"
-    for last in (2, 3):
-        assert train_tiny(root, run, max_steps=last, resume="auto", ds_changes=sections) is None
-    client = mlflow.MlflowClient(where)
-    experiment = client.get_experiment_by_name("mine")
-    (logged,) = client.search_runs([experiment.experiment_id])
-    wanted = _numbers(run)
-    for name in wanted[1]:
-        history = {metric.step: metric.value for metric in client.get_metric_history(logged.info.run_id, name)}
-        assert history == {step: values[name] for step, values in wanted.items() if name in values}
-
-
-def test_an_mlflow_that_does_not_answer_is_refused_soon_with_the_cause(tmp_path, monkeypatch, capsys):
-    mlflow = pytest.importorskip("mlflow")
-    limits = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
-    for name in limits:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
-
-    def start(uri):
-        with pytest.raises(ConfigError) as refused:
-            open_loggers({"mlflow": {"enabled": True, "tracking_uri": uri}}, tmp_path, RUN_ID)
-        return str(refused.value)
-
-    before = mlflow.get_tracking_uri()
-    try:
-        monkeypatch.setenv(limits[0], "0")  # the user's own
-        assert "Connection refused; set it up" in start("http://me:secret@127.0.0.1:9")
-        assert os.environ[limits[0]] == "0" and limits[1] not in os.environ
-        assert "mlflow   connecting to 127.0.0.1:9\n" in capsys.readouterr().err
-        monkeypatch.delenv(limits[0])
-        tried = []
-        monkeypatch.setattr(mlflow, "set_experiment", lambda _: tried.extend(map(os.environ.get, limits)) or 1 / 0)
-        start("http://127.0.0.1:9")
-        assert tried == ["2", "10"] and not os.environ.keys() & limits
-        monkeypatch.undo()
-        assert "MLFLOW_ALLOW_FILE_STORE=true" in start((tmp_path / "store").as_uri())
-    finally:
-        mlflow.set_tracking_uri(before)
-
-
 class _Broken:
     def __init__(self):
         self.asked = 0
@@ -144,7 +93,7 @@ class _Broken:
 
 def test_a_service_that_fails_is_left_out_once_and_training_goes_on(tmp_path, capsys):
     broken = _Broken()
-    log = RunLog(tmp_path, 0, {"wandb": broken})
+    log = RunLog(tmp_path, 0, broken)
     for step in (1, 2):
         log.write({"step": step, "loss": 1.5})
     log.close()
@@ -158,7 +107,7 @@ def test_what_can_t_be_used_is_refused_before_the_run_begins(root, tmp_path, mon
     for section, message in (
         (_config(wandb={"enabled": "true"}), "the ds JSON's section wandb needs a package: pip install wandb"),
         (_config(wandb={"enabled": "yes"}), "--ds.wandb.enabled"),
-        (_config(comet={"enabled": "true"}), "a callback of dino_ds.train"),
+        (_config(mlflow={"enabled": "true"}), "a callback of dino_ds.train"),
         (_config(csv_monitor={"enabled": "true"}), "metrics.jsonl"),
     ):
         try:
@@ -168,9 +117,9 @@ def test_what_can_t_be_used_is_refused_before_the_run_begins(root, tmp_path, mon
         assert said is not None and message in said
         assert not (tmp_path / "run").exists()
     monkeypatch.setattr("dino_ds.run.loggers.find_spec", lambda name: name)
-    monkeypatch.setattr("dino_ds.run.loggers._OPENERS", {"wandb": _fails})
+    monkeypatch.setattr("dino_ds.run.loggers._open_wandb", _fails)
     with pytest.raises(ConfigError, match="wandb does not start: no key; set it up"):
-        open_loggers({"wandb": {"enabled": True}}, tmp_path, RUN_ID)
+        open_logger({"enabled": True}, tmp_path, "0123456789abcdef")
 
 
 def _fails(*given):

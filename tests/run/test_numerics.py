@@ -71,7 +71,7 @@ def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
         assert moved == []
         if kind == "nan":
             assert bad == 3
-            assert f"(rank 1), after step {GOOD_STEPS}, 3 times in a row" in message
+            assert f"the loss is NaN or infinite after step {GOOD_STEPS}, on images of ranks 1: " in message
             assert "bad_batches.jsonl" in message
         else:
             assert 3 < bad < 10  # the scale is halved from 16 to its minimum of 1
@@ -79,8 +79,8 @@ def test_bad_numbers_stop_the_run_and_move_nothing(ds, kind, tmp_path):
     assert [step for step, _ in losses_of(run)] == list(range(1, GOOD_STEPS + 1))
     if kind == "nan":
         lines = [json.loads(line) for line in (run / "bad_batches.jsonl").read_text().splitlines()]
-        assert [(line["step"], line["rank"], line["in_a_row"], line["what"]) for line in lines] == [
-            (GOOD_STEPS, 1, n, "loss") for n in (1, 2, 3)
+        assert [(line["step"], line["ranks"], line["in_a_row"], line["what"]) for line in lines] == [
+            (GOOD_STEPS, [1], n, "loss") for n in (1, 2, 3)
         ]
         assert all(len(line["images"]) == 4 and line["images"][0].endswith(".png") for line in lines)
 

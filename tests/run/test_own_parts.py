@@ -54,9 +54,6 @@ def test_they_are_in_log_metrics_report_and_resume(tmp_path, ds, changes):
     whole, again = whole_tensors(straight, 4), whole_tensors(resumed, 4)
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
     log = log_of(straight)
-    ours = "" if changes else "1 x dino + "
-    assert f"terms    {ours}0..0.5 over 4 steps x variance" in log
-    assert "teacher  slow: another EMA of the student, momentum 0.9 to 0.8; it sees global" in log
     assert changes or re.search(r"loss \d+\.\d+ \(dino \d+\.\d+, variance \d+\.\d+\), ", log)
     lines = [line for line in read_metrics(straight) if "loss" in line]
     assert [line["slow_momentum"] for line in lines] == pytest.approx([0.9, 0.875, 0.85, 0.825])

@@ -43,8 +43,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(place: Path, tmp_path: Path) -> Path:
-    """The run of 3 steps, in another place than it was made."""
-    return shutil.copytree(place / "runs/cut", tmp_path / "moved")
+    """The run of 3 steps, in another place than it was made, with a section of earlier versions in its ds JSON."""
+    moved = shutil.copytree(place / "runs/cut", tmp_path / "moved")
+    ds = json.loads((moved / "ds_config.json").read_text())
+    (moved / "ds_config.json").write_text(json.dumps(ds | {"mlflow": {"enabled": True}}))
+    return moved
 
 
 @pytest.mark.parametrize("resume", ["--resume", "--resume=3"])
@@ -53,6 +56,7 @@ def test_a_run_goes_on_by_its_own_files_from_any_folder(place: Path, cut: Path, 
     assert train_in(place / "elsewhere", ["--run_dir", str(cut), resume]) is None
     assert losses_of(cut) == losses_of(place / "runs/whole")
     assert f"note     data.root images is {place}/images: {cut} was started in {place}" in log_of(cut)
+    assert "ds_config.json), without mlflow: bf16, ZeRO 1" in log_of(cut)
     assert "engine   ZeRO 1, bf16" in log_of(cut).rpartition("images   ")[2]
 
 

@@ -8,17 +8,11 @@ import pty
 import signal
 import sys
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from dino_ds.data.feed import DataTimeout
-from dino_ds.data.prefetcher import DevicePrefetcher
 from dino_ds.evals import linear
 from dino_ds.health.beat import Beat
-from dino_ds.health.records import Heartbeats
 from dino_ds.method.step import TrainingStep
 from dino_ds.run.caller import CallersStopRequests
 from dino_ds.run.metrics import RunLog
@@ -26,11 +20,8 @@ from dino_ds.run.stop import StopRequests
 from tests.faults import inject, jobs
 from tests.ranks import run_on_ranks
 from tests.run.harness import (
-    REPOSITORY,
     image_folder,
     log_of,
-    losses_of,
-    read_manifest,
     read_metrics,
     train_tiny,
 )
@@ -39,50 +30,6 @@ from tests.run.harness import (
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     return image_folder(tmp_path_factory.mktemp("images"), 24, 3)
-
-
-class Stuck:
-    """Images of noise; those after the fourth step don't come on rank 1 while there is a file "stuck", as from a disk
-    that does not answer."""
-
-    def __init__(self, root):
-        self._stuck, self._loaded = Path(root) / "stuck", 0
-
-    def __len__(self):
-        return 24
-
-    def load(self, index):
-        self._loaded += 1
-        while self._loaded > 4 * 4 and self._stuck.exists() and os.environ["RANK"] == "1":
-            time.sleep(0.2)
-        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (40, 48, 3), dtype=np.uint8))
-
-    def name(self, index):
-        return f"noise/{index}"
-
-
-def _soon_done(rank):
-    """torch gives a loader process that does not end half a second, not five."""
-    import torch.utils.data._utils as loading
-
-    loading.MP_STATUS_CHECK_INTERVAL = 0.5
-
-
-def test_a_rank_whose_images_do_not_come_holds_nobody_up(tmp_path):
-    """All save the step that all have done."""
-    root = tmp_path / "images"
-    root.mkdir()
-    here = {"PYTHONPATH": str(REPOSITORY)}
-    ours, changes = tmp_path / "ours", {"data.source": f"{__name__}:Stuck", "data.workers": "1"}
-    (root / "stuck").touch()
-    job = jobs.start(ours, root, changes=changes, fault=_soon_done, environment=here)
-    job.wait_for_steps(ours, 4)
-    job.wait_for(lambda: any(beat.seconds_since_progress > 1.5 for beat in Heartbeats(ours).read()))
-    job.signal(0, signal.SIGUSR1)  # it waits in a collective for rank 1
-    outcome = job.wait(120)
-    assert outcome.codes == [75, 75] and outcome.orphans == [] and outcome.errors == []
-    saved = losses_of(ours)[-1][0]
-    assert f"stopped  by SIGUSR1 (rank 0) at step {saved}; saved step {saved}." in outcome.text
 
 
 def _steps_of_this_process():
@@ -132,42 +79,6 @@ def test_a_forwarded_signal_is_no_second_one(images, tmp_path):
     fault = inject.both(inject.forwarded_within(60), twice)
     outcome = jobs.start(tmp_path / "run", images, fault=fault, changes={"length": "100000 steps"}).wait(120)
     assert outcome.codes == [75, 75] and outcome.errors == []
-
-
-def _give_up_waiting(root, run, changes, ds_changes):
-    """After step 5 rank 1's next images do not come, and it is asked to stop."""
-    original, micro_batch, rank = DevicePrefetcher.next_unless, TrainingStep.micro_batch, int(os.environ["RANK"])
-    steps = _steps_of_this_process()
-
-    def next_unless(prefetcher, give_up):
-        if rank == 0 or not steps or steps[0].applied_steps < 5:
-            return original(prefetcher, give_up)
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not give_up():
-            time.sleep(0.01)
-        raise DataTimeout
-
-    DevicePrefetcher.next_unless = next_unless
-    try:
-        return train_tiny(root, run, "zero2_fp16.json", changes=changes, ds_changes=ds_changes)
-    finally:
-        DevicePrefetcher.next_unless, TrainingStep.micro_batch = original, micro_batch
-
-
-def test_a_stop_while_waiting_leaves_the_loss_scale_alone(images, tmp_path):
-    """The window that is given up is no overflow: the scale is saved as it was, also where it can't fall any more."""
-    ours, theirs, changes = tmp_path / "ours", tmp_path / "theirs", {"length": "8 steps"}
-    ds = {"fp16.initial_scale_power": "2", "fp16.hysteresis": "1", "fp16.loss_scale_window": "3"}
-    assert run_on_ranks(train_tiny, images, theirs, "zero2_fp16.json", changes=changes, ds_changes=ds) == [None, None]
-    scales = [line["loss_scale"] for line in read_metrics(theirs)]
-    there = ds | {"fp16.min_loss_scale": "8"}  # what it has grown to after step 5
-    assert run_on_ranks(_give_up_waiting, images, ours, changes, there) == ["stopped"] * 2
-    assert "saved step 5." in log_of(ours)
-    assert read_manifest(ours, 5)["state"]["skipped_steps"] == 0
-    how = {"resume": True, "changes": changes, "ds_changes": there}
-    assert run_on_ranks(train_tiny, images, ours, "zero2_fp16.json", **how) == [None, None]
-    assert losses_of(ours) == losses_of(theirs) and [line["loss_scale"] for line in read_metrics(ours)] == scales
-    assert scales[4] == 8 and len(set(scales)) > 1
 
 
 @pytest.mark.parametrize("of_a_program", [False, True])

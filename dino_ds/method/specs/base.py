@@ -103,15 +103,6 @@ class TermSpec:
         """Heads with prototypes whose outputs the term compares, by name."""
         return {}
 
-    @property
-    def targets(self) -> str:
-        """How the term's targets over prototypes are made, in words, or "" for a term without such targets."""
-        return ""
-
-    def describe(self, recipe: Recipe) -> list[str]:
-        """Lines of the log, after the one that lists the terms."""
-        return []
-
     def accumulated(self, step: StepImages) -> tuple[list[str], list[str]]:
         """Notes and warnings on a step of several micro-batches, if the term does not treat them as one batch."""
         images = self.needs_images_together(step)
@@ -156,10 +147,6 @@ class TeacherSpec:
     def of_file(self) -> bool:
         """Whether the weights come from a file and never change: a checkpoint then holds only their digest."""
         return False
-
-    def describe(self) -> list[str]:
-        """Lines of the log; none for the EMA teacher that every run has."""
-        return []
 
     def without_file(self, recipe: Recipe) -> dict[str, Any]:
         """Recipe sections, changed for a rehearsal that reads no weights: the teacher then begins like the student."""

@@ -30,9 +30,6 @@ class CenteringSpec:
     momentum: float
     name: str
 
-    def __str__(self) -> str:
-        return "Sinkhorn-Knopp" if self.sinkhorn else "softmax less a running mean"
-
 
 @dataclass(frozen=True)
 class PrototypeSpec(TermSpec):
@@ -46,10 +43,6 @@ class PrototypeSpec(TermSpec):
     @property
     def heads(self) -> Mapping[str, HeadSection]:
         return dict([self.head])
-
-    @property
-    def targets(self) -> str:
-        return str(self.centering)
 
     def needs_images_together(self, step: StepImages) -> int | None:
         return step.total if self.centering.sinkhorn else None

@@ -68,12 +68,6 @@ class EmaSpec(TeacherSpec):
     def momentum_at(self, step: int, steps: int) -> float:
         return cosine_schedule(step, self.momentum, self.momentum_end, steps)
 
-    def describe(self) -> list[str]:
-        if self.name == EMA:
-            return []
-        momenta = " to ".join(f"{momentum:g}" for momentum in dict.fromkeys((self.momentum, self.momentum_end)))
-        return [f"teacher  {self.name}: another EMA of the student, momentum {momenta}; it sees {', '.join(self.sees)}"]
-
     @staticmethod
     def in_recipe(recipe: Recipe) -> list[TeacherSpec]:
         """The EMA teacher, which every run has; it sees no crops if a frozen teacher is distilled."""

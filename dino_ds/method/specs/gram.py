@@ -83,21 +83,6 @@ class GramSpec(TermSpec):
     def start(self) -> Length:
         return self.begin
 
-    def describe(self, recipe: Recipe) -> list[str]:
-        """A line of the log: the teacher whose patch similarities are kept, when that begins, and on which crops."""
-        gram, start = recipe.gram, self.begin
-        if gram.teacher == EMA:
-            who = "the EMA teacher as it is"
-        else:
-            when = f"{start}" if start.value or not start.begin else f"step {start.begin}"
-            who = f"the EMA teacher as it is after {when}" if gram.teacher == SNAPSHOT else gram.teacher
-            if gram.refresh_every.value:
-                who += f", replaced by the EMA teacher every {gram.refresh_every} from then on, {gram.refreshes} times"
-        pixels = ", ".join(str(size) for size in dict.fromkeys(step.gram_size for step in recipe.resolutions))
-        crops = f"the global crops at {pixels} pixels, without colors" if gram.crop_size else "the global crops"
-        begin = f" from {start} on" if start.value else ""
-        return [f"gram     weight {self.weight}{begin}; teacher {who}; it sees {crops}"]
-
     def needs_images_together(self, step: StepImages) -> int | None:
         return step.micro_batch if self.whole_batch else None
 
