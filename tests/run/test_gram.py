@@ -14,7 +14,7 @@ from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
-from tests.run.harness import copy_until, image_folder, log_of, losses_of, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import copy_until, image_folder, losses_of, read_metrics, train_tiny, whole_tensors
 from tests.run.test_resume import assert_same_checkpoint
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
