@@ -61,7 +61,7 @@ tiers: setup
 	$(VENV)/bin/python -m scripts.tiers
 
 # Parts of less than six minutes each, after which they are cut off; one that fails leaves the results of the others.
-BENCH_PARTS := step_s16 step_b16 step_l16 attention_s16 ladder_s16 inference_s16
+BENCH_PARTS := step_s16 step_b16 step_l16 ladder_s16 inference_s16
 PART ?= $(BENCH_PARTS)
 BENCH_PYTHON := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 BENCH_STEP := dino_ds bench step --json --config vits16 --ds_config ds_configs/zero1_bf16.json --model.drop_path 0 \
@@ -69,7 +69,6 @@ BENCH_STEP := dino_ds bench step --json --config vits16 --ds_config ds_configs/z
 bench_step_s16 := $(BENCH_STEP) --batch 256
 bench_step_b16 := $(BENCH_STEP) --batch 256 --model.backbone vit_base_patch16_224
 bench_step_l16 := $(BENCH_STEP) --batch 96 --model.backbone vit_large_patch16_224
-bench_attention_s16 := scripts.bench_attention --config vits16 --batch 64 --as_json
 bench_ladder_s16 := dino_ds bench ladder --json --config vits16 --batch 64
 bench_inference_s16 := dino_ds bench inference --json vit_small_patch16_224 --random --batches 1,16,256
 bench-gpu: $(if $(VENV),setup)

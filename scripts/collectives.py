@@ -14,7 +14,6 @@ from typing import Any
 
 import fire
 
-from dino_ds.config.crops import FROZEN
 from dino_ds.config.ds_config import load_ds_config, resolve_ds_config
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer
 from dino_ds.config.loading import load_recipe
@@ -32,8 +31,6 @@ _MAX_REUSE = 1_000_000_000
 _PREFETCH = 50_000_000
 # As in teacher.py.
 _TEACHER_CHUNK = 128 * 2**20
-# As in engine/placement.py.
-_FROZEN_PERSISTENT = 100_000
 # As in engine/optim.py, for DINO's recipe, and method/step.py.
 _GROUPS = 3
 _VOTES = 3
@@ -88,21 +85,10 @@ def recipe_traffic(recipe: Recipe, config: DsConfig, world_size: int, on_gpu: bo
         *of_engine,
         *(dataclasses.replace(one, name=f"teacher {name}") for name in others for one in averages),
         *_of_terms(costs, facts.whole_step, config, world_size),
-        *_frozen_traffic(costs, config, world_size),
     ]
 
 
 _IN_PASSES = "weights, forward", "weights, backward"
-
-
-def _frozen_traffic(costs: StepCounts, config: DsConfig, world_size: int) -> list[Traffic]:
-    """The weights of a distilled teacher that is in shards, for each micro-batch."""
-    if config.performance.frozen_teacher == "whole" or FROZEN not in costs.teachers:
-        return []
-    sizes = costs.teachers[FROZEN]
-    sharded = sum(n for n in sizes if n > _FROZEN_PERSISTENT)
-    payload, calls = config.accumulation * element_bytes(config) * sharded, config.accumulation * len(sizes)
-    return [Traffic("frozen teacher", "all-gather", payload, calls, world_size)] if sharded else []
 
 
 def _of_terms(costs: StepCounts, whole_step: bool, config: DsConfig, world_size: int) -> list[Traffic]:

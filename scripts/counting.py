@@ -54,12 +54,11 @@ class Counts:
 @dataclass
 class StepCounts:
     """A micro-batch by part; prototypes: what heads' prototypes have of all parts; sent: (part, operation, bytes of
-    this rank) of collectives; teachers: elements of each tensor of a teacher's backbone."""
+    this rank) of collectives."""
 
     parts: dict[str, Counts] = field(default_factory=dict)
     prototypes: Counts = field(default_factory=Counts)
     sent: list[tuple[str, str, int]] = field(default_factory=list)
-    teachers: dict[str, list[int]] = field(default_factory=dict)
 
 
 def count_step(recipe: Recipe, config: DsConfig, groups: tuple[CropGroup, ...], on_gpu: bool = True) -> StepCounts:
@@ -96,9 +95,6 @@ class _Counter(Recorder):
         for module in (part for network in (student, *teachers.values()) for part in network.modules()):
             if isinstance(module, Prototypes):
                 self._watch_prototypes(module)
-        for name, network in teachers.items():
-            own = [p.numel() for key, p in network.named_parameters() if key.startswith("backbone.")]
-            self.counts.teachers[name] = own
         with super().listening(student, teachers), tell_of_collectives(self._send):
             yield
 

@@ -64,6 +64,8 @@ def wrong_key(section: str, key: str) -> str:
             return f"refused: {refused[parent]}"
     if home := words_elsewhere("recipe_keys").get(name.split(".", 1)[0]):
         return f"not a key of the ds JSON: it belongs to the recipe: {home}"
+    if fixed := words_elsewhere("fixed_keys").get(f"ds.{name}"):
+        return f"not a key any more: it is {fixed} in every run; leave it out"
     ignored = section.split(".")[0] not in STRICT_SECTIONS and section in SECTIONS
     silent = "DeepSpeed would ignore it silently." if ignored else "unknown key."
     beside = [name for name in key_names() if name.rpartition(".")[0] == section]
@@ -99,6 +101,8 @@ def _check_section(content: dict[str, Any], section: str) -> Iterator[Problem]:
                 content[key] = value if isinstance(read, float) else read
             except ValueError as error:
                 yield name, _not_decided(name) if value == "auto" else str(error)
+        elif f"ds.{name}" in words_elsewhere("fixed_keys"):
+            continue  # of an earlier version's run: `resolve_ds_config` drops it
         elif name not in SECTIONS:
             yield name, wrong_key(section, key)
         elif isinstance(value, dict):
@@ -163,36 +167,19 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
 
 def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
     performance = config.get("dino_ds", {})
-    compiled = performance.get("compile", "off")
-    if compiled != "off" and stage == 3:
+    if performance.get("compile", "off") != "off" and stage == 3:
         yield (
             "dino_ds.compile",
             "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces: use stage 1 or 2, "
             "or remove it",
         )
-    if compiled == "reduce-overhead" and "activation_checkpointing" in config:
+    if performance.get("deterministic") and performance.get("compile", "off") != "off":
         yield (
-            "dino_ds.compile",
-            '"reduce-overhead" does not go with activation_checkpointing, which runs blocks twice: use "default"',
+            "dino_ds.deterministic",
+            "dino_ds.compile, whose kernels are chosen by timing them, does not go with it: remove one of the two",
         )
-    if performance.get("deterministic"):
-        yield from _check_deterministic(performance)
-    attention = performance.get("attention", "sdpa")
-    if attention == "varlen" and not low:
-        yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
-    if attention != "sdpa" and performance.get("attention_backend", "auto") != "auto":
-        yield "dino_ds.attention_backend", f'it chooses among the kernels of "sdpa", and attention is "{attention}"'
     if performance.get("teacher_copy") and not low:
         yield "dino_ds.teacher_copy", "in fp32 the copy would be the teacher itself: remove it"
-
-
-def _check_deterministic(performance: dict[str, Any]) -> Iterator[Problem]:
-    """Yield problems of options with which another run may get other bits."""
-    name, exact = "dino_ds.deterministic", "does not go with it: remove one of the two"
-    if performance.get("compile", "off") != "off":
-        yield name, f"dino_ds.compile, whose kernels are chosen by timing them, {exact}"
-    if performance.get("attention") == "varlen" or performance.get("attention_backend") == "cudnn":
-        yield name, f"cuDNN's attention, whose gradients are added up in any order, {exact}"
 
 
 def _join(section: str, key: str) -> str:

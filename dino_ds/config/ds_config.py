@@ -14,7 +14,7 @@ from typing import Any
 
 import hjson
 
-from dino_ds.basics.names import did_you_mean, missing_file, nearest
+from dino_ds.basics.names import did_you_mean, missing_file, nearest, words_elsewhere
 from dino_ds.basics.text_file import is_file, read_text
 from dino_ds.config.ds_check import override, problems_of
 from dino_ds.config.ds_values import DsConfig, PerformanceOptions, offloads_optimizer, offloads_weights
@@ -98,20 +98,14 @@ def resolve_ds_config(
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     raw = copy.deepcopy(config)
     micro, accumulation = _batches(config, path, global_batch, world_size)
-    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
-        raise ConfigError(
-            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
-            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
-        )
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )
     raw.setdefault("zero_optimization", {"stage": 0})
-    notes = _drop_idle_sharding(raw, precision, world_size)
+    notes = _drop_fixed(raw) + _drop_idle_sharding(raw, precision, world_size)
     stage = int(raw["zero_optimization"]["stage"])
     _fill_zero(raw, parameters, world_size)
     notes += _fill_accumulation_dtype(raw, precision, stage, accumulation)
-    blocks, on_cpu = _checkpointing(raw)
     if not raw.get("comms_logger", {}).get("enabled", True):
         del raw["comms_logger"]  # its mere presence turns it on
     return DsConfig(
@@ -122,8 +116,7 @@ def resolve_ds_config(
         precision=precision,
         dynamic_loss_scale=precision == "fp16" and not raw["fp16"].get("loss_scale", 0),
         clipping=float(raw["gradient_clipping"]),
-        checkpoint_blocks=blocks,
-        checkpoint_on_cpu=on_cpu,
+        checkpoint_blocks=_checkpointed_blocks(raw),
         performance=PerformanceOptions(**raw.get("dino_ds", {})),
         notes=notes,
     )
@@ -190,14 +183,26 @@ def _disagreement(micro: int, accumulation: int, path: str, global_batch: int, w
     )
 
 
-def _checkpointing(raw: dict[str, Any]) -> tuple[int | str, bool]:
-    """(blocks to recompute, whether saved tensors go to the host); DeepSpeed itself does not read this section."""
+def _checkpointed_blocks(raw: dict[str, Any]) -> int | str:
+    """How many blocks to recompute, or "all"; DeepSpeed itself does not read this section."""
     section = raw.get("activation_checkpointing")
     if section is None:
-        return 0, False
+        return 0
     if section.get("number_checkpoints") == "auto":
         del section["number_checkpoints"]
-    return section.get("number_checkpoints", "all"), bool(section.get("cpu_checkpointing", False))
+    blocks: int | str = section.get("number_checkpoints", "all")
+    return blocks
+
+
+def _drop_fixed(raw: dict[str, Any]) -> list[str]:
+    """Drop keys of earlier versions that are fixed now; returns a note on each that had another value."""
+    notes = []
+    for name, fixed in words_elsewhere("fixed_keys").items():
+        section, _, key = name.removeprefix("ds.").rpartition(".")
+        value = str(raw.get(section, {}).pop(key, fixed) if name.startswith("ds.") else fixed).lower()
+        if value != fixed:
+            notes.append(f"{section}.{key} {value} is left out: it is {fixed} in every run")
+    return notes
 
 
 def _drop_idle_sharding(raw: dict[str, Any], precision: str, world_size: int) -> list[str]:

@@ -97,7 +97,6 @@ class DataTypes(Section):
 
 class ActivationCheckpointing(Section):
     number_checkpoints: _From0 | _Auto = option(None, "how many blocks are recomputed; auto or absent = all")
-    cpu_checkpointing: Bool = option(None, "keep the saved tensors in host memory")
 
 
 class CommsLogger(Section):

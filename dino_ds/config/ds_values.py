@@ -23,21 +23,19 @@ Bool = Annotated[bool, Strict()]
 
 
 def _way_to_compile(value: object) -> object:
-    """The mode that true or false means, in ds JSONs from before there were several modes."""
+    """The value of `compile` that true or false means, or a mode of earlier versions."""
+    if value in ("max-autotune", "reduce-overhead"):
+        return "default"
     return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
 
 
-_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
+_Compile = Annotated[Literal["off", "default"], BeforeValidator(_way_to_compile)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PerformanceOptions:
     """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
 
-    attention: Literal["sdpa", "naive", "varlen"] = option("sdpa", "varlen: one kernel for all sizes (CUDA)")
-    attention_backend: Literal["cudnn", "flash", "efficient", "math", "auto"] = option(
-        "auto", "kernel of sdpa; auto = torch's choice, but cuDNN's only if named"
-    )
     packed: Bool = option(True, "crops of all sizes in one pass (default true); exact")
     channels_last: Bool | None = option(
         None, "convolutions with the channels innermost in memory (default: on a GPU); exact"
@@ -45,13 +43,12 @@ class PerformanceOptions:
     cls_only_last_block: Bool = option(True, "the last block for the CLS token alone (default true); exact")
     compile: _Compile = option(
         "off",
-        "torch.compile each block; same up to rounding. reduce-overhead: CUDA graphs; true = default, false = off",
+        "torch.compile each block; same up to rounding. true = default, false = off",
         stages=(0, 1, 2),
     )
     teacher_copy: Bool | None = option(
         None, "keep the teacher's matrices in bf16 or fp16 too; exact (default: on a GPU, up to 5e8 weights)"
     )
-    frozen_teacher: Literal["whole", "sharded", "offloaded"] = option("whole", "sharded, offloaded: cut by ZeRO 3")
     deterministic: Bool = option(False, "kernels that add up in the same order in every run (GPU; slower)")
 
 
@@ -71,7 +68,6 @@ class DsConfig:
     dynamic_loss_scale: bool
     clipping: float
     checkpoint_blocks: int | str
-    checkpoint_on_cpu: bool
     performance: PerformanceOptions
     notes: list[str] = dataclasses.field(default_factory=list)
 

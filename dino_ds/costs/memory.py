@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from dino_ds.config.crops import EMA
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
-from dino_ds.costs.step_costs import StepCosts, TeacherCosts, step_costs, student_facts
-from dino_ds.method.specs.base import TeacherSpec
+from dino_ds.costs.step_costs import StepCosts, step_costs, student_facts
 from dino_ds.method.specs.of_recipe import teachers_of
 
 GIB = 2**30
@@ -84,7 +83,8 @@ def estimate_memory(
     common = state_bytes(sizes, config, world_size, on_gpu, facts.frozen, moment_bytes(facts.groups))
     copies = config.keeps_teacher_copy(on_gpu, sum(sizes.values()))
     common["teacher copy"] = 2 * sum(sizes[name] for name in facts.cast) if copies else 0
-    common |= teacher_bytes(costs.teachers, teachers_of(recipe), config, world_size) | {
+    titles = {spec.name: spec.title for spec in teachers_of(recipe)}
+    common |= {titles[name]: size for name, size in costs.teachers.items() if name != EMA} | {
         "gathered parameters": gathered_bytes(sizes, config, world_size),
         "crops": round(costs.crops * (window + on_gpu)),  # a GPU also holds the next batch while it uses this one
         "targets": round(costs.held * max(0, window - costs.window)),
@@ -112,26 +112,6 @@ def _alive(name: str, size: float, costs: StepCosts, window: int) -> dict[str, i
     saved = min(size - targets, costs.saved)
     working = "head and loss" if name != "backward" else "activations' gradients"
     return {"targets": round(targets), "activations": round(saved), working: round(size - targets - saved)}
-
-
-def teacher_bytes(
-    teachers: Mapping[str, TeacherCosts], specs: Sequence[TeacherSpec], config: DsConfig, world_size: int
-) -> dict[str, int]:
-    """Bytes on each device of the weights of teachers other than the EMA teacher; the ds config says where the backbone
-    of a frozen teacher lies."""
-    sizes = {}
-    for spec in specs:
-        if (teacher := teachers.get(spec.name)) is None:
-            continue
-        where = config.performance.frozen_teacher if spec.of_file else "whole"
-        shares = {"whole": teacher.backbone, "sharded": teacher.backbone // world_size, "offloaded": 0}
-        if spec.name != EMA:
-            sizes[spec.title] = shares[where] + teacher.heads
-        if where != "whole":
-            # The segment in use, and the next one, which is fetched meanwhile.
-            twice = 2 * teacher.backbone // max(1, teacher.segments)
-            sizes[f"gathered of the {spec.title}"] = min(teacher.backbone, twice)
-    return sizes
 
 
 def state_bytes(

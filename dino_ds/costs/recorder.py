@@ -45,12 +45,11 @@ class Recorder(TorchDispatchMode):
 
     live: bytes of all other storages that are alive.
     done: elements of the finished gradients, which are freed at once.
-    on_host: bytes that autograd saved on the host.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.live, self.done, self.on_host = 0, 0, 0
+        self.live, self.done = 0, 0
         self.parts: dict[str, RecordedPart] = {"other": RecordedPart()}
         self._name, self._fused = "other", False
         self._known = list(known)  # kept alive: their addresses must not be reused

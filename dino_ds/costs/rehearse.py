@@ -31,10 +31,8 @@ from dino_ds.engine.masters import FrozenWeights, Masters, WholeMasters
 from dino_ds.engine.optim import parameter_groups
 from dino_ds.method.build import build_objective, build_schedules, build_teachers
 from dino_ds.method.networks import build_head, build_meta, optimizer_options
-from dino_ds.method.specs.distill import source_of
 from dino_ds.method.specs.of_recipe import heads_of, teachers_of
 from dino_ds.method.step import Inputs, TrainingStep
-from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.models.specs.base import BackboneSpec
@@ -81,7 +79,7 @@ def rehearse(
         played = _Rehearsal(recipe, settings, groups, images, fake)
         with fake:
             costs = played.run(recorder)
-    if source_of(recipe) is not None and frozen_spec(recipe) is None:  # unknown: the student's took its place
+    if recipe.teacher.source is not None and frozen_spec(recipe) is None:  # unknown: the student's took its place
         costs["parts"].pop(f"teacher {FROZEN}", None)
         costs["teachers"].pop(FROZEN, None)
     return costs
@@ -138,9 +136,9 @@ class _Rehearsal:
             masters = [(name, torch.empty(p.shape)) for name, p in network.named_parameters()]
         _to_empty(network, fake, device=_CPU, dtype=DTYPES[settings.precision])
         segments = None if settings.checkpoint_blocks == "all" else int(settings.checkpoint_blocks)
-        network.backbone.checkpoint_segments(segments, settings.checkpoint_on_cpu)
+        network.backbone.checkpoint_segments(segments)
         kept, how = settings.checkpoint_blocks, settings.performance
-        config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, False, how)
+        config = DsConfig({}, images, window, 0, settings.precision, False, 0.0, kept, how)
         self._engine = _FakeEngine(network.train(), config, masters)
         engine = cast(Engine, self._engine)
         teachers = build_teachers(recipe, config, engine, objective, frozen)
@@ -163,7 +161,7 @@ class _Rehearsal:
         recorder = make_recorder([*known, *(leaf for leaf in tree_leaves(window) if isinstance(leaf, Tensor))])
         self._engine.recorder = recorder
         running = {name: teacher._running for name, teacher in teachers.items()}
-        with recorder.listening(self._network, running), _on_host(recorder):
+        with recorder.listening(self._network, running):
             step.prepare(window)
             held = recorder.live
             step.micro_batch(window[0])
@@ -177,9 +175,10 @@ class _Rehearsal:
             "saved": self._engine.saved - held,
             "held": held / len(window),
             "crops": sum(crop.nbytes for group in window[0].crops.values() for crop in group),
-            "on_host": recorder.on_host,
             "window": len(window),
-            "teachers": {name: _teacher_costs(teacher) for name, teacher in teachers.items()},
+            "teachers": {
+                name: sum(p.nbytes for p in teacher.network.parameters()) for name, teacher in teachers.items()
+            },
         }
 
 
@@ -232,7 +231,7 @@ def _single_rank_recipe(recipe: Recipe) -> Recipe:
 
 def _frozen(recipe: Recipe) -> FrozenSource | None:
     """The teacher that is distilled, without its weights; if its architecture is unknown, with the student's."""
-    if (path := source_of(recipe)) is None:
+    if (path := recipe.teacher.source) is None:
         return None
     spec: BackboneSpec = frozen_spec(recipe) or recipe.model.spec()
     with torch.device("meta"):
@@ -263,32 +262,3 @@ def _inputs(recipe: Recipe, groups: Sequence[CropGroup], images: int) -> Inputs:
 def expected_hidden(recipe: Recipe) -> float:
     """Expected share of the patches of masked groups that are hidden."""
     return recipe.crops.mask_share * sum(recipe.crops.mask_ratio) / 2
-
-
-def _teacher_costs(teacher: Teacher) -> dict[str, Any]:
-    network = teacher.network
-    sizes = {name: p.nbytes for name, p in network.named_parameters()}
-    return {
-        "backbone": sum(size for name, size in sizes.items() if name.startswith("backbone.")),
-        "heads": sum(size for name, size in sizes.items() if not name.startswith("backbone.")),
-        "segments": len(network.backbone.segments()),
-    }
-
-
-@contextmanager
-def _on_host(recorder: Recorder) -> Iterator[None]:
-    """A context in which tensors that autograd saves on the host leave the device until they are used."""
-
-    def pack(tensor: Tensor) -> Any:
-        recorder.on_host += tensor.nbytes
-        return tensor.shape, tensor.dtype
-
-    def hooks(pin_memory: bool = False) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: torch.empty(kept[0], dtype=kept[1]))
-
-    plain = torch.autograd.graph.save_on_cpu
-    torch.autograd.graph.save_on_cpu = hooks  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.graph.save_on_cpu = plain  # type: ignore[misc]

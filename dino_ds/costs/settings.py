@@ -19,13 +19,12 @@ from dino_ds.models.specs.base import BackboneSpec
 class RehearsalSettings:
     """The part of a ds config that a rehearsed micro-batch depends on; window: micro-batches of a step.
 
-    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks, a
-    sharded teacher, and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
+    Settings that are not rehearsed have a fixed value, so that one rehearsal serves many configs: compiled blocks
+    and the EMA teacher's low-precision copy, without which its matrices are cast at each use.
     """
 
     precision: str
     checkpoint_blocks: int | str
-    checkpoint_on_cpu: bool
     performance: PerformanceOptions
     window: int
 
@@ -34,13 +33,10 @@ class RehearsalSettings:
         performance = dataclasses.replace(
             config.performance,
             compile="off",
-            frozen_teacher="whole",
             deterministic=False,
-            attention_backend="auto",
             teacher_copy=False,
         )
-        on_host = config.checkpoint_on_cpu and on_gpu and bool(config.checkpoint_blocks)
-        return RehearsalSettings(config.precision, config.checkpoint_blocks, on_host, performance, config.accumulation)
+        return RehearsalSettings(config.precision, config.checkpoint_blocks, performance, config.accumulation)
 
 
 def frozen_spec(recipe: Recipe) -> ViTSpec | None:

@@ -38,7 +38,7 @@ _LINES = {True: (4, 32, 64), False: (8, 64)}
 """Micro-batch sizes, on a GPU (True) or not, through which the lines go: within 3 % of a rehearsal for shipped recipes.
 Beyond the largest size the last line is never too low, since scratch for tiles has a maximum. Without a GPU, tiles are
 so small that rehearsing many images takes minutes: there larger sizes always use the last line."""
-_NUMBERS = "saved", "held", "crops", "on_host"
+_NUMBERS = "saved", "held", "crops"
 _SILENT_SECONDS = 3.0
 
 
@@ -55,23 +55,14 @@ class PartCosts:
 
 
 @dataclass(frozen=True)
-class TeacherCosts:
-    """A teacher's weights: bytes of its backbone and of its heads, and the number of its backbone's segments."""
-
-    backbone: int
-    heads: int
-    segments: int
-
-
-@dataclass(frozen=True)
 class StepCosts:
     """The costs of one micro-batch of `images`.
 
     parts: "teacher NAME" of each teacher, "targets", "student", "loss", "backward".
+    teachers: bytes of each teacher's weights.
     saved: bytes that autograd keeps for the backward pass.
     held: bytes of a micro-batch's targets and teachers' outputs that live until its backward pass.
     crops: bytes of a micro-batch's crops.
-    on_host: bytes that activation checkpointing keeps on the host.
     window: micro-batches that the rehearsal prepared together; a step may prepare more.
     """
 
@@ -80,9 +71,8 @@ class StepCosts:
     saved: float
     held: float
     crops: float
-    on_host: float
     window: int
-    teachers: Mapping[str, TeacherCosts]
+    teachers: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,7 @@ def model_flops(recipe: Recipe, images: int = 2) -> dict[str, float]:
     model = recipe.model.model_copy(update={"drop_path": 0.0})
     whole = recipe.model_copy(update={"model": model})
     performance = PerformanceOptions(cls_only_last_block=False)
-    config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, False, performance)
+    config = DsConfig({}, images, 1, 0, "fp32", False, 0.0, 0, performance)
     return {name: flops / images for name, flops in mean_flops(whole, config, on_gpu=True).items() if flops}
 
 
@@ -203,7 +193,6 @@ def _rehearsed(
     }
     costs = dict(kept(about, make, _own_code(recipe)))
     costs["parts"] = {name: PartCosts(**part) for name, part in costs["parts"].items()}
-    costs["teachers"] = {name: TeacherCosts(**teacher) for name, teacher in costs["teachers"].items()}
     return StepCosts(images=images, **costs)
 
 

@@ -27,7 +27,6 @@ from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settin
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, lay_out_matrices, partitions_of
-from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.logits import Comparison
@@ -67,7 +66,7 @@ class Engine:
         trained = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
         self._shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in trained}
         segments = None if config.checkpoint_blocks == "all" else int(config.checkpoint_blocks)
-        network.backbone.checkpoint_segments(segments, config.checkpoint_on_cpu)
+        network.backbone.checkpoint_segments(segments)
         network.train()
 
         self._buffers = _Buffers(network)
@@ -243,9 +242,7 @@ class Engine:
 
 
 def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
-    """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
-    if config.performance.attention == "varlen" and not torch.cuda.is_available():
-        raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
+    """Raises ConfigError where a ds config does not go with the optimizer."""
     if options.clip_by != WHOLE:
         check_clip_by_part(config)
     check_offload(config, options.kind)

@@ -109,7 +109,7 @@ def begin_centers(objective: Objective, source: FrozenSource) -> None:
 
 
 def build_teacher(spec: FrozenSpec, parts: TeacherParts) -> FrozenTeacher:
-    """The teacher on this process's device, placed as dino_ds.frozen_teacher says; every rank must call it.
+    """The teacher on this process's device; every rank must call it.
 
     Raises CheckpointError for tensors that do not fit the network, and if ranks have read different tensors.
     """

@@ -18,7 +18,7 @@ from dino_ds.models.specs.trained import ALL
 
 _VITS, _OTHERS = "ViTs that dino_ds builds itself", "networks that dino_ds does not build itself"
 _LEVERS = {
-    **dict.fromkeys(("attention", "attention_backend", "packed", "cls_only_last_block"), _VITS),
+    **dict.fromkeys(("packed", "cls_only_last_block"), _VITS),
     "channels_last": _OTHERS,
 }
 """Performance options that not every backbone obeys, and the networks that they are for."""
@@ -41,8 +41,7 @@ def check_backbone(recipe: Recipe, network: Network) -> None:
 
 
 def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
-    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone or
-    teachers."""
+    """Raises ConfigError for performance options, other than the defaults, that do nothing for a recipe's backbone."""
     fitting = fitting_levers(recipe, performance)
     for name, kind in _LEVERS.items():
         value = getattr(performance, name)
@@ -51,11 +50,6 @@ def check_levers(recipe: Recipe, performance: PerformanceOptions) -> None:
             raise ConfigError(
                 f"dino_ds.{name} {shown} is for {kind}: {recipe.model.backbone} has no use for it; leave it out"
             )
-    if performance.frozen_teacher != "whole" and not any(teacher.of_file for teacher in teachers_of(recipe)):
-        raise ConfigError(
-            f"dino_ds.frozen_teacher {performance.frozen_teacher} is for a teacher of a file that never moves, "
-            "and this run has none: leave it out"
-        )
 
 
 def fitting_levers(recipe: Recipe, performance: PerformanceOptions) -> PerformanceOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -15,13 +16,12 @@ from dino_ds.config.ds_values import DsConfig, PerformanceOptions
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
 from dino_ds.engine.device import DTYPES, device
-from dino_ds.engine.placement import InferencePlacement
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import CheckpointError
 from dino_ds.method.networks import build_head, speed_options
 from dino_ds.method.teacher import Teacher
 from dino_ds.models.base import Crops, is_cast
-from dino_ds.models.build import build_backbone, take_drawn_weights
+from dino_ds.models.build import Placer, build_backbone, take_drawn_weights
 from dino_ds.models.network import Network, Output, Query
 from dino_ds.models.specs.base import BackboneOptions
 from dino_ds.models.trained import adapters_in
@@ -87,27 +87,26 @@ def _between(ours: Normalization, wanted: Normalization) -> Tensor:
     return torch.stack((their_offset - offset * ratio, ratio))
 
 
-def place_frozen(network: Network, source: FrozenSource, config: DsConfig, whole: bool = False) -> str:
+def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> str:
     """Fill a `network` on the meta device with the tensors of `source`, on this process's device.
 
-    In the engine's precision, placed `whole` or as dino_ds.frozen_teacher says. Every rank must call it.
+    Matrices are in the engine's precision where autocast would cast them to it: results are the same. Every rank must
+    call it.
     Returns the digest of its tensors. Raises CheckpointError for tensors that do not fit the network, and if ranks have
     read different tensors.
     """
-    performance = config.performance
+    dtype = DTYPES[config.precision]
     if rehearsing():
-        return _fill_with_shapes(network, config)
+        allocate(network, dtype)
+        return ""
     with distributed.raise_on_all_ranks():
         tensors = _tensors(source, network)
     checksum = digest(tensors)
     if len(set(distributed.gather_objects(checksum))) > 1:
         raise CheckpointError(f"{source.name}: ranks have read different weights there")
-    kind = "whole" if whole else performance.frozen_teacher
-    placer = InferencePlacement(device(), DTYPES[config.precision], kind, network.backbone)
-    _fill(network, tensors, placer)
-    placer.finish()
-    if performance.compile != "off" and kind == "whole":
-        network.backbone.compile_segments(performance.compile)
+    _fill(network, tensors, partial(_place, dtype=dtype))
+    if config.performance.compile != "off":
+        network.backbone.compile_segments()
     return checksum
 
 
@@ -142,17 +141,25 @@ def _tensors(source: FrozenSource, network: Network) -> dict[str, torch.Tensor]:
     return fit_tensors(tensors, wanted, source.interpolation, f"{source.name} lacks", f"{source.name} is")
 
 
-def _fill_with_shapes(network: Network, config: DsConfig) -> str:
-    """Allocate the network as it would be placed whole, without a file's weights; the digest is ""."""
+def allocate(network: Network, dtype: torch.dtype) -> None:
+    """Allocate a network on this process's device without values, in `dtype` where autocast would cast at each use."""
     for module in network.modules():
         for parameter in module.parameters(recurse=False) if is_cast(module) else ():
-            parameter.data = parameter.data.to(DTYPES[config.precision])
+            parameter.data = parameter.data.to(dtype)
     network.to_empty(device=device())
-    return ""
 
 
-def _fill(network: Network, tensors: dict[str, torch.Tensor], placer: InferencePlacement) -> None:
-    """Give each module its tensors and call `placer` on it; if that moves modules, not all are in memory at once."""
+@torch.no_grad()
+def _place(module: nn.Module, dtype: torch.dtype) -> None:
+    """Copy the module's own tensors to this process's device, matrices in `dtype`."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device(), dtype if is_cast(module) else torch.float32, copy=True)
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        setattr(module, name, buffer.to(device(), copy=True))
+
+
+def _fill(network: Network, tensors: dict[str, torch.Tensor], placer: Placer) -> None:
+    """Give each module its tensors and call `placer` on it, so that not all are in memory twice."""
     drawn = network.backbone.drawn()
     if drawn is not None:  # it may have buffers that no file holds
         drawn.load_state_dict({name: tensors[f"backbone.{name}"] for name in drawn.state_dict()})

@@ -14,15 +14,14 @@ from dino_ds.config.crops import teacher_sizes
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.normalization import Normalization
 from dino_ds.engine import distributed
-from dino_ds.engine.device import DTYPES, device
+from dino_ds.engine.device import DTYPES
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.errors import ConfigError
-from dino_ds.method.frozen import FixedTeacher, meta_network, place_frozen
+from dino_ds.method.frozen import FixedTeacher, allocate, meta_network, place_frozen
 from dino_ds.method.networks import build_meta
 from dino_ds.method.parts import TeacherParts
 from dino_ds.method.specs.gram import GRAM, SNAPSHOT, GramTeacherSpec
 from dino_ds.method.teacher import Teacher
-from dino_ds.models.base import is_cast
 from dino_ds.models.network import Network
 from dino_ds.weights.frozen import FrozenSource, find_frozen
 
@@ -78,14 +77,16 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
     assert ema is not None
     if spec.source == SNAPSHOT:
         like = _like_student(spec, parts)
-        _allocate(like, dtype)
+        allocate(like, dtype)
+        for tensor in (*like.parameters(), *like.buffers()):
+            tensor.data.zero_()
         if config.performance.compile != "off":
-            like.backbone.compile_segments(config.performance.compile)
+            like.backbone.compile_segments()
         return GramTeacher(like, dtype, ema)
     network, source = _of_file(spec, parts)
     if spec.refreshed:
         like = _like_student(spec, parts)
-        place_frozen(like, source, config, whole=True)
+        place_frozen(like, source, config)
         return GramTeacher(like, dtype, ema)
     about = {"source": source.path, "digest": place_frozen(network, source, config)}
     return FixedGramTeacher(network, dtype, about, source.normalization, ours)
@@ -102,18 +103,6 @@ def _of_file(spec: GramTeacherSpec, parts: TeacherParts) -> tuple[Network, Froze
         network = meta_network(source, parts.config.performance, parts.objective.teacher_features(spec.name))
         _check_fits(spec, parts.recipe, network, source)
     return network, source
-
-
-@torch.no_grad()
-def _allocate(network: Network, dtype: torch.dtype) -> None:
-    """Allocate the snapshot as zeros on this process's device, in `dtype` where autocast would cast at each use."""
-    for module in network.modules():
-        if is_cast(module):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
-    network.to_empty(device=device())
-    for tensor in (*network.parameters(), *network.buffers()):
-        tensor.zero_()
 
 
 def _check_fits(spec: GramTeacherSpec, recipe: Recipe, network: Network, source: FrozenSource) -> None:

@@ -62,7 +62,7 @@ def build_preserve(spec: PreserveSpec, parts: TermParts) -> PreserveTerm:
 
 
 def build_teacher(spec: StartSpec, parts: TeacherParts) -> StartTeacher:
-    """Build the frozen teacher of the start, placed as dino_ds.frozen_teacher says; every rank must call this.
+    """Build the frozen teacher of the start; every rank must call this.
 
     Raises CheckpointError for weights that can't be used, ConfigError if they take another number of channels.
     """

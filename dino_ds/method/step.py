@@ -86,8 +86,6 @@ class TrainingStep:
     def prepare(self, window: Sequence[Inputs]) -> None:
         """Make the targets of the next micro-batches; call it at the beginning of a step if `window` is more than 1."""
         assert len(window) == self.window and not self._targets
-        if self.engine.config.performance.compile == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()  # earlier outputs of graphs may be overwritten now
         with named_range("teacher"):
             outputs = [self.teachers(inputs.crops, inputs.masks, self.schedule) for inputs in window]
         with named_range("targets"):

@@ -1,10 +1,9 @@
-"""Self-attention over packed tokens: linear layers run once, the attention itself per size or in one kernel."""
+"""Self-attention over packed tokens: linear layers run once, the attention itself per size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,18 +11,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dino_ds.models.fused import fuses_in_block
 from dino_ds.models.packing import Packing, Selection
 from dino_ds.models.rope import write_rotated
-
-_BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 class QueryKeyValue(nn.Linear):
@@ -105,14 +96,11 @@ def _write_rotated(
 
 
 class Attention(nn.Module):
-    """implementation: "sdpa" (one call per size), "naive" (the formula) or "varlen" (one CUDA kernel for all sizes,
-    bf16 or fp16); backend: the kernel of sdpa, "auto" = torch's choice."""
+    """Multi-head self-attention by torch's kernels, one call per size; timm's parameter names."""
 
-    def __init__(self, width: int, heads: int, implementation: str, backend: str, bias: bool = True) -> None:
+    def __init__(self, width: int, heads: int, bias: bool = True) -> None:
         super().__init__()
-        self.heads, self.head_width = heads, width // heads
-        self.implementation = implementation
-        self.backend = backend
+        self.heads = heads
         self.qkv = QueryKeyValue(width, 3 * width, bias)
         self.proj = nn.Linear(width, width)
 
@@ -121,8 +109,6 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (rows, d) for the selected rows alone. tables: RoPE's, one for each size."""
         asking = packing if selection is None else selection.packing
-        if self.implementation == "varlen":
-            return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, asking))
         later = tables and fuses_in_block(x)
         projected = self.projected(x, packing, selection, () if later else tables)
         return self.proj(self._size_by_size(projected, packing, asking, tables if later else ()))
@@ -159,42 +145,13 @@ class Attention(nn.Module):
             queries = _PerSize.apply(projected[0], asking.groups, (1, 1), self.heads, *tables)
             pieces = _PerSize.apply(projected[1], groups, (1, 2), self.heads, *tables)
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
-        outputs = [rearrange(self._attend(*triple), "s h n c -> (s n) (h c)") for triple in triples]
+        outputs = [rearrange(F.scaled_dot_product_attention(*triple), "s h n c -> (s n) (h c)") for triple in triples]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (b, heads, m, c), k and v (b, heads, n, c) -> (b, heads, m, c)."""
-        if self.implementation == "sdpa":
-            with _kernel(self.backend):
-                return F.scaled_dot_product_attention(q, k, v)
-        weights = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(dim=-1)
-        return weights @ v
-
-    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        q, k, v = (
-            part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
-        )
-        out = varlen_attn(q, k, v, asking.bounds, packing.bounds, asking.longest, packing.longest)
-        assert isinstance(out, Tensor)
-        return rearrange(out, "t h c -> t (h c)")
 
 
 def leave_out_cudnn_attention() -> None:
-    """From now on, use cuDNN's attention kernel, which torch prefers on Hopper, only if it is asked for by name.
+    """From now on, don't use cuDNN's attention kernel, which torch prefers on Hopper.
 
     With one query, as in the last block, its gradients may be NaN on an H200 (NVIDIA/cudnn-frontend#1072).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-
-
-def chosen_kernel(heads: int, head_width: int, tokens: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that "auto" selects for sequences of `tokens` tokens, such as "flash"."""
-    example = torch.empty(2, heads, tokens, head_width, dtype=dtype, device=device, requires_grad=True)
-    chosen = SDPBackend(torch._fused_sdp_choice(example, example, example))
-    return next((name for name, backend in _BACKENDS.items() if backend == chosen), chosen.name.lower())
-
-
-def _kernel(backend: str) -> AbstractContextManager[None]:
-    return nullcontext() if backend == "auto" else sdpa_kernel(_BACKENDS[backend])

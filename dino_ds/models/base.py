@@ -63,7 +63,7 @@ class Backbone(nn.Module, ABC):
     def __init__(self, spec: BackboneSpec) -> None:
         super().__init__()
         self.spec = spec
-        self._checkpointed, self._checkpoint_on_cpu = 0, False
+        self._checkpointed = 0
 
     @abstractmethod
     def forward(
@@ -125,19 +125,14 @@ class Backbone(nn.Module, ABC):
         """Images (b, c, h, w) -> features of the whole image (b, d)."""
         return self({"images": [images]})[CLS]
 
-    def compile_segments(self, mode: str = "default", backend: str = "inductor") -> None:
-        """torch.compile every segment.
-
-        mode: torch's "default" or "reduce-overhead", or "max-autotune", here without CUDA graphs.
-        """
-        torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
+    def compile_segments(self, backend: str = "inductor") -> None:
+        """torch.compile every segment."""
         for segment in self.segments():
-            segment.compile(dynamic=False, backend=backend, mode=torch_mode)
+            segment.compile(dynamic=False, backend=backend)
 
-    def checkpoint_segments(self, count: int | None, on_cpu: bool = False) -> None:
-        """Recompute the first `count` segments, or all, in the backward pass; on_cpu: keep their inputs on the host."""
+    def checkpoint_segments(self, count: int | None) -> None:
+        """Recompute the first `count` segments, or all, in the backward pass."""
         self._checkpointed = len(self.segments()) if count is None else count
-        self._checkpoint_on_cpu = on_cpu
 
     def run_segment(self, i: int, segment: Callable[..., Any], *inputs: Any) -> Any:
         """Call `segment`, the i-th one or a function that calls it, with its activation checkpointing."""
@@ -145,16 +140,13 @@ class Backbone(nn.Module, ABC):
             return segment(*inputs)
         # Non-reentrant: the reentrant form reduces a gradient twice when a block sees several crops (ZeRO 2 and 3).
         # Nothing inside draws random numbers, so there is no RNG state to keep.
-        pin = any(isinstance(x, Tensor) and x.is_cuda for x in inputs)
-        on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=pin) if self._checkpoint_on_cpu else nullcontext()
-        with on_cpu:
-            return checkpoint(
-                segment,
-                *inputs,
-                use_reentrant=False,
-                preserve_rng_state=False,
-                context_fn=lambda: (nullcontext(), again()),
-            )
+        return checkpoint(
+            segment,
+            *inputs,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), again()),
+        )
 
 
 def resized_patches(patches: Tensor, count: int) -> Tensor:

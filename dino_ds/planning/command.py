@@ -152,7 +152,7 @@ def describe(recipe: Recipe, ds: Mapping[str, Any], path: str, cluster: Cluster,
 
 def _activations(recipe: Recipe, config: DsConfig) -> dict[str, int]:
     """Return the bytes that autograd keeps for one micro-batch, without and with activation checkpointing."""
-    without = dataclasses.replace(config, checkpoint_blocks=0, checkpoint_on_cpu=False)
+    without = dataclasses.replace(config, checkpoint_blocks=0)
     all_blocks = dataclasses.replace(without, checkpoint_blocks="all")
     variants = {"without_checkpointing": without, "with_checkpointing": all_blocks}
     return {name: round(step_costs(recipe, variant, True).saved) for name, variant in variants.items()}

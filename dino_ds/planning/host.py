@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dino_ds.config.ds_values import DsConfig, offloads_optimizer, offloads_weights
 from dino_ds.config.recipe import Recipe
 from dino_ds.costs.memory import GIB, element_bytes
-from dino_ds.costs.step_costs import count_parameters, step_costs, student_facts
+from dino_ds.costs.step_costs import count_parameters, student_facts
 from dino_ds.method.specs.of_recipe import teachers_of
 
 # Assumed memory of a training process with its CUDA libraries, and of a loader process without what others share.
@@ -96,19 +96,9 @@ def host_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> 
         # FP32 gradients are there too.
         "offloaded optimizer": (_STATE + _FP32) * learning if offloads_optimizer(zero) else 0,
         "offloaded weights": element_bytes(config) * here if offloads_weights(zero) else 0,
-        "offloaded frozen teacher": _of_frozen_teacher(recipe, config, gpus, world_size),
         _SAVED: _STATE * (trained * gpus // world_size) + _FP32 * (weights * gpus // world_size),
     }
     return {name: size for name, size in parts.items() if size}
-
-
-def _of_frozen_teacher(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:
-    """Return the bytes of frozen teachers' backbones on the host; 0 if the ds config does not offload them."""
-    if config.performance.frozen_teacher != "offloaded":
-        return 0
-    teachers, specs = step_costs(recipe, config, on_gpu=True).teachers, teachers_of(recipe)
-    backbones = sum(teachers[spec.name].backbone for spec in specs if spec.of_file and spec.name in teachers)
-    return backbones * gpus // world_size
 
 
 def needed_bytes(recipe: Recipe, config: DsConfig, gpus: int, world_size: int) -> int:

@@ -79,11 +79,6 @@ SMALL = (
     Series("memory_gib", "Peak memory of a process", "GiB", zero=True),
     Series("host_memory_gib", "Memory of the run's processes on a machine", "GiB", zero=True),
     Series("host_free_gib", "Free memory of the machine", "GiB", zero=True),
-    Series("gpu_utilization", "GPU busy", "% of the time", zero=True, factor=100),
-    Series("gpu_memory_gib", "Memory in use on the GPU", "GiB", zero=True),
-    Series("gpu_watts", "Power of the GPU", "W", zero=True),
-    Series("gpu_celsius", "Temperature of the GPU", "°C"),
-    Series("gpu_joules_per_1000_images", "Energy of the GPU", "J per 1,000 images", zero=True),
     Series("save_seconds", "Duration of a save", "s", zero=True),
     Series("save_stall_seconds", "Training stopped for a save", "s", zero=True),
 )

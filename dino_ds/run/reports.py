@@ -11,7 +11,6 @@ from torch import Tensor
 from dino_ds.basics.host_memory import host_memory_gib, resident_gib
 from dino_ds.engine import distributed
 from dino_ds.engine.device import memory_gib
-from dino_ds.engine.gpu_sensors import GpuReading, open_sensors
 from dino_ds.engine.schedules import ScheduleValues
 from dino_ds.health.collapse import CollapseAlarm, SpreadAlarm
 from dino_ds.health.files import Event
@@ -40,10 +39,8 @@ class Reports:
         self._meter = Meter(meters, run.step.engine.device)
         self.clock = Clock(run.options.global_batch)
         self._throughput = ThroughputMonitor()
-        self._sensors = open_sensors(run.step.engine.device) if distributed.rank() == 0 else None
         self._began = 0.0, 0
         self._said_constant = False
-        self._last_gpu: tuple[GpuReading | None, int] = (None, 0)
         warmup = run.step.schedules.warmup_steps
         objective, balanced = run.step.objective, run.options.balanced
         self._collapse: list[tuple[tuple[str, ...], CollapseAlarm | SpreadAlarm]] = [
@@ -64,18 +61,14 @@ class Reports:
 
     def write(self, out: MicroStep) -> None:
         """Write a step's line of metrics, and the alarms that it raises."""
-        if self._sensors is not None:
-            self._sensors.start()  # while this thread waits for the device
         means, speed = self._meter.read(), self.clock.read()
-        gpu, hardware = self._read_gpu()
-        rolling, warning = self._throughput.update(**speed, gpu=gpu)
+        rolling, warning = self._throughput.update(**speed)
         self.images.report_unreadable()
         predicted = self._run.options.predicted_gib
         record = {
             **self._describe_step(means, out.schedule),
             **speed,
             **rolling,
-            **hardware,
             **_read_host(),
             **self._saver.metrics(),
             "memory_gib": memory_gib(),
@@ -121,17 +114,6 @@ class Reports:
         ]
         lines = [look(record["step"], *(record[name] for name in names)) for names, look in looks]
         return [line for line in lines if line]
-
-    def _read_gpu(self) -> tuple[GpuReading | None, dict[str, float]]:
-        """The reading of rank 0's GPU, or None, and its metrics; energy includes evaluations and saves."""
-        gpu = self._sensors.finish() if self._sensors is not None else None
-        if gpu is None:
-            return None, {}
-        before, step = self._last_gpu
-        steps = self._run.step.applied_steps - step
-        self._last_gpu = gpu, self._run.step.applied_steps
-        images = steps * self._run.options.global_batch // distributed.world_size()
-        return gpu, gpu.metrics(before, images)
 
     def _show_progress(self, record: dict[str, Any]) -> None:
         run, rate = self._run, record["images_per_second"]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from dino_ds.basics.digits import short
-from dino_ds.engine.gpu_sensors import GpuReading
 
 # Numbers of windows, each the time between two lines of metrics; then shares of the baseline.
 WARMUP = 2
@@ -24,7 +23,6 @@ class _State:
     rate: float
     wait: float
     load: float
-    gpu: GpuReading | None
 
 
 class ThroughputMonitor:
@@ -41,9 +39,7 @@ class ThroughputMonitor:
         self._slow_windows = 0
         self._warned = False
 
-    def update(
-        self, images_per_second: float, data_wait_fraction: float, gpu: GpuReading | None = None
-    ) -> tuple[dict[str, float], str | None]:
+    def update(self, images_per_second: float, data_wait_fraction: float) -> tuple[dict[str, float], str | None]:
         """Add a window; returns rolling means for the metrics, and a line for the log or None."""
         if self._warmup:
             self._warmup -= 1
@@ -52,7 +48,7 @@ class ThroughputMonitor:
         # Seconds per image add up, rates don't: windows have the same number of images.
         seconds = [1 / rate for rate, _ in self._recent]
         waited = [wait / rate for rate, wait in self._recent]
-        now = _State(1 / fmean(seconds), sum(waited) / sum(seconds), self._read_load(), gpu)
+        now = _State(1 / fmean(seconds), sum(waited) / sum(seconds), self._read_load())
         values = {"rolling_images_per_second": now.rate, "rolling_data_wait_fraction": now.wait}
         if len(self._recent) < ROLLING:
             return values, None
@@ -77,7 +73,7 @@ class ThroughputMonitor:
 
 
 def _cause(now: _State, best: _State) -> str:
-    """The likely cause: waiting for data, if it is over half of the added time per image, else the GPU or the host."""
+    """The likely cause: waiting for data, if it is over half of the added time per image, else the host's load."""
     added = 1 / now.rate - 1 / best.rate
     if now.wait / now.rate - best.wait / best.rate > added / 2:
         return (
@@ -85,22 +81,8 @@ def _cause(now: _State, best: _State) -> str:
             "look at the disk or network that holds the images and at what else runs on the cores of the workers "
             "(data.workers)"
         )
-    if now.gpu is not None and (cause := _cause_on_gpu(now.gpu, best.gpu or GpuReading())):
-        return f"Likely cause: {cause}"
     return (
         f"Each step takes longer; the load of this host is {now.load:.1f} on {os.cpu_count()} cores, it was "
         f"{best.load:.1f}: look at other processes, at clock rate and temperature of the device and, with several "
         "ranks, at the slowest of them"
     )
-
-
-def _cause_on_gpu(now: GpuReading, best: GpuReading) -> str:
-    """The cause on this rank's GPU, or "" if its readings show none."""
-    if now.slowed_by and not best.slowed_by:
-        known = ((now.celsius, "°C"), (now.watts, "W"))
-        state = ", ".join(f"{value:.0f} {unit}" for value, unit in known if value is not None)
-        look = "cooling" if now.slowed_by == "heat" else "power limit and power supply"
-        return f"the GPU lowers its clock because of {now.slowed_by}{state and f' ({state})'}: look at its {look}"
-    if now.others > best.others:
-        return f"{now.others} other processes use this GPU, there were {best.others}: nvidia-smi lists them"
-    return ""

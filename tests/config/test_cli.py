@@ -294,7 +294,7 @@ def test_all_problems_come_together_and_name_the_file(errors: Callable[..., list
     assert len(errors("train", "--epoch", "5", "foo", "--seed", "--ds.x", "1")) == 4
     lines = errors("train", "--data.root", "/x", "--seed", "-1", "--optimizer.lr", "x", "--ds_config", "nope.json")
     assert len(lines) == 3
-    (line,) = errors("train", "--data.root", "/x", "--ds.dino_ds.attention", "varlen")
+    (line,) = errors("train", "--data.root", "/x", "--ds.dino_ds.compile", "fast")
     assert line.endswith("(of ds_configs/zero0_fp32.json; --ds_config takes another)")
 
 

@@ -76,7 +76,6 @@ STEPS = [
 LEVERS = [
     {},
     {"dino_ds": {"cls_only_last_block": False, "packed": False}},
-    {"dino_ds": {"attention": "naive"}},
     {"activation_checkpointing": {}},
 ]
 

@@ -78,7 +78,7 @@ BF16 = {"bf16": {"enabled": True}}
 SMALL = {"model.width": "96", "crops.global_size": "64"}
 SAVING = [
     (tiny_recipe(**SMALL), {}),
-    (tiny_recipe(**SMALL, model__registers="4"), {"dino_ds": {"attention": "naive", "cls_only_last_block": False}}),
+    (tiny_recipe(**SMALL, model__registers="4"), {"dino_ds": {"cls_only_last_block": False}}),
     (tiny_recipe(**SMALL | IBOT), {"activation_checkpointing": {"number_checkpoints": 2}}),
     (tiny_recipe(**SMALL | SHARED | {"model.layer_scale": "1e-5"}), BF16 | {"zero_optimization": {"stage": 1}}),
     (tiny_recipe(**ROTARY | IBOT | {"crops.global_size": "64"}), {}),

@@ -109,10 +109,6 @@ def test_fp32_is_exact_and_the_same_in_every_run():
 # SwiGLU, LayerScale and biases too. Of each size q and k are rotated by one kernel, forward and backward; the tables,
 # of all blocks where coordinates are changed, are made by some 50.
 ROTARY = {"backbone": "vit_small_plus_patch16_dinov3_qkvb"}
-VARLEN, NAIVE = (
-    PerformanceOptions(attention="varlen"),
-    PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False),
-)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +119,6 @@ VARLEN, NAIVE = (
         ({}, PerformanceOptions(teacher_copy=False), torch.bfloat16, 0, 314),
         ({"drop_path": 0.1, "stochastic_depth": "batched"}, PerformanceOptions(), torch.bfloat16, 0, 376),
         ({}, PerformanceOptions(), torch.bfloat16, 2, 339),
-        ({}, VARLEN, torch.bfloat16, 0, 297),
-        ({}, NAIVE, torch.bfloat16, 0, 463),
         (ROTARY, COPY, torch.bfloat16, 0, 332),
         (ROTARY | {"rope_rescale": 2.0, "local_cls_norm": True}, COPY, torch.bfloat16, 0, 391),
     ],
@@ -134,8 +128,6 @@ VARLEN, NAIVE = (
         "no teacher copy",
         "batched depth",
         "checkpointing",
-        "varlen",
-        "naive unpacked",
         "rotary",
         "rotary, changed",
     ],

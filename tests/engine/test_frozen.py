@@ -1,12 +1,15 @@
-"""A frozen teacher on two ranks: whole, in ZeRO 3's partitions or on the host, under every stage of the student."""
+"""A frozen teacher on two ranks, under every stage of the student."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
 
-from dino_ds.engine import placement
+from dino_ds.method import frozen
 from dino_ds.method.build import build_step
+from dino_ds.models.base import is_cast
 from dino_ds.weights.frozen import digest
 from tests.engine.harness import ds_config, inputs_of, max_difference, mean_over_ranks, run_step
 from tests.planning.measure.tiny import tiny_recipe
@@ -39,58 +42,32 @@ def _recipe(source, **changes):
     })  # fmt: skip
 
 
-def _distil(source, stage, precision="fp32", kind="whole", persistent=0, **changes):
-    """Losses of each step, the EMA teacher, whether the frozen one is as it was, and bytes of its backbone here."""
-    placement.PERSISTENT_BELOW = persistent
+def _distil(source, stage, precision="fp32", **changes):
+    """Losses of each step, and the EMA teacher; the frozen one stays as it was, and is not trained."""
     recipe = _recipe(source, **changes)
-    config = ds_config(stage, precision, BATCH, dino_ds={"frozen_teacher": kind}, gradient_clipping=1.0)
-    step = build_step(recipe, config, 10)
-    frozen = step.teachers["frozen"].network
-    before = copied(frozen.state_dict()) if kind == "whole" else {}
+    step = build_step(recipe, ds_config(stage, precision, BATCH, gradient_clipping=1.0), 10)
+    network = step.teachers["frozen"].network
+    before = copied(network.state_dict())
     losses = [mean_over_ranks([out.loss for out in run_step(step, recipe, window)]) for window in range(STEPS)]
-    ids = {id(p) for p in frozen.parameters()}
-    trained = [p for group in step.engine._optimizer.param_groups for p in group["params"]]
-    assert not ids & {id(p) for p in trained} and not any(p.requires_grad for p in frozen.parameters())
-    same = all(torch.equal(before[name], tensor) for name, tensor in frozen.state_dict().items()) if before else None
-    if precision == "fp32" and before:
-        assert digest(frozen.state_dict()) == step.teachers["frozen"].about["digest"]
-    here = [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in frozen.backbone.parameters()]
-    held = sum(p.data.numel() for p in frozen.backbone.parameters() if hasattr(p, "ds_tensor"))
-    return losses, copied(step.teachers["ema"].state()), same, sum(p.nbytes for p in here), held
+    trained = {id(p) for group in step.engine._optimizer.param_groups for p in group["params"]}
+    assert not any(id(p) in trained or p.requires_grad for p in network.parameters())
+    assert all(torch.equal(before[name], tensor) for name, tensor in network.state_dict().items())
+    if precision == "fp32":
+        assert digest(network.state_dict()) == step.teachers["frozen"].about["digest"]
+    return losses, copied(step.teachers["ema"].state())
 
 
-@pytest.fixture(scope="module")
-def alone(teacher):
-    return run_on_ranks(_distil, teacher, 0, world=1)[0]
+FEATURES = {"teacher__distill": "features", "crops__mask": "none", "crops__mask_hides": "true"}
+FEATURES |= {"ibot_head__prototypes": "65536", "ibot_head__hidden": "2048", "ibot_head__bottleneck": "256"}
 
 
-@pytest.mark.parametrize(
-    ("stage", "kind", "precision"), [(0, "sharded", "fp32"), (2, "offloaded", "bf16"), (3, "sharded", "fp32")]
-)
-def test_two_ranks_equal_one_process_and_a_sharded_teacher_gives_the_same(teacher, alone, stage, kind, precision):
-    """FP32, 1e-5: sums in another order. Sharded bit for bit what the whole one gives; each rank keeps its half of the
-    backbone, and nothing gathered."""
-    whole = run_on_ranks(_distil, teacher, stage, precision)
-    sharded = run_on_ranks(_distil, teacher, stage, precision, kind)
-    for (losses, ema, same, bytes_whole, _), (losses2, ema2, _, bytes_here, held) in zip(whole, sharded, strict=True):
-        assert same
-        if precision == "fp32":
-            assert losses == pytest.approx(alone[0], rel=1e-5)
-            assert max_difference(ema, alone[1]) < 1e-5
-        assert losses == losses2
-        assert all(torch.equal(ema[name], ema2[name]) for name in ema)
-        assert bytes_here == pytest.approx(bytes_whole / 2, rel=0.01)
-        assert held == 0
-
-
-def test_features_on_two_ranks(teacher):
-    changes = {"teacher__distill": "features", "crops__mask": "none", "crops__mask_hides": "true"}
-    changes |= {f"ibot_head__{key}": value for key, value in
-                {"prototypes": "65536", "hidden": "2048", "bottleneck": "256"}.items()}  # fmt: skip
-    (one,) = run_on_ranks(_distil, teacher, 0, world=1, **changes)
-    for losses, ema, _, _, _ in run_on_ranks(_distil, teacher, 2, kind="sharded", **changes):
-        assert losses == pytest.approx(one[0], rel=1e-5)
-        assert max_difference(ema, one[1]) < 1e-5
+@pytest.mark.parametrize(("stage", "changes"), [(0, {}), (3, {}), (2, FEATURES)])
+def test_two_ranks_equal_one_process(teacher, stage, changes):
+    """By heads and by features; FP32, 1e-5: sums in another order."""
+    (alone,) = run_on_ranks(_distil, teacher, 0, world=1, **changes)
+    for losses, ema in run_on_ranks(_distil, teacher, stage, **changes):
+        assert losses == pytest.approx(alone[0], rel=1e-5)
+        assert max_difference(ema, alone[1]) < 1e-5
 
 
 def test_low_precision_is_stored_and_equal_to_autocast(teacher):
@@ -105,14 +82,10 @@ def test_low_precision_is_stored_and_equal_to_autocast(teacher):
 
 
 def _bf16_outputs(source, stored):
-    is_cast = placement.is_cast
-    placement.is_cast = is_cast if stored else lambda module: False
-    try:
-        recipe = _recipe(source)
+    recipe = _recipe(source)
+    with mock.patch.object(frozen, "is_cast", is_cast if stored else lambda module: False):
         step = build_step(recipe, ds_config(1, "bf16", BATCH), 10)
-    finally:
-        placement.is_cast = is_cast
-    frozen, inputs = step.teachers["frozen"], inputs_of(recipe, torch.arange(4))
+    teacher, inputs = step.teachers["frozen"], inputs_of(recipe, torch.arange(4))
     seen = {"global": inputs.crops["global"]}
-    found = {name: logits.rows for name, logits in frozen(seen, inputs.masks).items()}
-    return found, sum(p.nbytes for p in frozen.backbone.parameters())
+    outputs = {name: logits.rows for name, logits in teacher(seen, inputs.masks).items()}
+    return outputs, sum(p.nbytes for p in teacher.backbone.parameters())

@@ -1,4 +1,4 @@
-"""Muon against torch's own and a slow reference in FP64; which weights it moves; what ranks exchange."""
+"""Muon against a slow reference in FP64; which weights it moves; what ranks exchange."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from dino_ds.engine.muon import Matrix, Muon, matrices_of, orthogonalized, share_out
-from dino_ds.engine.optim import OptimizerOptions, parameter_groups
+from dino_ds.engine.optim import parameter_groups
 from dino_ds.errors import ConfigError
 from dino_ds.models.blocks import Mlp
-from tests.engine.harness import OPTIMIZERS, build_step, ds_config, tiny_network
+from tests.engine.harness import OPTIMIZERS, tiny_network
 from tests.fake_cuda import CUDA, fake_cuda, needs_fake_cuda
-from tests.ranks import run_on_ranks
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 
@@ -61,21 +60,6 @@ def test_equals_a_slow_reference():
         optimizer.step()
     for w, expected in zip(weights, slow, strict=True):
         torch.testing.assert_close(w.detach().double(), expected, rtol=0, atol=1e-5)
-
-
-def test_equals_torch_s_muon():
-    """torch's iterates in BF16, whose 8 bits leave 2 % of an update; four updates of 0.2 times the rate: 4e-4."""
-    ours, theirs = _weights((16, 48), (48, 16)), _weights((16, 48), (48, 16))
-    optimizer = _muon(ours, [1, 1])
-    reference = torch.optim.Muon(theirs, LR, DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    for step in range(4):
-        for pair in (ours, theirs):
-            for w, gradient in zip(pair, _gradients(pair, step), strict=True):
-                w.grad = gradient.clone()
-        optimizer.step()
-        reference.step()
-    for w, expected in zip(ours, theirs, strict=True):
-        assert (w - expected).norm() < 0.03 * 4 * LR * 0.2 * w.numel() ** 0.5
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 40), (1, 7)])
@@ -166,13 +150,3 @@ def test_ranks_share_the_work():
     owners = share_out(matrices, 8)
     loads = [sum(m.cost for m, owner in zip(matrices, owners, strict=True) if owner == rank) for rank in range(8)]
     assert max(loads) < 1.05 * sum(loads) / 8
-
-
-def _offloaded():
-    config = ds_config(2, "fp32", 8, zero={"offload_optimizer": {"device": "cpu"}})
-    with pytest.raises(ConfigError, match=r"^optimizer.kind muon does not go with .*offload_optimizer: .*kind adamw$"):
-        build_step(config, options=OptimizerOptions(kind="muon"))
-
-
-def test_muon_on_the_host_is_refused():
-    run_on_ranks(_offloaded, world=1)

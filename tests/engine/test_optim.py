@@ -85,14 +85,16 @@ def test_a_backbone_without_a_patch_embedding_has_no_learning_rate_for_it():
     assert len(multipliers) == 7  # two parts of the stem, four stages, and the head
 
 
-def _lars_offloaded():
+def _offloaded(kind, instead):
     zero = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    with pytest.raises(ConfigError, match=r"^optimizer.kind lars does not go with .*offload_optimizer: .*kind sgd$"):
-        build_step(ds_config(2, "fp32", BATCH, zero=zero), options=OPTIMIZERS["lars"])
+    refused = rf"^optimizer.kind {kind} does not go with .*offload_optimizer: .*kind {instead}$"
+    with pytest.raises(ConfigError, match=refused):
+        build_step(ds_config(2, "fp32", BATCH, zero=zero), options=OPTIMIZERS[kind])
 
 
-def test_lars_on_the_host_is_refused():
-    run_on_ranks(_lars_offloaded, world=1)
+@pytest.mark.parametrize(("kind", "instead"), [("lars", "sgd"), ("muon", "adamw")])
+def test_optimizers_that_communicate_are_refused_on_the_host(kind, instead):
+    run_on_ranks(_offloaded, kind, instead, world=1)
 
 
 def _trained(stage, options, precision="fp32", windows=3, **sections):

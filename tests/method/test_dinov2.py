@@ -18,6 +18,7 @@ from dino_ds.method.ibot import IbotTerm, ibot_loss
 from dino_ds.method.koleo import KoLeoTerm
 from dino_ds.method.specs.dino import IBOT
 from dino_ds.models import logits as factored
+from dino_ds.models import prototypes
 from dino_ds.models.logits import Comparison, Logits
 from dino_ds.models.prototypes import Prototypes
 from tests.ranks import run_on_ranks
@@ -235,6 +236,8 @@ class TestTiles:
     )
     def test_loss_and_gradients(self, monkeypatch, tile, crops, seen, own, weighted, learned):
         monkeypatch.setitem(factored._TILE, "cpu", tile * 33 * 4)
+        monkeypatch.setitem(prototypes._BLOCK, "cpu", tile + 3)
+        monkeypatch.setattr(factored, "_CPU_BLOCK", tile + 3)
         head, images = self._head(learned), 7
         z = torch.randn(crops * images, 8, requires_grad=True)
         teacher = Prototypes(8, 33)(torch.randn(seen * images, 8))

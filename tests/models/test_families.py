@@ -191,10 +191,8 @@ def test_own_classes_that_can_t_are_refused(name, arguments, message):
 
 
 LEVERS = [
-    *(("resnet18", name, value, "ViTs that dino_ds builds") for name, value in (
-        ("attention", "naive"), ("attention_backend", "math"), ("packed", False), ("cls_only_last_block", False))),
+    *(("resnet18", name, False, "ViTs that dino_ds builds") for name in ("packed", "cls_only_last_block")),
     ("vit_tiny_patch16_224", "channels_last", False, "networks that dino_ds does not build"),
-    ("vit_tiny_patch16_224", "frozen_teacher", "sharded", "a teacher of a file"),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dino_ds.models.specs.backbones import VITS
 from dino_ds.models.vit import VisionTransformer
 from dino_ds.weights.sidecar import read_sidecar
 from tests.ranks import run_on_ranks
-from tests.run.harness import copy_until, image_folder, losses_of, read_metrics, train_tiny, whole_tensors
+from tests.run.harness import copy_until, image_folder, read_metrics, train_tiny, whole_tensors
 from tests.run.test_resume import assert_same_checkpoint
 
 GRAM = {"gram.weight": "2", "gram.crop_size": "48"}
@@ -57,21 +57,13 @@ def test_a_run_resumed_across_a_replacement_is_bit_identical(trained, tmp_path):
     [("other", "zero2_bf16.json"), ("run/checkpoints/step_00000002", "zero3_fp32.json")],
 )
 def test_a_teacher_from_a_run(trained, tmp_path, name, ds):
-    """The other run may have other patches and width. Its teacher is never trained: a checkpoint has its digest.
-
-    In ZeRO 3's partitions it gives the same losses as whole.
-    """
+    """The other run may have other patches and width. Its teacher is never trained: a checkpoint has its digest."""
     changes, run = GRAM | {"gram.teacher": str(trained / name)}, tmp_path / "run"
     for steps, resume in ((1, False), (3, True)):
         assert run_on_ranks(train_tiny, trained / "images", run, ds, steps, resume, changes) == [None] * 2
     assert read_metrics(run)[-1]["gram_loss"] > 0
     kept = {key: t for key, t in whole_tensors(run, 3).items() if key.startswith("teachers.gram.")}
     assert [(key, tuple(t.shape)) for key, t in kept.items()] == [("teachers.gram.sha256", (32,))]
-    if ds == "zero3_fp32.json":
-        sharded = {"dino_ds.frozen_teacher": "sharded"}
-        args = trained / "images", tmp_path / "sharded", ds, 3, False, changes, sharded
-        assert run_on_ranks(train_tiny, *args) == [None] * 2
-        assert losses_of(tmp_path / "sharded") == losses_of(run)
 
 
 def test_other_weights_in_the_teacher_s_place_are_refused_on_a_resume(trained, tmp_path):

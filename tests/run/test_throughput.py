@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-from dino_ds.engine.gpu_sensors import GpuReading
 from dino_ds.run import metrics
 from dino_ds.run.throughput import LONG, WARMUP, ThroughputMonitor
 
@@ -15,7 +14,7 @@ class _Run:
     """A training run on a fake clock: each window has 10 steps of 8 images."""
 
     def __init__(self, monkeypatch):
-        self.now, self.load, self.gpu = 0.0, 4.0, None
+        self.now, self.load = 0.0, 4.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         self.clock, self.watch = metrics.Clock(8), ThroughputMonitor(lambda: self.load)
 
@@ -28,7 +27,7 @@ class _Run:
                     self.now += wait_seconds
                 self.now += step_seconds
                 self.clock.step()
-            values, text = self.watch.update(**self.clock.read(), gpu=self.gpu)
+            values, text = self.watch.update(**self.clock.read())
             said += [text] if text else []
         return values, said
 
@@ -66,24 +65,6 @@ def test_a_slower_step_is_told_with_the_load_of_the_host(run):
     _, said = run.windows(30, 0.16, 0.02)
     assert len(said) == 1 and "Each step takes longer; the load of this host is 9.0 on" in said[0]
     assert "it was 4.0: look at other processes" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("gpu", "says"),
-    [
-        (GpuReading(0.99, slowed_by="heat", celsius=91, watts=250), "of heat (91 °C, 250 W): look at its cooling"),
-        (GpuReading(0.99, slowed_by="power"), "because of power"),
-        (GpuReading(0.99, others=2), "2 other processes use this GPU, there were 0"),
-        (GpuReading(0.97), "Each step takes longer"),
-        (None, "Each step takes longer"),
-    ],
-)
-def test_a_slower_step_is_told_by_the_state_of_the_gpu(run, gpu, says):
-    run.gpu = GpuReading(0.98)
-    run.windows(10, 0.07, 0.02)
-    run.gpu = gpu
-    _, said = run.windows(30, 0.16, 0.02)
-    assert len(said) == 1 and says in said[0]
 
 
 def test_a_short_drop_says_nothing(run):

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 OF_EVERY_RUN = frozenset(
     (
         *("bad_images", "checkpoint_gib", "collapsed", "constant_images", "data_wait_fraction", "epoch"),
-        *("gpu_celsius", "gpu_joules_per_1000_images", "gpu_memory_gib", "gpu_utilization", "gpu_watts"),
         *("grad_norm", "host_free_gib", "host_memory_gib", "images", "images_per_second", "kl", "loss"),
         *("loss_scale", "lr", "memory_gib", "memory_predicted_gib", "rolling_data_wait_fraction"),
         *("rolling_images_per_second", "save_seconds", "save_stall_seconds", "skipped_steps", "step"),

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from dino_ds.config.recipe import Recipe
 
 
-def source_of(recipe: Recipe) -> str | None:
-    """The run, weights or name of the frozen teacher, or None where none is distilled."""
-    return recipe.teacher.source
-
-
 def regresses_features(recipe: Recipe) -> bool:
     """Whether the targets are a teacher's features, not its heads' outputs."""
     return recipe.teacher.source is not None and recipe.teacher.distill == "features"

@@ -36,8 +36,8 @@ from dino_ds.planning.measure.trial import MEMORY_STEPS, Trial, begin, build_tri
 
 FIRST = 3
 """Number of first steps whose losses are compared: later, Adam amplifies the different rounding of exact ones."""
-_PLAIN = PerformanceOptions(attention="naive", packed=False, cls_only_last_block=False, channels_last=False)
-_OF_VITS = ("SDPA", "packed crops", "CLS-only last block", "batched stochastic depth")
+_PLAIN = PerformanceOptions(packed=False, cls_only_last_block=False, channels_last=False)
+_OF_VITS = ("packed crops", "CLS-only last block", "batched stochastic depth")
 _OF_OTHERS = ("channels-last images",)
 
 
@@ -65,7 +65,6 @@ def all_steps() -> list[LadderStep]:
         changes["performance"] = dataclasses.replace(steps[-1].performance, **levers or {})
         steps.append(dataclasses.replace(steps[-1], name=name, **changes))
 
-    add("SDPA", {"attention": "sdpa"})
     add("packed crops", {"packed": True})
     add("CLS-only last block", {"cls_only_last_block": True})
     add("channels-last images", {"channels_last": True})

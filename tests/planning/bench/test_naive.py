@@ -73,7 +73,7 @@ def test_exact_steps_are_the_plain_step(step, plain):
 def test_ladder_steps_grow_from_the_plain_step():
     steps = all_steps()
     plain = {"packed": False, "cls_only_last_block": False, "channels_last": False}
-    assert steps[0].performance == PerformanceOptions(attention="naive", **plain)
+    assert steps[0].performance == PerformanceOptions(**plain)
     assert [step.exact for step in steps] == sorted((step.exact for step in steps), reverse=True)
     whole = PerformanceOptions(channels_last=True)
     assert EXACT[-1] == last_exact() and last_exact().performance == whole and last_exact().tiled_loss
