@@ -9,8 +9,6 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-import torch._dynamo
-import torch._inductor
 from torch import nn
 from torch.nn.attention import SDPBackend
 
