@@ -231,8 +231,6 @@ def _both_bytes(image: Image.Image, data: bytes) -> np.ndarray | None:
     """Values (h, w, 3 or 4) of uint16 from two decodings: Pillow keeps the high byte of each value, and if told the
     other byte order, the low byte. None for other modes than `_BOTH_BYTES`."""
     with Image.open(io.BytesIO(data), formats=[image.format or ""]) as other:
-        if other.format == "TIFF":
-            other.seek(image.tell())
         modes = _raw_modes(other)
         if not all(map(_BOTH_BYTES.fullmatch, modes)):
             return None
