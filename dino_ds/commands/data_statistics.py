@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from dino_ds.data.base import Source, UnreadableImage, prepare_images
-from dino_ds.data.decode import open_image, range_at
+from dino_ds.data.decode import open_image
 from dino_ds.data.images import ValueRange, extremes
 from dino_ds.data.normalization import Normalization
 from dino_ds.data.workers import started, worker_options
@@ -34,8 +34,8 @@ class ImageFacts:
     """Facts of one image: upright size in pixels, mode and format of its file.
 
     `type`: dtype of the stored values; `low`, `high`: their extremes if deeper than 8 bits; `mean`, `square`: means of
-    each channel's values and of their squares; `own_range`: black and white, where the image's source in a mixture has
-    its own. `problem`: why the image can't be read; the other fields then mean nothing.
+    each channel's values and of their squares. `problem`: why the image can't be read; the other fields then
+    mean nothing.
     """
 
     index: int
@@ -49,7 +49,6 @@ class ImageFacts:
     mean: tuple[float, ...] = ()
     square: tuple[float, ...] = ()
     problem: str | None = None
-    own_range: ValueRange | None = None
 
 
 def look_at(
@@ -85,8 +84,7 @@ class _FactsOf(Dataset[ImageFacts]):
             return ImageFacts(index, problem=error.reason)
         mode = {1: "L", 3: "RGB"}.get(image.channels, f"{image.channels} channels")
         mode, form = getattr(image, "mode", mode), getattr(image, "format", "") or _NO_FORMAT
-        source_range = range_at(self._source, index, None)
-        return ImageFacts(index, image.width, image.height, mode, form, own_range=source_range, **facts)
+        return ImageFacts(index, image.width, image.height, mode, form, **facts)
 
 
 def _facts_of_values(values: np.ndarray) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def measure_channels(
     for fact in facts:
         if fact.problem is not None or len(fact.mean) not in (1, channels):
             continue
-        black, white = (0.0, 255.0) if fact.type == "uint8" else fact.own_range or value_range or (fact.low, fact.high)
+        black, white = (0.0, 255.0) if fact.type == "uint8" else value_range or (fact.low, fact.high)
         mean, square = (np.broadcast_to(np.array(values), channels) for values in (fact.mean, fact.square))
         scale = max(white - black, 1e-30)
         moments.append(((mean - black) / scale, (square - 2 * black * mean + black**2) / scale**2))

@@ -123,7 +123,7 @@ def _data(options: EvalOptions) -> tuple[Source, Source | None]:
         test_root = test_root or (recipe.eval.root if data.own_files else data.root)
         source, root = data.source, data.root
     source = source or "folder"
-    train = recipe_images(recipe.data, may_overlap=True) if recipe else build_source(source, root, "train", False)
+    train = recipe_images(recipe.data) if recipe else build_source(source, root, "train", False)
     if (source == "folder" or ":" in source) and test_root is None:
         return train, None
     return train, build_source(source, test_root or root, "test", False)

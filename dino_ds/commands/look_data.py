@@ -120,7 +120,7 @@ def _unless_beyond(
 ) -> tuple[list[ImageFacts], list[str]]:
     """`facts`, with files beyond the range marked as unreadable; and lines on images that the range does not fit."""
     deep = {
-        position: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high, fact.own_range)
+        position: DeepImage(source.name(fact.index), fact.type, fact.low, fact.high)
         for position, fact in enumerate(facts)
         if fact.problem is None and fact.type != "uint8"
     }

@@ -14,11 +14,10 @@ from dino_ds.basics.names import as_written
 from dino_ds.basics.text_file import unusable_text
 from dino_ds.config.fields import PathText
 
-_FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3; deeper images may have values of their own: ct=0.3 in -1000..3000"
-_ENTRY = re.compile(
-    r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)"
-    r"(?:\s+in\s+(?P<low>-?[0-9.]{1,20})\.\.(?P<high>-?[0-9.]{1,20}))?\s*(?:,|$)"
-)
+_FORM = "PLACE=SHARE, such as mine=0.7,theirs=0.3"
+_ENTRY = re.compile(r"\s*(?P<place>\S.*?)\s*=\s*(?P<share>[0-9]*\.?[0-9]+)\s*(?:,|$)")
+_RANGE = re.compile(r"\sin\s+-?[0-9.]+\.\.-?[0-9.]+")
+"""Values of a source of its own, which earlier versions took."""
 _BRACES = re.compile(r"\{[^{}]*\}")
 _TOLERANCE = Fraction(1, 10**6)
 """Rounding error of shares that are written in decimals."""
@@ -27,12 +26,11 @@ _MOST_DIGITS, _MOST_PARTS = 20, 1000
 
 @dataclass(frozen=True)
 class MixturePart:
-    """A source of a mixture: its path `place`, absolute or below data.root; its share of the images of an epoch; and
-    black and white of its images deeper than 8 bits, or None for those of data.value_range."""
+    """A source of a mixture: its path `place`, absolute or below data.root; and its share of the images of an
+    epoch."""
 
     place: str
     share: Fraction
-    value_range: tuple[float, float] | None = None
 
 
 def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
@@ -45,27 +43,23 @@ def parse_mixture(texts: Sequence[str]) -> tuple[MixturePart, ...]:
     total = sum((part.share for part in parts), Fraction(0))
     if parts and abs(total - 1) > _TOLERANCE:
         raise ValueError(f"mixture: the shares add up to {float(total):.7g}, and must add up to 1")
-    return tuple(MixturePart(part.place, part.share / total, part.value_range) for part in parts)
+    return tuple(MixturePart(part.place, part.share / total) for part in parts)
 
 
 def _parse_part(text: str) -> MixturePart:
     match = _ENTRY.fullmatch(text)
     if match is None or len(match["share"]) > _MOST_DIGITS or "," in _BRACES.sub("", match["place"]):
+        if _RANGE.search(text):
+            raise ValueError(
+                f"mixture: {as_written(text)}: all sources have one range, data.value_range: leave in .. out"
+            )
         raise ValueError(f"mixture: {as_written(text)} is not {_FORM}")
     place, share = match["place"], Fraction(match["share"])
     if problem := unusable_text(place):
         raise ValueError(f"mixture: {problem}")
     if not share:
         raise ValueError(f"mixture: {place} has the share 0: leave it out")
-    if match["low"] is None:
-        return MixturePart(place, share)
-    try:
-        low, high = float(match["low"]), float(match["high"])
-    except ValueError:
-        raise ValueError(f"mixture: {as_written(text)} is not {_FORM}") from None
-    if not low < high:
-        raise ValueError(f"mixture: {place} has the values {low:g}..{high:g}: the first must be less")
-    return MixturePart(place, share, (low, high))
+    return MixturePart(place, share)
 
 
 def _split(value: object) -> object:

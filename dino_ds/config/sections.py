@@ -112,9 +112,7 @@ class DataSection(Section):
     def _check(self) -> DataSection:
         if self.download and (self.source == "photos" or self.own_files):
             raise ValueError(f"download true needs a torchvision data.source, and '{self.source}' is none")
-        deeper = [part.place for part in self.parts if part.value_range]
-        if deeper and self.known_range is None:
-            raise ValueError(f"mixture: {deeper[0]} has values of its own: give data.value_range for all other images")
+        parse_mixture(self.mixture)  # raises ValueError for impossible shares
         return self
 
 

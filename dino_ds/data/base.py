@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from PIL import Image
 
@@ -85,28 +85,14 @@ def prepare_images(source: Source, indices: Sequence[int], seconds: float | None
         source.prepare(indices, seconds)  # type: ignore[attr-defined]
 
 
-class JoinedPart(NamedTuple):
-    """A source within a `Joined` source."""
-
-    place: str
-    """Path or address of its images, as the user wrote it."""
-    source: Source
-    value_range: tuple[float, float] | None
-    """Black and white of its images deeper than 8 bits; None = those of the run."""
-
-
 class Joined(ABC):
     """A source made of several others."""
 
     @property
     @abstractmethod
-    def joined(self) -> Sequence[JoinedPart]:
-        """The joined sources, in order."""
+    def joined(self) -> Sequence[tuple[str, Source]]:
+        """The joined sources in order, each with the path or address that the user wrote."""
 
     @abstractmethod
     def another(self, index: int, number: int) -> int:
         """Index of another image from the same part as image `index`; `number`, any integer, chooses it."""
-
-    @abstractmethod
-    def range_of(self, index: int) -> tuple[float, float] | None:
-        """The `value_range` of the part that image `index` is from."""

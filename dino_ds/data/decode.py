@@ -18,7 +18,7 @@ import simplejpeg
 from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from dino_ds.data.base import Joined, Source, UnreadableImage, name_placeholder
+from dino_ds.data.base import Source, UnreadableImage, name_placeholder
 from dino_ds.data.formats import open_file
 from dino_ds.data.images import (
     WITH_ALPHA,
@@ -64,7 +64,6 @@ def load_image(
     name, limit = source.name(index), MAX_PIXELS if hasattr(source, "read") else None
     image = open_image(source, index, limit, channels=channels)
     check_channels(image, channels, name)
-    value_range = range_at(source, index, value_range)
     return prepared(in_channels(image.values(), channels), value_range, name)
 
 
@@ -83,18 +82,12 @@ def open_image(
 
     channels: number that is wanted; the image may have another number.
     """
-    read, value_range = getattr(source, "read", None), range_at(source, index, value_range)
+    read = getattr(source, "read", None)
     if read is not None:
         return EncodedImage(read(index), source.name(index), max_pixels, value_range, channels)
     image, name = source.load(index), source.name(index)
     values = pillow_values(image, channels, name) if isinstance(image, Image.Image) else np.array(image)
     return DecodedImage(values, name, max_pixels, value_range)
-
-
-def range_at(source: Source, index: int, value_range: ValueRange | None) -> ValueRange | None:
-    """Black and white of an image deeper than 8 bits: those of its source in a mixture, else `value_range`."""
-    range_of_part = source.range_of(index) if isinstance(source, Joined) else None
-    return range_of_part or value_range
 
 
 def check_channels(image: EncodedImage | DecodedImage, wanted: int, name: str) -> None:

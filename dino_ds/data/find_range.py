@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from dino_ds.basics.digits import range_text
 from dino_ds.config.recipe import Recipe
-from dino_ds.data.base import Joined, JoinedPart, Source, prepare_images
+from dino_ds.data.base import Joined, Source, prepare_images
 from dino_ds.data.decode import MAX_PIXELS, open_image
 from dino_ds.data.images import WITH_ALPHA, ValueRange, evenly_spaced_indices, extremes, why_not_scaled
 from dino_ds.engine import distributed
@@ -28,17 +27,16 @@ STORE_ALIKE = "store all images alike, or give a data.value_range that fits them
 
 
 class DeepImage(NamedTuple):
-    """An image deeper than 8 bits, with its lowest and highest stored value, and its source's own range, if any."""
+    """An image deeper than 8 bits, with its lowest and highest stored value."""
 
     name: str
     type: str
     low: float
     high: float
-    source_range: ValueRange | None = None
 
     def why_skipped(self, value_range: ValueRange | None) -> str:
         """Reason why a run with this range skips the image; "" if it does not."""
-        return why_not_scaled(np.dtype(self.type), self.low, self.high, self.source_range or value_range)
+        return why_not_scaled(np.dtype(self.type), self.low, self.high, value_range)
 
 
 def find_misfits(images: Sequence[DeepImage], value_range: ValueRange | None, remedy: str = STORE_ALIKE) -> list[str]:
@@ -47,9 +45,7 @@ def find_misfits(images: Sequence[DeepImage], value_range: ValueRange | None, re
     for image in images:
         if reason := image.why_skipped(value_range):
             skipped.append(f"{image.name} ({reason})")
-        elif (span := image.source_range or value_range) and (
-            0 < image.high - image.low < _LEAST_USED * (span[1] - span[0])
-        ):
+        elif value_range and 0 < image.high - image.low < _LEAST_USED * (value_range[1] - value_range[0]):
             faint.append(f"{image.name} ({image.type} values, {image.low:.10g} to {image.high:.10g})")
     among = f"of {len(images)} images looked at that are deeper than 8 bits"
     notes = [f"{len(skipped)} {among} are skipped as unreadable, such as {skipped[0]}: {remedy}"] if skipped else []
@@ -183,35 +179,26 @@ def with_value_range(
 def _look_at_parts(recipe: Recipe, source: Source) -> Sample:
     """Sample a source, or each part of a mixture. Raises as `with_value_range` does."""
     total = Sample()
-    parts = source.joined if isinstance(source, Joined) else [JoinedPart("", source, None)]
-    for part in parts:
-        sample = look_at_values([part.source], recipe.model.in_chans, recipe.data.max_pixels)
-        with _naming_part(part.place):
-            _check_images(recipe, part.source, sample)
+    parts = source.joined if isinstance(source, Joined) else [("", source)]
+    for place, part in parts:
+        sample = look_at_values([part], recipe.model.in_chans, recipe.data.max_pixels)
+        _check_images(recipe, part, sample, place and f"data.mixture: {place}: ")
         total.images += sample.images
         total.channels += sample.channels
-        total.deep += [image._replace(source_range=part.value_range) for image in sample.deep]
+        total.deep += sample.deep
     return total
 
 
-@contextmanager
-def _naming_part(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"data.mixture: {path}: {error}" if path else str(error)) from None
-
-
-def _check_images(recipe: Recipe, source: Source, sample: Sample) -> None:
+def _check_images(recipe: Recipe, source: Source, sample: Sample, where: str) -> None:
     wanted, channels = recipe.model.in_chans, sample.channels
     if hasattr(source, "read") and not sample.images and sample.problem:
-        raise DataError(f"none of the images looked at can be read; the first is {sample.problem}")
+        raise DataError(f"{where}none of the images looked at can be read; the first is {sample.problem}")
     if channels and wanted not in channels:
         numbers = " or ".join(map(str, sorted(channels)))
         most = channels.most_common(1)[0][0]
         statistics = "" if most in (1, 3) else " and the data.mean and data.std that dino-ds look-data prints with it"
         keeps = "" if recipe.model.init_from is None else "; model.init_from stays: its weights are adapted"
         raise ConfigError(
-            f"model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"
+            f"{where}model.in_chans is {wanted}, and images of data.source {recipe.data.source} have {numbers} channels"
             f"; set --model.in_chans {most}{statistics}{keeps}"
         )

@@ -32,8 +32,6 @@ _SIDE_FILES = tuple(
 )
 """Endings of files about images, which are ignored without a note."""
 _KNOWN = (*(os.fsencode(ending) for ending in EXTENSIONS), *_SIDE_FILES)
-_READ_ALONE = tuple(map(os.fsencode, ARCHIVES))
-_PACKED = tuple(b".zip .7z .rar .tgz .tbz2 .txz .gz .bz2 .xz .zst".split())
 _NAMED = re.compile(rf"(?s)(.+(?:{'|'.join(map(re.escape, HDF5))})):(/.*)|(.+\.tar):([^/:]+)", re.IGNORECASE)
 
 
@@ -49,24 +47,14 @@ def is_left_out(name: bytes) -> bool:
 
 
 def note_left_out(files: Iterable[bytes]) -> list[str]:
-    """Notes on left-out files, one for each remedy."""
-    groups = dict[str, list[bytes]]()
-    for file in files:
-        groups.setdefault(_remedy(file.lower()), []).append(file)
+    """A note on left-out files, if there are any."""
+    if not (names := sorted(files)):
+        return []
     return [
-        f"{len(names)} files that can't be read are left out, such as {printable(os.fsdecode(min(names)))}: {remedy}"
-        for remedy, names in sorted(groups.items())
+        f"{len(names)} files that can't be read are left out, such as {printable(os.fsdecode(names[0]))}: convert "
+        f"images to JPEG, PNG or TIFF, unpack archives ({' '.join(ARCHIVES)} are read if data.root names them); a .txt "
+        "list may name images without an ending"
     ]
-
-
-def _remedy(name: bytes) -> str:
-    if name.endswith(_READ_ALONE):
-        return "name such files themselves as data.root"
-    if name.endswith(_PACKED) and not name.endswith(b".nii.gz"):
-        return "unpack them"
-    if b"." not in os.path.basename(name):
-        return "they have no ending; a .txt list may name images without one"
-    return "convert them to JPEG, PNG or TIFF"
 
 
 def open_file(data: bytes, channels: int | None) -> Raster | ImageFile.ImageFile:

@@ -15,8 +15,7 @@ from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
-from dino_ds.data.remote_file import open_remote
+from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")

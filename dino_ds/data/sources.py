@@ -16,47 +16,35 @@ from dino_ds.basics.own_code import by_name, find_own
 from dino_ds.config.fields import SOURCES
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.sections import DataSection
-from dino_ds.data.base import Source, UnreadableImage
+from dino_ds.data.base import Source
+from dino_ds.data.base import UnreadableImage as UnreadableImage  # classes of users import it from here
 from dino_ds.data.image_set import name_of
 from dino_ds.data.mixture import Mixture, draws_of
 from dino_ds.data.root import check_photos, open_files
 from dino_ds.errors import ConfigError, DataError, UserError, one_line
 
-__all__ = [
-    "Part",
-    "Source",
-    "UnreadableImage",
-    "build_source",
-    "held_out_images",
-    "recipe_images",
-    "split_off",
-    "training_images",
-    "training_source",
-]
-
 _METHODS = ("__len__", "load", "name")
 
 
-def training_source(data: DataSection, may_overlap: bool = False) -> Source:
+def training_source(data: DataSection) -> Source:
     """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
-    may_overlap: as in `Mixture`. Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
+    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
     """
-    source = recipe_images(data, may_overlap)
+    source: Any = recipe_images(data)
     draws, notes = draws_of(source, data.balance)
     if draws is not None:
-        for name, value in {"draws": draws, "notes": [*getattr(source, "notes", ()), *notes]}.items():
-            setattr(source, name, value)
+        source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
     return source
 
 
-def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
+def recipe_images(data: DataSection) -> Source:
     """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, may_overlap, data.remote_cache_gib)
+    return Mixture(data.parts, data.root, data.remote_cache_gib)
 
 
 def build_source(
@@ -104,6 +92,7 @@ def _build_own(path: str, root: str | None) -> Any:
             if not hasattr(source, name):
                 setattr(source, name, None)
         images = len(source)
+        names = [source.name(index) for index in (0, images - 1)] if images > 0 else []
     except UserError:
         raise
     except Exception as error:
@@ -112,7 +101,10 @@ def _build_own(path: str, root: str | None) -> Any:
         ) from error
     if images < 1:
         raise DataError(f"{path} has no images with data.root {root}")
-    _check_names(source, path, images)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise ConfigError(
+            f"{path}.name gave {one_line(repr(wrong[0]))}; it must give a text, the image's name in messages"
+        )
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
     _check_labels(source, path)
@@ -137,20 +129,6 @@ def _check_labels(source: Any, path: str) -> None:
             f"{path}.labels[{wrong[0]}] is {one_line(repr(source.labels[wrong[0]]))}: it must be a whole number, the "
             f"place of the image's class in {path}.classes (0 to {most}), or -1 for none"
         )
-
-
-def _check_names(source: Any, path: str, images: int) -> None:
-    """Raises ConfigError if the name of the first or the last image is not a text."""
-    for index in {0, images - 1}:
-        try:
-            name = source.name(index)
-        except Exception as error:
-            problem = f"raised {type(error).__name__}: {one_line(error)}"
-        else:
-            if isinstance(name, str):
-                continue
-            problem = f"gave {one_line(repr(name))}"
-        raise ConfigError(f"{path}.name({index}) {problem}; it must give a text, the image's name in messages")
 
 
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")
@@ -198,10 +176,10 @@ class Part:
 def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
     """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
 
-    as_listed: set for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
+    as_listed: as in `split_off`, for a run that an old version began.
     """
     if not share:
-        return training_source(data, may_overlap=as_listed)
+        return training_source(data)
     if data.mixture or data.balance != "none":
         raise ConfigError(
             "eval.val_share is for one source whose images are drawn equally often, not for data."

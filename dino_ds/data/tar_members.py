@@ -5,12 +5,9 @@ The layout is WebDataset's: a member with an image's ending is an image; KEY.cls
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tarfile
-import zlib
-from array import array
 from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
@@ -18,8 +15,7 @@ from typing import BinaryIO
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
-from dino_ds.data.remote import Remote
-from dino_ds.data.remote_file import open_remote
+from dino_ds.data.remote import Remote, open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -47,7 +43,7 @@ class Members:
     """
 
     def __init__(self, path: str, kind: str | None, state: list[int] | None = None) -> None:
-        self.size, self.time, self.checksums = -1, 0, array("q")
+        self.size, self.time = -1, 0
         self.images, self.others = dict[bytes, tuple[int, int]](), list[bytes]()
         self._kind = kind and os.fsencode(kind)
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
@@ -145,33 +141,26 @@ class Members:
 
 
 class IndexedMembers(Members):
-    """The images of one shard by its line of an index, each with its CRC-32. Raises ValueError, LookupError, TypeError.
-
-    `time` is a hash of the line, below 0: no tag of a remote file is.
-    """
+    """The images of one shard by its line of an index. Raises ValueError, LookupError, TypeError."""
 
     def __init__(self, line: bytes) -> None:
         shard = json.loads(line)
-        names, offsets, sizes, checksums, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
         self.name, self.size = str(shard["shard"]), int(shard["bytes"])
-        self.time = -1 - (int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") >> 1)
-        self.images = dict(zip(map(os.fsencode, names), zip(offsets, sizes, strict=True), strict=True))
+        self.images = {os.fsencode(name): (offset, size) for name, offset, size, *_ in shard["images"]}
         if any(offset < 0 or size < 0 or offset + size > self.size for offset, size in self.images.values()):
             raise ValueError("an image beyond the end of its shard")
-        self.checksums = array("q", checksums)
-        texts = zip(self.images, classes, strict=True)
-        self._classes = {_stem(name): os.fsencode(text) for name, text in texts if text is not None}
+        texts = ((name, text) for name, *_, text in shard["images"] if text is not None)
+        self._classes = {_stem(os.fsencode(name)): os.fsencode(text) for name, text in texts}
         self.others, self.problems = [], []
 
 
 def index_line(path: Path, name: str) -> str:
     """The line of a shard in an index: its images as `IndexedMembers` reads it."""
     members = Members(str(path), None)
-    with path.open("rb") as file:
-        images = [
-            [os.fsdecode(image), *span, zlib.crc32(_read_at(file, span[1], span[0])), text and os.fsdecode(text)]
-            for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
-        ]
+    images = [
+        [os.fsdecode(image), *span, text and os.fsdecode(text)]
+        for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
+    ]
     return json.dumps({"shard": name, "bytes": members.size, "images": images})
 
 

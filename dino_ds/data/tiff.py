@@ -31,8 +31,8 @@ _MARKS = (b"II*\0", b"MM\0*", b"II+\0", _BIG_ENDIAN_BIGTIFF)
 _SUBFILE, _COMPRESSION, _ORIENTATION, _SAMPLES, _PLANES, _NODATA = 254, 259, 274, 277, 284, 42113
 _TILE_WIDTH, _TILE_LENGTH = 322, 323
 _REDUCED_OR_MASK = 0b101
-_GRAY_OR_RGB, _YCBCR = (0, 1, 2), 6
-_MOST_PAGES = 10_000
+_GRAY, _GRAY_OR_RGB, _YCBCR = (0, 1), (0, 1, 2), 6
+_AXES, _MOST_PAGES = ("YX", "YXS", "SYX"), 10_000
 _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "LZMA", 50000: "zstd"}
 """Compressions whose decoders limit their output."""
 
@@ -40,8 +40,8 @@ _CODECS = {5: "LZW", 8: "deflate", 32773: "PackBits", 32946: "deflate", 34925: "
 def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     """Open the bands of a file, for `wanted` channels (None = all); by Pillow if it reads all of them.
 
-    The image is the first page of colors, or all gray pages if `wanted` is their number or None; reduced pages and
-    masks aside. Raises ValueError for other pages, colors and compressions, any Exception for damaged files.
+    Reduced pages and masks aside, the image is the first page, or all gray pages if `wanted` is their number or None.
+    Raises ValueError for other pages, colors and compressions, any Exception for damaged files.
     """
     if image := _open_by_pillow(data, wanted):
         return image
@@ -50,34 +50,25 @@ def _open(data: bytes, wanted: int | None) -> Raster | TiffImageFile:
     logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)  # our error says it in one line
     # Microscopes' metadata, which such flags would switch on, may claim lists that take all memory.
     flags = (f"is_{name}" for name in tifffile.TIFF.FILE_FLAGS)
-    file = tifffile.TiffFile(
-        io.BytesIO(data), **{flag: False for flag in flags if _can_be_set(tifffile.TiffFile, flag)}
-    )
-    pages: list[Any] = list(itertools.islice(file.pages, _MOST_PAGES))
-    if _page_after(data, file.tiff, pages[-1].offset):
-        raise ValueError("cut off" if len(pages) < _MOST_PAGES else f"more than {_MOST_PAGES:,} pages")
-    whole = [page for page in pages if not (page.is_reduced or page.is_mask)]
-    if not whole:
-        raise ValueError("a TIFF without an image")
-    page = whole[0]
-    if len(whole) == 1 and page.axes == "YX" and page.index == 0:
-        image = _open_by_pillow(data, wanted, first_page=True)
-        if image is not None:
-            return image
+    off: dict[str, Any] = {flag: False for flag in flags if _can_be_set(tifffile.TiffFile, flag)}
+    file = tifffile.TiffFile(io.BytesIO(data), **off)
+    bands = _find_bands(data, file, wanted)
+    page = bands[0]
+    if len(bands) == 1 and page.index == 0 and (image := _open_by_pillow(data, wanted, first_page=True)):
+        return image
     if page.photometric not in _GRAY_OR_RGB:
         color = getattr(page.photometric, "name", page.photometric)
         raise ValueError(f"colors as {color} of {page.bitspersample} bits are not converted: write RGB or gray")
-    whole = whole[:1] if page.axes in ("YXS", "SYX") else whole
-    _check_pages(whole, wanted)
-    _check_parts(whole, len(data))
+    check_type(page.dtype)
+    _check_parts(bands, len(data))
 
     def read() -> np.ndarray:
-        stored, bits = [page.asarray(maxworkers=1) for page in whole], int(page.bitspersample)
+        stored, bits = [page.asarray(maxworkers=1) for page in bands], int(page.bitspersample)
         values = stored[0] if len(stored) == 1 else np.stack(stored, axis=-1)
         values = spread(black_first(values, bits) if page.photometric == WHITE_IS_ZERO else values, bits)
         return bands_last(values, 0 if page.axes == "SYX" else None)
 
-    channels, orientation = len(whole) * page.samplesperpixel, page.tags.valueof(_ORIENTATION)
+    channels, orientation = len(bands) * page.samplesperpixel, page.tags.valueof(_ORIENTATION)
     width, height, deep = page.imagewidth, page.imagelength, page.dtype != np.uint8
     return Raster("TIFF", width, height, channels, deep, read, orientation or 1, page.tags.valueof(_NODATA))
 
@@ -102,8 +93,7 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
         return None
     tags, bands = image.tag_v2, len(image.getbands())
     samples, color, planes = tags.get(_SAMPLES, 1), tags.get(PHOTOMETRIC), tags.get(_PLANES, 1)
-    is_gray = bands == 1 and image.mode != "P"
-    if tags.get(_SUBFILE, 0) & _REDUCED_OR_MASK or (is_gray and tags.next and not first_page):
+    if tags.get(_SUBFILE, 0) & _REDUCED_OR_MASK or (tags.next and not first_page):
         return None
     _check_tile(tags.get(_TILE_WIDTH, 0) * tags.get(_TILE_LENGTH, 0) * bands, image.width * image.height * bands)
     if samples > bands or (samples == wanted and samples not in (1, 3)) or not reads_as_stored(image):
@@ -131,24 +121,31 @@ def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> Non
         raise ValueError(f"{int(empty.sum())} values without data (GDAL's nodata {number:g}): fill or cut them")
 
 
+def _find_bands(data: bytes, file: Any, wanted: int | None) -> list[Any]:
+    """The page of the image, or its gray bands. Raises ValueError for pages that may be something else."""
+    pages = list(itertools.islice(file.pages, _MOST_PAGES))
+    if _page_after(data, file.tiff, pages[-1].offset):
+        raise ValueError("cut off" if len(pages) < _MOST_PAGES else f"more than {_MOST_PAGES:,} pages")
+    whole = [page for page in pages if not (page.is_reduced or page.is_mask)]
+    if not whole:
+        raise ValueError("a TIFF without an image")
+    page = whole[0]
+    bands = whole if page.axes == "YX" and page.photometric in _GRAY else whole[:1]
+    alike = page.axes in _AXES and len({(page.axes, page.shape, page.dtype) for page in whole}) == 1
+    if not alike or (len(bands) > 1 and wanted not in (None, len(bands))):
+        raise ValueError(
+            f"{len(whole)} pages, the first of {page.imagewidth} x {page.imagelength} pixels: of a volume or film "
+            "write one image a file; bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set "
+            "model.in_chans to the number of pages of one shape"
+        )
+    return bands
+
+
 def _page_after(data: bytes, form: Any, page: int) -> int:
     """Offset of the page after the page at `page`; 0 for none."""
     tags = struct.unpack_from(form.tagnoformat, data, page)[0]
     offset: int = struct.unpack_from(form.offsetformat, data, page + form.tagnosize + tags * form.tagsize)[0]
     return offset
-
-
-def _check_pages(pages: list[Any], wanted: int | None) -> None:
-    """Raises ValueError unless the pages are one image, or gray bands of one shape and type in the `wanted` number."""
-    page, kinds = pages[0], {(page.axes, page.shape, page.dtype) for page in pages}
-    check_type(page.dtype)
-    if page.axes not in ("YX", "YXS", "SYX") or len(kinds) > 1 or (len(pages) > 1 and wanted not in (None, len(pages))):
-        shape = " x ".join(map(str, page.shape))
-        raise ValueError(
-            f"{len(pages)} pages, the first of {shape} (axes {page.axes}): of a volume or film write one image a file; "
-            "bands write as (h, w, c) by tifffile.imwrite with planarconfig='contig', or set model.in_chans to the "
-            "number of pages of one shape"
-        )
 
 
 def _check_parts(pages: list[Any], there: int) -> None:

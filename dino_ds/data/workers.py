@@ -10,9 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch
@@ -137,14 +137,6 @@ def main_module_left_out(unless_defines: Source) -> Iterator[None]:
         main.__spec__, main.__file__ = spec, file
 
 
-class _LoaderProcess(ForkServerProcess):
-    """A loader process: `_unblock_signals` knows these by their class."""
-
-
-class _LoaderContext(ForkServerContext):
-    Process = _LoaderProcess
-
-
 def _process_context() -> ForkServerContext:
     """Context that forks workers from a small server process, which has imported the loader once.
 
@@ -152,7 +144,7 @@ def _process_context() -> ForkServerContext:
     torch in each worker, 5 seconds of a core apiece.
     """
     shorten_socket_names()
-    context = _LoaderContext()
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "dino_ds.data.loader"])
     # The server inherits the mask, and so does a worker until `_start_worker`: a signal to all processes ends neither.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -163,16 +155,6 @@ def _process_context() -> ForkServerContext:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
-
-
-def _unblock_signals(_: object) -> None:
-    """Unblock signals in other processes that the same server forks for the user's program: `terminate` must work."""
-    process = multiprocessing.current_process()
-    if isinstance(process, ForkServerProcess) and not isinstance(process, _LoaderProcess):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
-util.register_after_fork(_unblock_signals, _unblock_signals)
 
 
 def _start_worker(worker: int) -> None:

@@ -9,9 +9,10 @@ from dino_ds.config.begun_with import own_recipe
 from dino_ds.config.fields import IMAGE_FORMS
 from dino_ds.config.recipe import Recipe
 from dino_ds.config.stages import holds_run, home_of
+from dino_ds.data.base import Source
 from dino_ds.data.find_range import find_misfits, look_at_values
 from dino_ds.data.images import ValueRange
-from dino_ds.data.sources import Source, build_source, recipe_images
+from dino_ds.data.sources import build_source, recipe_images
 from dino_ds.engine import distributed
 from dino_ds.errors import ConfigError
 from dino_ds.weights.load import Backbone
@@ -35,7 +36,7 @@ def find_images(model: str, source: str | None, root: str | None) -> Source:
     DataError."""
     if recipe := recipe_of(model, source, root):
         if recipe.data.mixture:
-            return recipe_images(recipe.data, may_overlap=True)
+            return recipe_images(recipe.data)
         source, root = recipe.data.source, recipe.data.root
     if source is None and root is None:
         own = home_of(model).folder / "config.yaml"

@@ -18,7 +18,7 @@ def loop_options(
     """The plain values that the training loop needs."""
     batch, every = recipe.data.global_batch, recipe.save_every
     parts = source.joined if isinstance(source, Joined) else ()
-    ends = itertools.accumulate(len(part.source) for part in parts)
+    ends = itertools.accumulate(len(part) for _, part in parts)
     return LoopOptions(
         seed=recipe.seed,
         images=len(source),
@@ -31,7 +31,7 @@ def loop_options(
         teacher_groups=tuple(group.name for group in recipe.groups if recipe.teacher.taught_by in group.teachers),
         balanced=recipe.objective.centering == "sinkhorn",
         predicted_gib=predicted_gib,
-        part_ends=dict(zip((part.place for part in parts), ends, strict=True)),
+        part_ends=dict(zip((place for place, _ in parts), ends, strict=True)),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-import tarfile
 
 import numpy as np
 import pytest
@@ -13,13 +12,12 @@ from dino_ds.config.crops import all_crops, dino_groups
 from dino_ds.config.loading import change_recipe, dump_recipe, load_recipe
 from dino_ds.config.mixture import parse_mixture
 from dino_ds.data.batches import LoaderOptions
-from dino_ds.data.decode import open_image
 from dino_ds.data.feed import Position
 from dino_ds.data.find_range import with_value_range
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import training_images, training_source
+from dino_ds.data.sources import training_source
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 
@@ -81,8 +79,7 @@ def test_places_may_hold_what_separates_entries():
         ("mine,theirs=1", "'mine,theirs=1' is not PLACE=SHARE, such as mine=0.7,theirs=0.3"),
         ("mine=0.5,theirs=-0.5", "'theirs=-0.5' is not PLACE=SHARE"),
         ("mine=0.5,theirs=nan", "'theirs=nan' is not PLACE=SHARE"),
-        ("mine=0.5,theirs=0.5 in 5..1", "theirs has the values 5..1: the first must be less"),
-        ("mine=0.5,theirs=0.5 in 0..1", "theirs has values of its own: give data.value_range for all other images"),
+        ("mine=0.5,theirs=0.5 in -5..1", "all sources have one range, data.value_range: leave in .. out"),
     ],
 )
 def test_a_mixture_that_cannot_be_is_refused_with_the_recipe(root, mixture, said):
@@ -99,29 +96,8 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
         return str(error.value)
 
     (root / "empty").mkdir(exist_ok=True)
-    (root / "link").unlink(missing_ok=True)
-    (root / "link").symlink_to(root / "mine")
     assert "data.mixture: empty: no images under data.root" in refused("mine=0.5,empty=0.5")
     assert "data.mixture: gone: " in refused("mine=0.5,gone=0.5")
-    assert "mine and link are the same place" in refused("mine=0.5,link=0.5")
-    (root / "list.txt").write_text(f"plain/000.png\n{root}/link/class0/000.png\n")
-    (root / "tars").mkdir(exist_ok=True)
-    for name in ("a", "b"):
-        with tarfile.open(root / f"tars/{name}.tar", "w") as archive:
-            archive.add(root / "plain/000.png", f"{name}.png")
-    for mixture, inner, outer in (
-        (".=0.5,mine=0.5", "mine", "."),
-        ("mine/class0=0.5,link=0.5", "mine/class0", "link"),
-        ("list.txt=0.5,mine=0.5", "list.txt", "mine"),
-        ("tars/a.tar=0.5,tars=0.5", "tars/a.tar", "tars"),
-    ):
-        assert f"images of {inner} lie in {outer} too" in refused(mixture), mixture
-    begun = training_images(recipe_with(root, "mine/class0=0.5,link=0.5").data, 0.0, as_listed=True)
-    assert "images of mine/class0 lie in link too" in begun.notes[0], "a run of an earlier version goes on"
-    assert "have " in refused("tars/*.tar=0.5,tars/a.tar=0.5") and "both" in refused(
-        "tars/{a,b}.tar=0.5,tars/b.tar=0.5"
-    )
-    assert len(source_with(root, "tars=0.5,mine=0.5")) == 6 and len(source_with(root, "tars=0.5,list.txt=0.5")) == 4
     assert "data.source is cifar10: set it to folder" in refused("mine=0.5,theirs=0.5", source="cifar10")
     assert "mine is relative: give --data.root" in refused("mine=0.5,theirs=0.5", below="none")
     bands = tmp_path / "bands"
@@ -188,24 +164,6 @@ def test_other_images_are_named_by_source(root, tmp_path):
     balanced = described(balance="classes")
     (mixed / "theirs/class1").rename(mixed / "theirs/class9")
     assert "theirs: 11 images as before" in balanced.changes(described(balance="classes"))
-
-
-def test_a_source_may_have_values_of_its_own(tmp_path):
-    """Black and white of deeper images; 8-bit ones and the other sources keep theirs."""
-    for name, low, high in (("xray", 0, 4095), ("ct", -1000, 3000)):
-        (tmp_path / name).mkdir()
-        for i in range(3):
-            np.save(tmp_path / name / f"{i}.npy", np.linspace(low, high, 1600).reshape(40, 40).astype(np.int16))
-    recipe = recipe_with(tmp_path, "xray=0.5,ct=0.5 in -1000..3000", value_range="0,4095")
-    source = training_source(recipe.data)
-    _, notes = with_value_range(recipe, source)
-    assert notes == []
-    ends = [open_image(source, index, None, (0, 4095)).decode() for index in (0, 5)]
-    assert [(float(a.min()), float(a.max())) for a in ends] == [(0, 1), (0, 1)]
-    loaded(source, 1, value_range=(0, 4095), augment="device")
-    plain = recipe_with(tmp_path, "xray=0.5,ct=0.5", value_range="0,4095")
-    _, (note,) = with_value_range(plain, training_source(plain.data))
-    assert "3 of 6 images looked at" in note and "beyond data.value_range 0,4095" in note
 
 
 def _drawn(source, images):

@@ -91,7 +91,7 @@ def white_first(picture: np.ndarray) -> Callable[[int], bytes]:
 
 INTERLEAVED = {"planarconfig": "contig", "photometric": "minisblack"}
 KINDS: dict[str, Callable[[int], bytes]] = {
-    **{f"TIFF {mode}": by_pillow("TIFF", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "YCbCr")},
+    **{f"TIFF {mode}": by_pillow("TIFF", mode) for mode in ("1", "L", "P", "RGB", "RGBA", "LA", "CMYK")},
     **{f"TIFF {mode} LZW": by_pillow("TIFF", mode, compression="tiff_lzw") for mode in ("L", "RGB")},
     "TIFF JPEG": by_pillow("TIFF", "RGB", compression="jpeg"),
     "TIFF of 16 bits": by_tifffile(DEEP_GRAY),
