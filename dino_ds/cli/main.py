@@ -162,7 +162,7 @@ def _resolve_from_sources(recipe: Recipe, set_keys: Collection[str], run_dir: st
         recipe = as_source(recipe, run_dir, notes)
     if recipe.data.root is None and not recipe.data.mixture:
         return recipe
-    from dino_ds.data.own_images import with_own_images
+    from dino_ds.data.root import with_own_images
 
     return with_own_images(recipe, set_keys, notes)
 

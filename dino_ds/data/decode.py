@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import Image, ImageFile
+from PIL import Image, ImageFile, PngImagePlugin
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.data.base import Source, UnreadableImage, name_placeholder
@@ -40,8 +40,6 @@ MAX_PIXELS = 50_000_000
 _ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 256, 257
 _LITTLE = 64 * 2**20
 _REASON = 300
-_PNG, _PNG_PIXELS = b"\x89PNG\r\n\x1a\n", b"IHDR PLTE tRNS IDAT IEND acTL fcTL fdAT eXIf".split()
-"""Signature of PNG files, and the chunks that pixels and their orientation need."""
 _EXIF_TRANSFORMS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],
@@ -149,15 +147,10 @@ class EncodedImage:
             raise UnreadableImage(name, "empty file")
         with self._naming_errors():
             Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit only warns, up to twice as many
-            try:
-                self._open()
-            except (UnreadableImage, MemoryError):
-                raise
-            except Exception:
-                if not data.startswith(_PNG):
-                    raise
-                self._data = _without_metadata(data)
-                self._open()
+            PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = (
+                _LITTLE  # long texts must not cost an image
+            )
+            self._open()
 
     def _open(self) -> None:
         image = self._image = open_file(self._data, self._wanted)
@@ -240,17 +233,6 @@ class EncodedImage:
         except Exception as error:  # decoders raise anything from struct.error to SyntaxError on broken files
             reason = str(error).partition("\n")[0]  # the other lines may quote the pixels
             raise UnreadableImage(self._name, one_line(reason or type(error).__name__, _REASON)) from error
-
-
-def _without_metadata(png: bytes) -> bytes:
-    """A PNG without texts and color profiles, which must not cost an image when damaged or beyond Pillow's limits."""
-    chunks, begin = [_PNG], len(_PNG)
-    while begin + 8 <= len(png):
-        size, kind = struct.unpack_from(">I4s", png, begin)
-        if kind in _PNG_PIXELS:
-            chunks.append(png[begin : begin + size + 12])
-        begin += size + 12
-    return b"".join(chunks)
 
 
 def _as_trained(values: np.ndarray, value_range: ValueRange | None, name: str) -> np.ndarray:

@@ -7,7 +7,7 @@ import math
 import re
 
 import numpy as np
-from PIL import Image, ImageCms, ImageFile
+from PIL import Image, ImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dino_ds.basics.digits import range_text
@@ -56,11 +56,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return image
     if mode[0] in "IF":
         raise ValueError(f"mode {mode} is deeper than 8 bits")  # Pillow's own conversion clips at 255
-    if mode == "LAB":
-        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
-        converted = ImageCms.applyTransform(image, ImageCms.buildTransform(lab, srgb, "LAB", "RGB"))
-        assert converted is not None
-        return converted
     if mode == "La":
         image = image.convert("LA")  # the only conversion that Pillow has
     if mode in (*WITH_ALPHA, "PA") or "transparency" in image.info:

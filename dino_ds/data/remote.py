@@ -100,15 +100,8 @@ class Remote:
             before[piece].cancel()
 
     def read(self, piece: FilePiece) -> bytes:
-        """The bytes of a piece, or of a part of one that was prepared.
-
-        Raises DataError with its place; FileNotFoundError for a whole file.
-        """
-        if (whole := next(filter(piece.is_in, self._ahead), None)) is not None:
-            begin = piece.begin - whole.begin
-            data = self._ahead[whole].result()
-            return data if piece == whole else data[begin : begin + piece.length]
-        return self._begin(piece).result()
+        """The bytes of a piece. Raises DataError with its place; FileNotFoundError for a whole file."""
+        return (self._ahead.get(piece) or self._begin(piece)).result()
 
     def _begin(self, piece: FilePiece) -> Future[bytes]:
         if self._cache and (kept := self._cache.get(piece)):
@@ -153,10 +146,9 @@ class _RemoteFile(io.RawIOBase):
         return length
 
 
-def open_remote(remote: Remote, url: str, state: Sequence[int], window: int = _WINDOW) -> Any:
-    """A remote file for libraries that read files; at least `window` bytes are fetched at a time."""
-    file = _RemoteFile(remote, url, state)
-    return io.BufferedReader(file, window) if window else file
+def open_remote(url: str, state: Sequence[int]) -> io.BufferedReader:
+    """A remote file for libraries that read files from end to end."""
+    return io.BufferedReader(_RemoteFile(Remote(), url, state), _WINDOW)
 
 
 async def _fetch(piece: FilePiece, cache: RemoteCache | None, seconds: float) -> bytes:

@@ -34,11 +34,6 @@ class FilePiece(NamedTuple):
     begin: int = 0
     length: int = -1
 
-    def is_in(self, other: FilePiece) -> bool:
-        """Whether another piece is this one, or has all its bytes."""
-        inside = 0 <= self.begin - other.begin <= other.length - self.length
-        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
-
 
 class RemoteCache:
     """At most `size` bytes of pieces, of all images and runs together.

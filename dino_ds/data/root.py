@@ -7,14 +7,17 @@ import glob
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
 from dino_ds.basics.text_file import is_url
-from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
+from dino_ds.config.evaluation import BENCHMARKS
+from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, SOURCES
+from dino_ds.config.loading import change_recipe
+from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EncodedImages
 from dino_ds.data.folder import ImageFolder, ListFile, describe_missing
 from dino_ds.data.formats import EXTENSIONS, is_left_out, note_left_out, split_part
@@ -22,7 +25,7 @@ from dino_ds.data.listing import printable
 from dino_ds.data.remote import check_url, find_files
 from dino_ds.errors import ConfigError, DataError
 
-_MAX_FILES, _MAX_MISSING, _MAX_BRACES = 1_000_000, 1000, 50
+_MAX_FILES, _MAX_BRACES = 1_000_000, 50
 ENDINGS = (".txt", *ARCHIVES)
 """Endings of lists and archives."""
 TRAIN_FOLDERS, TEST_FOLDERS = (
@@ -35,6 +38,22 @@ _HUB_SETS = re.compile(
     r"(?P<name>[\w.-]+(/(?!(tree|blob|resolve|viewer)\b)[\w.-]+)?)"
 )
 """Address of a dataset on the Hugging Face Hub, or of a file in it; old datasets have no owner."""
+
+_LOOKED_AT = 2000
+"""Files of a folder tree, at most, that are looked at to find an image."""
+_SETS = {
+    "cifar10": "cifar-10-",
+    "cifar100": "cifar-100-",
+    "stl10": "stl10_binary",
+    "imagenette": "imagenette2",
+    "food101": "food-101",
+    "flowers102": "flowers-102",
+    "pets": "oxford-iiit-pet",
+    "eurosat": "eurosat",
+}
+"""How the name of each torchvision dataset's folder or archive begins."""
+_WITHOUT_LABELS = ("statistics", *BENCHMARKS)
+"""Evaluations that need no labeled test images."""
 
 
 def open_files(root: str, cache_gib: float = 0.0) -> EncodedImages:
@@ -116,6 +135,47 @@ def test_folder(train: Path) -> Path | None:
     return next((path for name in TEST_FOLDERS if (path := train.with_name(name)).is_dir()), None)
 
 
+def with_own_images(recipe: Recipe, keys: Collection[str], notes: list[str]) -> Recipe:
+    """Adapt `recipe` if it names the user's own images: set data.source folder, and leave out evaluations that need
+    labeled test images, unless eval.root names such images.
+
+    keys: the keys given on the command line, which are never changed. `notes` gets a line for each change.
+    """
+    changes, data, settings = dict[str, str](), recipe.data, recipe.eval
+    root = data.root
+    asked = "data.source" not in keys and not data.own_files
+    if asked and (data.mixture or (root is not None and _holds_images(root, data.source))):
+        changes["data.source"] = "folder"
+        images = "data.mixture" if data.mixture else f"data.root {root}"
+        notes.append(f"{images} names images: data.source is folder, not {data.source} as in the recipe")
+    has_own_images = changes or (data.own_files and {"data.root", "data.source", "data.mixture"} & set(keys))
+    if has_own_images and settings.root is None and settings.evals != "auto" and "eval.evals" not in keys:
+        kept = [name for name in settings.evals if name in _WITHOUT_LABELS]
+        if left_out := [name for name in settings.evals if name not in kept]:
+            changes["eval.evals"] = ",".join(kept) or "auto"
+            notes.append(
+                f"the recipe's eval.evals {', '.join(left_out)} are left out: they need labeled test images "
+                "(--eval.root FOLDER)"
+            )
+    return change_recipe(recipe, changes) if changes else recipe
+
+
+def _holds_images(root: str, source: str) -> bool:
+    """Whether `root` has image files other than those of torchvision's dataset `source`."""
+    path, _ = split_part(os.path.expanduser(root))
+    if source == "photos" or is_url(root):
+        return True  # the package's photographs have no root
+    if not os.path.isdir(path):
+        return path.lower().endswith(ENDINGS)
+    try:
+        if any(name.startswith(_SETS[source]) for name in os.listdir(path)):
+            return False
+    except OSError:
+        return False  # opening the source reports why
+    names = (name for _, _, files in os.walk(path) for name in files)
+    return any(name.lower().endswith((*EXTENSIONS, *ENDINGS)) for name in itertools.islice(names, _LOOKED_AT))
+
+
 def _is_empty(folder: str) -> bool:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         return next(entries, None) is None
@@ -130,23 +190,16 @@ def expand(pattern: str) -> list[str]:
     if pattern.count("{") > _MAX_BRACES:
         raise DataError(f"data.root has {pattern.count('{')} braces, {_MAX_BRACES} are allowed: give fewer")
     files: dict[str, None] = {}
-    missing: list[str] = []
     for number, path in enumerate(_braces(pattern)):
         if number >= _MAX_FILES:
             raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
         find = find_files if is_url(path) else lambda path: sorted(glob.glob(path, recursive=True))
         matches = list(find(path)) if glob.has_magic(path) else [path]
         if not matches or not (is_url(path) or os.path.isfile(matches[0])):
-            missing.append(path)
-            if len(missing) >= _MAX_MISSING:
-                break
+            raise DataError(
+                f"data.root {pattern}: its file {printable(path)} is not there: fix the pattern or fetch it"
+            )
         files.update(dict.fromkeys(matches))
-    if missing:
-        most = "at least " if len(missing) >= _MAX_MISSING else ""
-        raise DataError(
-            f"data.root {pattern}: {most}{len(missing)} of its files are not there, such as {printable(missing[0])}; "
-            "fix the pattern or fetch them"
-        )
     return list(files)
 
 
@@ -174,16 +227,16 @@ def _options(inner: str) -> Iterator[str] | None:
 
 
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """Open the address of a list, of archives, or of a folder that directly holds archives."""
+    """Open the address of a list, of tar shards, or of a folder that directly holds shards."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
     paths = expand(path)
-    if paths == [path] and not path.lower().endswith(tuple(ARCHIVES)):
-        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(tuple(ARCHIVES))]
-    if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
+    if paths == [path] and not path.endswith(tuple(ARCHIVES)):
+        paths = [*find_files(f"{path.rstrip('/')}/*.tar")]
+    if not paths or not all(path.endswith(".tar") for path in paths):
         raise DataError(
-            f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
-            "are, or a .txt list that names single images; other files are read on a disk: copy them"
+            f"data.root {root}: an address is of .tar shards, a folder right in which they are, or a .txt list that "
+            "names single images; other files are read on a disk: copy them"
         )
     return _open_all(paths, root, part, cache_gib=cache_gib)
 

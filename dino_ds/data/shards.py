@@ -133,7 +133,7 @@ def _find_index(shards: Sequence[str]) -> FilePiece | None:
 def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
     """Read an index: its shards by their addresses. Raises DataError."""
     try:
-        with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
+        with open_remote(index.url, [index.size, index.tag]) as lines:
             shards = map(IndexedMembers, lines)
             return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):

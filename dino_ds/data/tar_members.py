@@ -15,7 +15,7 @@ from typing import BinaryIO
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
-from dino_ds.data.remote import Remote, open_remote
+from dino_ds.data.remote import open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -49,7 +49,7 @@ class Members:
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
         self._repeated, self._special = list[bytes](), list[bytes]()
         try:
-            with open(path, "rb") if state is None else open_remote(Remote(), path, state) as file:
+            with open(path, "rb") if state is None else open_remote(path, state) as file:
                 self.size, self.time = state or size_and_time(os.fstat(file.fileno()))
                 self.problems = [self._walk(file)]
                 if not self._classes:

@@ -102,7 +102,7 @@ def _open_by_pillow(data: bytes, wanted: int | None, first_page: bool = False) -
         return None  # Pillow returns one plane twice, or none
     if color == _YCBCR and tags.get(_COMPRESSION, 1) == 1:
         return None  # Pillow takes subsampled colors for pixels
-    return image if not is_deep(image, data) or reads_all_bits(image) or color not in _GRAY_OR_RGB else None
+    return image if not is_deep(image, data) or reads_all_bits(image) else None
 
 
 def check_nodata(image: Raster | ImageFile.ImageFile, values: np.ndarray) -> None:

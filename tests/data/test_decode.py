@@ -42,7 +42,6 @@ def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
         "gray and alpha": (encoded(half, "PNG"), (127,) * 3),
         "premultiplied gray and alpha": (stream.getvalue(), (200,) * 3),
         "CMYK": (encoded(color.convert("CMYK"), "JPEG", quality=100), ORANGE),
-        "LAB": (encoded(Image.new("LAB", (8, 8), (255, 128, 128)), "TIFF"), (255,) * 3),
         "gif": (encoded(palette, "GIF"), ORANGE),
         "webp": (encoded(color, "WEBP", lossless=True), ORANGE),
     }

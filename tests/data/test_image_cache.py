@@ -172,8 +172,8 @@ def test_what_can_t_be_kept_is_refused_or_left_out():
 def test_a_run_learns_the_same_with_it_and_may_be_resumed_without(tmp_path):
     folder = tmp_path / "images"
     _images(folder, 16, 40, 48, 3)
-    assert train_tiny(folder, tmp_path / "plain", max_steps=6) is None
-    assert train_tiny(folder, tmp_path / "cached", max_steps=4, changes={"data.cache_gib": "0.01"}) is None
-    assert train_tiny(folder, tmp_path / "cached", max_steps=6, resume=True, changes={"data.cache_gib": "0"}) is None
+    assert train_tiny(folder, tmp_path / "plain", max_steps=3) is None
+    assert train_tiny(folder, tmp_path / "cached", max_steps=2, changes={"data.cache_gib": "0.01"}) is None
+    assert train_tiny(folder, tmp_path / "cached", max_steps=3, resume=True, changes={"data.cache_gib": "0"}) is None
     plain, cached = ([line["loss"] for line in read_metrics(tmp_path / run)] for run in ("plain", "cached"))
-    assert plain == cached and len(plain) == 6
+    assert plain == cached and len(plain) == 3

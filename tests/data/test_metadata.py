@@ -1,4 +1,4 @@
-"""Damaged or large metadata never costs an image's pixels."""
+"""Damaged EXIF tags and long texts never cost an image's pixels."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ def text(kind: bytes, content: bytes) -> bytes:
 CASES = {
     **{f"PNG {kind.decode()}": png(text(kind, LARGE)) for kind in (b"zTXt", b"iTXt", b"iCCP")},
     "PNG zTXt after the pixels": png(text(b"zTXt", LARGE), late=True),
-    "PNG wrong sum of a text": png(png_chunk(b"tEXt", b"k\0hello")[:-4] + b"sum!"),
-    "PNG short pHYs": png(png_chunk(b"pHYs", b"\0")),
     "PNG EXIF": png(png_chunk(b"eXIf", BAD_EXIF[6:])),
     "JPEG EXIF": jpeg(BAD_EXIF),
     "JPEG EXIF, cut off": jpeg(BAD_EXIF[:9]),

@@ -102,7 +102,6 @@ def test_numbers_of_every_type_are_kept(kind):
     [
         (tif(BANDS), "40 pages, the first of 6 x 48 pixels: of a volume .* image a file; bands .*='contig'"),
         (tif(FIRST[:5]), "5 pages, the first of 48 x 40 pixels: .* or set model.in_chans to the number of pages"),
-        (tif(FIRST, volumetric=True), "1 pages, the first of 48 x 40 pixels: of a volume or film write one"),
         (tif(BANDS.astype("c8"), **CONTIG), "values of type complex64"),
         (npy(BANDS[:6]), "6 x 48 x 6: bands must be the first or the last axis, and fewer than the pixels"),
         (npy(BANDS[:, :5]), "40 x 5 x 6: bands must be"),

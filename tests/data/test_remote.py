@@ -13,7 +13,6 @@ import threading
 import time
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 
@@ -51,24 +50,15 @@ def _cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Shards with classes beside single images, a list of these and Parquet files."""
-    import pyarrow
-    import pyarrow.parquet
-
+    """Shards with classes beside single images and a list of these."""
     folder = tmp_path_factory.mktemp("served")
     files = [encoded(photo(40 + n, 30), "JPEG") for n in range(IMAGES)]
-    random = np.random.default_rng(0)
-    noise = [random.bytes(40_000) for _ in range(IN_SHARD)]  # a footer is then read without the images
     for shard in range(SHARDS):
         content = dict[str, bytes]()
         for n in range(shard * IN_SHARD, (shard + 1) * IN_SHARD):
             content |= {f"{n:03d}.jpg": files[n], f"{n:03d}.cls": str(n % 2).encode()}
         pack(folder / f"set/{shard:03d}.tar", content)
         (folder / f"{shard}.jpg").write_bytes(files[shard])
-        pyarrow.parquet.write_table(
-            pyarrow.table({"image": files[shard * IN_SHARD :][:IN_SHARD], "other": noise}),
-            _made(folder / f"rows/{shard}.parquet"),
-        )
     (folder / "set/classes.txt").write_text("cat\ndog\n")
     shutil.copytree(folder / "set", folder / "indexed")
     write_index(folder / "indexed")
@@ -80,11 +70,6 @@ def write_index(folder):
     """As `dino-ds shard` does it."""
     lines = [index_line(shard, shard.name) for shard in sorted(folder.glob("*.tar"))]
     (folder / "index.jsonl").write_text("".join(f"{line}\n" for line in lines))
-
-
-def _made(path):
-    path.parent.mkdir(exist_ok=True)
-    return path
 
 
 @pytest.fixture
@@ -118,7 +103,7 @@ def check_alike(found, expected):
 
 @pytest.mark.parametrize(
     "place",
-    ["set", "set/*.tar", "indexed/{009..001}.tar", "list.txt", "rows", "rows/{0..11}.parquet"],
+    ["set", "set/*.tar", "indexed/{009..001}.tar", "list.txt"],
 )
 def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     local, remote = read(folder / place), read(f"{server.url}/{place}")
@@ -127,10 +112,9 @@ def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     assert contents(remote) == contents(local)
 
 
-@pytest.mark.parametrize("place", ["set", "rows"])
-def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path):
-    first = open_files(f"{server.url}/{place}", 1.0)
-    assert contents(first) == contents(read(folder / place))
+def test_what_was_read_once_is_kept_on_the_disk(server, folder, tmp_path):
+    first = open_files(f"{server.url}/set", 1.0)
+    assert contents(first) == contents(read(folder / "set"))
     server.requests.clear()
     again = pickle.loads(pickle.dumps(first))
     prepare_images(again, range(len(again)))
@@ -140,7 +124,7 @@ def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path)
         data = bytearray(file.read_bytes())
         data[1000:1100] = bytes(100)
         file.write_bytes(data)
-    assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / place))
+    assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / "set"))
     assert server.requests
 
 
@@ -163,7 +147,7 @@ def test_shards_that_are_not_those_of_the_index_are_refused(tmp_path):
     with serving(tmp_path) as server:
         remote = read(f"{server.url}/set")
         assert contents(remote) == contents(read(folder))
-        pack(folder / "1.tar", {f"{name}.png": png(3) for name in range(9)})
+        pack(folder / "1.tar", {f"{name}.png": png(3) for name in range(20)})
         with pytest.raises(DataError, match=r"1\.tar is gone or is another file than when its images were listed"):
             remote.read(2)
         with pytest.raises(DataError, match=r"1\.tar is another file than index\.jsonl says: copy that there again"):
@@ -210,20 +194,6 @@ def test_an_epoch_asks_for_little_more_than_its_images(server):
     batches(remote, IMAGES // 4)
     size = sum(remote.file_bytes(index) for index in range(IMAGES))
     assert server.bytes_sent <= 1.3 * size  # one more batch is ahead at the end; of a real epoch that is nothing
-
-
-def test_row_groups_of_a_batch_come_together_and_once(server, folder):
-    remote, local = read(f"{server.url}/rows"), read(folder / "rows")
-    server.requests.clear()
-    again = pickle.loads(pickle.dumps(remote))
-    prepare_images(again, range(IMAGES))
-    deadline = time.monotonic() + 30
-    while server.requests.total() < SHARDS:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert contents(again) == contents(local)
-    assert server.requests.total() == SHARDS, "a footer, or a group once more"
-    check_alike(batches(remote, 6), batches(local, 6))
 
 
 @pytest.mark.parametrize("faults", [[500, "cut", 429, "drop", 503], [30.0]], ids=["several", "no answer"])
@@ -340,7 +310,8 @@ def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
         ("ftp://host/a.tar", "nor one of s3://"),
         ("gs://bucket/*.tar", "nor one of s3://, https://, http://"),
         ("{}/*/0.tar", "of an address only the last part may be a pattern"),
-        ("{}/empty", "an address is of .tar or .parquet files"),
+        ("{}/empty", "an address is of .tar shards"),
+        ("{}/rows.parquet", "read on a disk: copy them"),
         ("{}/a.h5:/images", "read on a disk: copy them"),
         ("{}/none.tar", "1 of 1 files are not there"),
     ],
@@ -393,7 +364,7 @@ def bucket(folder):
     server.stop()
 
 
-@pytest.mark.parametrize("place", ["set/*.tar", "list.txt", "rows/{3..1}.parquet"])
+@pytest.mark.parametrize("place", ["set/*.tar", "indexed/{003..001}.tar", "list.txt"])
 def test_a_bucket_gives_the_images_of_its_folder(bucket, folder, place):
     local, remote = read(folder / place), open_files(f"s3://images/{place}", 1.0)
     assert members(remote) == members(local)
