@@ -107,7 +107,12 @@ def _build_own(path: str, root: str | None) -> Any:
         )
     if source.labels is not None and (source.classes is None or len(source.labels) != images):
         raise ConfigError(f"{path} has {images} images and {len(source.labels)} labels: one a sample, with classes")
-    _check_labels(source, path)
+    labels, most = np.asarray([] if source.labels is None else source.labels), len(source.classes or ()) - 1
+    if len(labels) and (labels.dtype.kind not in "iu" or labels.min() < -1 or labels.max() > most):
+        raise ConfigError(
+            f"{path}.labels must be whole numbers, the place of each image's class in {path}.classes (0 to {most}), or "
+            "-1 for none"
+        )
     try:
         pickle.dumps(source)
     except Exception as error:
@@ -116,19 +121,6 @@ def _build_own(path: str, root: str | None) -> Any:
             "connections in load, not in __init__"
         ) from error
     return source
-
-
-def _check_labels(source: Any, path: str) -> None:
-    """Raises ConfigError for labels other than numbers of classes and -1."""
-    if source.labels is None:
-        return
-    most, labels = len(source.classes) - 1, np.asarray(source.labels)
-    wrong = np.arange(len(labels)) if labels.dtype.kind not in "iu" else np.flatnonzero((labels < -1) | (labels > most))
-    if len(wrong):
-        raise ConfigError(
-            f"{path}.labels[{wrong[0]}] is {one_line(repr(source.labels[wrong[0]]))}: it must be a whole number, the "
-            f"place of the image's class in {path}.classes (0 to {most}), or -1 for none"
-        )
 
 
 _FORWARDED = ("read", "member", "listed_place", "file_bytes", "file_time")

@@ -10,13 +10,12 @@ import pytest
 import tifffile
 from PIL import Image
 
-from dino_ds.data import decode, formats
+from dino_ds.data import decode
 from dino_ds.data.base import UnreadableImage
 from dino_ds.data.cutting import largest_shrink, resize_crop, shrunk_box
-from dino_ds.data.decode import EncodedImage, open_image
+from dino_ds.data.decode import EncodedImage
 from dino_ds.data.images import PILLOW
-from dino_ds.data.raster import Format, Raster
-from tests.data.files import ORANGE, Arrays, decode_rgb, encoded, photo
+from tests.data.files import ORANGE, decode_rgb, encoded, photo
 
 LIMIT = 10**7
 
@@ -92,15 +91,6 @@ def test_files_that_are_cut_are_unreadable(form):
         assert str(caught.value).startswith("file (") and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("shape", [(6, 9, 5), (6, 9)])
-def test_sources_without_files_give_their_pixels(shape):
-    source = Arrays(*(np.full(shape, index, np.uint8) for index in range(2)))
-    image = open_image(source, 1, LIMIT).decode()
-    assert image.shape == (6, 9, 5 if len(shape) == 3 else 1) and (image == 1).all()
-    with pytest.raises(UnreadableImage, match="arrays/1 \\(9 x 6 pixels"):
-        open_image(source, 1, 53)
-
-
 # crops
 
 
@@ -145,17 +135,3 @@ def test_an_image_too_large_for_its_decoder_is_named_and_too_little_memory_for_a
     monkeypatch.setattr(decode, "_LITTLE", 2**62)
     with pytest.raises(MemoryError):
         decode_rgb(data, "file", LIMIT)
-
-
-def test_a_format_of_one_s_own_is_read_after_one_line(monkeypatch):
-    """Its file has a mark, a width, and as many bytes as pixels."""
-
-    def open_toy(data: bytes, wanted: int | None) -> Raster:
-        pixels = np.frombuffer(data, np.uint8, offset=5).reshape(-1, data[4])
-        return Raster("TOY", data[4], len(pixels), 1, False, lambda: pixels)
-
-    toy = Format("TOY", (".toy",), lambda data: data.startswith(b"TOY!"), open_toy)
-    monkeypatch.setattr(formats, "_READERS", (*formats._READERS, toy))
-    image = EncodedImage(b"TOY!\x03" + bytes(range(6)), "a.toy", None, channels=1)
-    assert (image.width, image.height, image.format) == (3, 2, "TOY")
-    assert image.decode()[:, :, 0].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -117,7 +117,7 @@ def _bmp(path, seed):
     Image.fromarray(pixels).save(path)
 
 
-@pytest.mark.parametrize("form", ["folder", "list", "tar", "parquet"])
+@pytest.mark.parametrize("form", ["folder", "list", "tar"])
 def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
     """The same below another folder; other images under the same names, in files of the same sizes, are others."""
     found = []
@@ -136,12 +136,6 @@ def test_files_are_known_by_their_contents_in_every_form(tmp_path, form):
             with tarfile.open(root, "w") as archive:
                 for file in files:
                     archive.add(file, file.name)
-        if form == "parquet":
-            parquet, root = pytest.importorskip("pyarrow.parquet"), folder / "images.parquet"
-            import pyarrow
-
-            rows = pyarrow.table({"image": [file.read_bytes() for file in files]})
-            parquet.write_table(rows, root, row_group_size=2)
         found.append(ImageSet.of(build_source("folder", str(root), "train", False), str(root)))
     assert found[0].changes(found[1]) == "" and found[0] == found[1]
     assert found[0].changes(found[2]).endswith("0 of another size, 5 of 5 that were read of other content")

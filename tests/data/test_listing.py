@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 
@@ -56,25 +57,20 @@ def test_the_second_start_reads_no_folder(cache, tmp_path, scans):
     assert second.load(2).getpixel((0, 0)) == (2, 0, 0)
 
 
-@pytest.mark.parametrize("change", ["add", "add deep", "remove", "rename", "new folder", "remove folder"])
+CHANGES = {
+    "add": lambda root: (root / "dog/deep/9.png").write_bytes((root / "cat/1.png").read_bytes()),
+    "remove": lambda root: (root / "dog/deep/3.png").unlink(),
+    "rename": lambda root: (root / "cat/1.png").rename(root / "cat/7.png"),
+    "new folder": lambda root: tree(root / "eel", "5.png") and os.utime(root, (2e9, 2e9)),
+    "remove folder": lambda root: shutil.rmtree(root / "owl"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_every_change_of_the_tree_is_seen(cache, tmp_path, scans, change):
     root = tree(tmp_path / "images", "cat/1.png", "dog/2.png", "dog/deep/3.png", "owl/4.png")
     ImageFolder(str(root))
-    image = (root / "cat/1.png").read_bytes()
-    if change == "add":
-        (root / "cat/0.png").write_bytes(image)
-    elif change == "add deep":
-        (root / "dog/deep/9.png").write_bytes(image)
-    elif change == "remove":
-        (root / "dog/deep/3.png").unlink()
-    elif change == "rename":
-        (root / "cat/1.png").rename(root / "cat/7.png")
-    elif change == "new folder":
-        tree(root, "eel/5.png")
-        os.utime(root, (2e9, 2e9))
-    else:
-        (root / "owl/4.png").unlink()
-        (root / "owl").rmdir()
+    CHANGES[change](root)
     expected = sorted(str(path.relative_to(root)) for path in root.rglob("*.png"))
     assert members(ImageFolder(str(root))) == expected
     assert len(scans) == 2

@@ -19,7 +19,7 @@ from dino_ds.data.multicrop import AUGMENTATIONS, CropParameters, MultiCrop, to_
 from dino_ds.data.normalization import IMAGENET, MEAN, STD, Normalization
 from tests.data.files import photo
 
-IMAGES = 3000
+IMAGES = 1200
 
 
 def multicrop(augment: str = "dino", num_local: int = 3) -> MultiCrop:

@@ -109,15 +109,6 @@ def test_crops_smaller_than_the_blur_are_blurred():
     assert gaussian_blur(torch.rand(1, 3, 1, 1), torch.tensor([1.0])).shape == (1, 3, 1, 1)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_float_crops_give_what_the_same_8_bit_crops_give(channels):
-    """Images of more than 8 bits come as numbers in [0, 1]."""
-    multicrop = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 6), "dino")
-    views = [view for seed in range(4) for view in multicrop.sample(100, 80, seed)]
-    some = crops(len(views), channels=channels)
-    torch.testing.assert_close(augmented(some / 255, views), augmented(some, views), rtol=0, atol=1e-5)
-
-
 def test_nothing_waits_for_the_device():
     """On the meta device there are no values: whatever the host would have to read raises an error."""
     views = MultiCrop(dino_groups(32, (0.4, 1.0), 16, (0.05, 0.4), 30), "dino").sample(100, 80, 0)

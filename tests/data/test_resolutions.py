@@ -151,15 +151,13 @@ GROUPS = (*CROPS.groups, GRAM)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("augment", "workers"), [("worker", 0), ("device", 0)])
-def test_a_third_group_reaches_the_device_by_its_name(augment, workers):
+@BOTH
+def test_a_third_group_reaches_the_device_by_its_name(augment):
     """The other groups' crops are those of a run without it."""
     batches = []
     for groups in (GROUPS, GROUPS[:2]):
         crops = MultiCrop(groups, "low_res")
-        loader = Loader(
-            Noise(), crops, LoaderOptions(global_batch=8, micro_batch=8, workers=workers, augment=augment), START
-        )
+        loader = Loader(Noise(), crops, LoaderOptions(global_batch=8, micro_batch=8, augment=augment), START)
         with closing(DevicePrefetcher(loader, torch.device("cpu"))) as fed:
             batches.append(next(itertools.islice(fed, 1, None)))
     with_gram, without = batches

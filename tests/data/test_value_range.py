@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -58,19 +59,11 @@ def test_transparency_lies_on_white():
 
 
 @pytest.mark.parametrize("open_file", [load_image, open_image])
-def test_a_file_that_a_class_has_opened_must_keep_its_bits(open_file, tmp_path):
+def test_a_file_that_a_class_has_opened_must_keep_its_bits(open_file):
     """Pillow's RGB of 12 bits in a 16-bit PNG would have 16 levels."""
-    (tmp_path / "deep.png").write_bytes(png16(RGB % 4096))
-
-    class Opened:
-        def name(self, index: int) -> str:
-            return "deep.png"
-
-        def load(self, index: int) -> Image.Image:
-            return Image.open(tmp_path / "deep.png")
-
-    with pytest.raises(UnreadableImage, match=r"deep\.png .more than 8 bits a channel, and Pillow's RGB has 8"):
-        open_file(Opened(), 0, None)
+    source = Arrays(Image.open(io.BytesIO(png16(RGB % 4096))))
+    with pytest.raises(UnreadableImage, match=r"arrays/0 .more than 8 bits a channel, and Pillow's RGB has 8"):
+        open_file(source, 0, None)
 
 
 def test_what_would_be_squeezed_is_refused():
