@@ -44,24 +44,20 @@ def check_url(url: str, key: str) -> None:
     _driver(url)
 
 
-def find_files(pattern: str) -> dict[str, list[int]]:
-    """Sorted addresses of files in a folder whose names fit a pattern, each with its size and tag. Raises DataError."""
-    scheme = pattern.partition("://")[0]
-    folder, name = os.path.split(pattern)
+def find_files(pattern: str) -> list[str]:
+    """Sorted addresses of the files in a folder whose names fit a pattern. Raises DataError."""
+    scheme, (folder, name) = pattern.partition("://")[0], os.path.split(pattern)
     if any(sign in folder for sign in "*?["):
         raise DataError(
-            f"{printable(pattern)}: of an address only the last part may be a pattern: name folders by {{a,b}}"
+            f"{printable(pattern)}: only the last part of an address may be a pattern: name folders by {{a,b}}"
         )
-    found = list[dict[str, Any]]()
+    listed = functools.partial(_driver(pattern)._ls, f"{folder}/", detail=True)
+    files = list[dict[str, Any]]()
     with suppress(FileNotFoundError):
-        found = _wait(
-            _retried(
-                f"{folder}/", lambda: _driver(pattern)._ls(f"{folder}/", detail=True), _OPEN_SECONDS, _LIST_SECONDS
-            )
-        )
-    urls = {file["name"] if is_url(file["name"]) else f"{scheme}://{file['name']}": file for file in found}
-    fitting = (url for url in sorted(urls) if fnmatch.fnmatchcase(os.path.basename(url), name))
-    return {url: _state(urls[url]) for url in fitting if urls[url]["type"] != "directory"}
+        files = _wait(_retried(f"{folder}/", listed, _OPEN_SECONDS, _LIST_SECONDS))
+    names = [file["name"] for file in files if file["type"] != "directory"]
+    urls = (name if is_url(name) else f"{scheme}://{name}" for name in names)
+    return sorted(url for url in urls if fnmatch.fnmatchcase(os.path.basename(url), name))
 
 
 def find_states(urls: Sequence[str]) -> list[list[int]]:

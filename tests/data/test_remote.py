@@ -309,7 +309,7 @@ def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
     [
         ("ftp://host/a.tar", "nor one of s3://"),
         ("gs://bucket/*.tar", "nor one of s3://, https://, http://"),
-        ("{}/*/0.tar", "of an address only the last part may be a pattern"),
+        ("{}/*/0.tar", "only the last part of an address may be a pattern"),
         ("{}/empty", "an address is of .tar shards"),
         ("{}/rows.parquet", "read on a disk: copy them"),
         ("{}/a.h5:/images", "read on a disk: copy them"),
