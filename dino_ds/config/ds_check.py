@@ -167,13 +167,26 @@ def _check_combinations(config: dict[str, Any]) -> Iterator[Problem]:
 
 def _check_performance(config: dict[str, Any], stage: int, low: list[str]) -> Iterator[Problem]:
     performance = config.get("dino_ds", {})
-    if performance.get("compile", "off") != "off" and stage == 3:
+    compiled = performance.get("compile", "off")
+    if compiled != "off" and stage == 3:
         yield (
             "dino_ds.compile",
             "ZeRO 3 gathers parameters by hooks that break a compiled block into some 40 pieces: use stage 1 or 2, "
             "or remove it",
         )
-    if performance.get("deterministic") and performance.get("compile", "off") != "off":
+    if compiled == "reduce-overhead" and "activation_checkpointing" in config:
+        yield (
+            "dino_ds.compile",
+            '"reduce-overhead" does not go with activation_checkpointing, which runs blocks twice: use "default"',
+        )
+    if performance.get("deterministic") and performance.get("attention") == "varlen":
+        yield (
+            "dino_ds.deterministic",
+            "varlen's gradients are added up in any order: remove one of the two",
+        )
+    if performance.get("attention") == "varlen" and not low:
+        yield "dino_ds.attention", '"varlen" needs bf16 or fp16: enable one, or use "sdpa"'
+    if performance.get("deterministic") and compiled != "off":
         yield (
             "dino_ds.deterministic",
             "dino_ds.compile, whose kernels are chosen by timing them, does not go with it: remove one of the two",

@@ -98,6 +98,11 @@ def resolve_ds_config(
         raise ConfigError(f"this device has no fp16, and {path} asks for it: {cure}")
     raw = copy.deepcopy(config)
     micro, accumulation = _batches(config, path, global_batch, world_size)
+    if accumulation > 1 and config.get("dino_ds", {}).get("compile") == "reduce-overhead":
+        raise ConfigError(
+            f'{path}: dino_ds.compile: "reduce-overhead" does not go with {accumulation} micro-batches a step, because '
+            'CUDA graphs overwrite the gradients of the one before: use "default", or gradient_accumulation_steps 1'
+        )
     raw.update(
         train_batch_size=global_batch, train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accumulation
     )

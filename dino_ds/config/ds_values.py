@@ -23,19 +23,18 @@ Bool = Annotated[bool, Strict()]
 
 
 def _way_to_compile(value: object) -> object:
-    """The value of `compile` that true or false means, or a mode of earlier versions."""
-    if value in ("max-autotune", "reduce-overhead"):
-        return "default"
+    """The mode that true or false means, in ds JSONs from before there were several modes."""
     return {True: "default", False: "off"}[value] if isinstance(value, bool) else value
 
 
-_Compile = Annotated[Literal["off", "default"], BeforeValidator(_way_to_compile)]
+_Compile = Annotated[Literal["off", "default", "max-autotune", "reduce-overhead"], BeforeValidator(_way_to_compile)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class PerformanceOptions:
     """The section "dino_ds" of a ds JSON: how fast, not what is learned."""
 
+    attention: Literal["sdpa", "varlen"] = option("sdpa", "varlen: one kernel for all sizes (CUDA)")
     packed: Bool = option(True, "crops of all sizes in one pass (default true); exact")
     channels_last: Bool | None = option(
         None, "convolutions with the channels innermost in memory (default: on a GPU); exact"
@@ -43,7 +42,7 @@ class PerformanceOptions:
     cls_only_last_block: Bool = option(True, "the last block for the CLS token alone (default true); exact")
     compile: _Compile = option(
         "off",
-        "torch.compile each block; same up to rounding. true = default, false = off",
+        "torch.compile each block; same up to rounding. reduce-overhead: CUDA graphs; true = default, false = off",
         stages=(0, 1, 2),
     )
     teacher_copy: Bool | None = option(

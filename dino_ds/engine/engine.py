@@ -27,6 +27,7 @@ from dino_ds.engine.optim import ONE_RATE, WHOLE, OptimizerOptions, apply_settin
 from dino_ds.engine.placement import release
 from dino_ds.engine.saved_state import EngineState, SavedState
 from dino_ds.engine.state import Flat, export_state, import_state, lay_out_layers, lay_out_matrices, partitions_of
+from dino_ds.errors import ConfigError
 from dino_ds.models.base import Crops
 from dino_ds.models.batch_norm import unsynced_statistics
 from dino_ds.models.logits import Comparison
@@ -242,7 +243,9 @@ class Engine:
 
 
 def _check_together(config: DsConfig, options: OptimizerOptions) -> None:
-    """Raises ConfigError where a ds config does not go with the optimizer."""
+    """Raises ConfigError where a ds config does not go with this machine or with the optimizer."""
+    if config.performance.attention == "varlen" and not torch.cuda.is_available():
+        raise ConfigError('dino_ds.attention "varlen" is a CUDA kernel, and there is no GPU: use "sdpa"')
     if options.clip_by != WHOLE:
         check_clip_by_part(config)
     check_offload(config, options.kind)

@@ -63,7 +63,7 @@ def build_step(
     network = build_network(recipe, config.performance, Placement(config), objective, start)
     if config.performance.compile != "off":
         # By segments, so that the engine finds plain modules; before the engine, so that its hooks are not compiled.
-        network.backbone.compile_segments()
+        network.backbone.compile_segments(config.performance.compile)
     engine = Engine(network, config, optimizer_options(recipe.optimizer))
     engine.set_masters(network.began_with)
     network.began_with = {}

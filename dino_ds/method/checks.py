@@ -18,7 +18,7 @@ from dino_ds.models.specs.trained import ALL
 
 _VITS, _OTHERS = "ViTs that dino_ds builds itself", "networks that dino_ds does not build itself"
 _LEVERS = {
-    **dict.fromkeys(("packed", "cls_only_last_block"), _VITS),
+    **dict.fromkeys(("attention", "packed", "cls_only_last_block"), _VITS),
     "channels_last": _OTHERS,
 }
 """Performance options that not every backbone obeys, and the networks that they are for."""

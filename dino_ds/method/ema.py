@@ -39,7 +39,8 @@ untrained weights fade."""
 @dataclass(frozen=True)
 class TeacherOptions:
     """`dtype`: of the forward pass. `keep_copy`: also keep the matrices in `dtype`, cast once per applied step instead
-    of at each use: same results, 2 bytes more per weight. `compiled`: whether blocks are compiled.
+    of at each use: same results, 2 bytes more per weight. `compiled`: how blocks are compiled, see `compile_segments`,
+    or "off".
 
     `batch_norm`: "reference": the teacher normalizes by its own batch and has its own running averages of its crops
     (facebookresearch/dino); "ema": by the student's running averages, averaged as the weights are; "frozen": by those
@@ -48,7 +49,7 @@ class TeacherOptions:
 
     dtype: torch.dtype = torch.float32
     keep_copy: bool = False
-    compiled: bool = False
+    compiled: str = "off"
     batch_norm: str = "reference"
     name: str = EMA
 
@@ -95,8 +96,8 @@ class EmaTeacher(Teacher):
             self._running, self._casts = _low_precision_copy(network, options.dtype)
         if options.batch_norm == "reference":
             self._batch_norms, self._unsynced = batch_norms(self._running), unsynced_statistics(network)
-        if options.compiled:
-            self._running.backbone.compile_segments()
+        if options.compiled != "off":
+            self._running.backbone.compile_segments(options.compiled)
         student = buffers()
         for name, tensor in self._own_buffers.items():
             tensor.copy_(student[name])
@@ -279,7 +280,7 @@ def build_teacher(spec: TeacherSpec, parts: TeacherParts) -> EmaTeacher:
     options = TeacherOptions(
         DTYPES[config.precision],
         keep_copy=config.keeps_teacher_copy(device().type == "cuda", weights) and sees_crops,
-        compiled=config.performance.compile != "off",
+        compiled=config.performance.compile,
         batch_norm=recipe.teacher.batch_norm,
         name=spec.name,
     )

@@ -106,7 +106,7 @@ def place_frozen(network: Network, source: FrozenSource, config: DsConfig) -> st
         raise CheckpointError(f"{source.name}: ranks have read different weights there")
     _fill(network, tensors, partial(_place, dtype=dtype))
     if config.performance.compile != "off":
-        network.backbone.compile_segments()
+        network.backbone.compile_segments(config.performance.compile)
     return checksum
 
 

@@ -81,7 +81,7 @@ def build_teacher(spec: GramTeacherSpec, parts: TeacherParts) -> Teacher:
         for tensor in (*like.parameters(), *like.buffers()):
             tensor.data.zero_()
         if config.performance.compile != "off":
-            like.backbone.compile_segments()
+            like.backbone.compile_segments(config.performance.compile)
         return GramTeacher(like, dtype, ema)
     network, source = _of_file(spec, parts)
     if spec.refreshed:

@@ -1,4 +1,4 @@
-"""Self-attention over packed tokens: linear layers run once, the attention itself per size."""
+"""Self-attention over packed tokens: linear layers run once, the attention itself per size or in one kernel."""
 
 from __future__ import annotations
 
@@ -96,11 +96,13 @@ def _write_rotated(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention by torch's kernels, one call per size; timm's parameter names."""
+    """Multi-head self-attention with timm's parameter names; `implementation`: "sdpa" (torch's choice of a kernel, one
+    call per size) or "varlen" (one CUDA kernel for all sizes, bf16 or fp16)."""
 
-    def __init__(self, width: int, heads: int, bias: bool = True) -> None:
+    def __init__(self, width: int, heads: int, implementation: str, bias: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
+        self.implementation = implementation
         self.qkv = QueryKeyValue(width, 3 * width, bias)
         self.proj = nn.Linear(width, width)
 
@@ -109,6 +111,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x (tokens, d) -> (tokens, d), or (rows, d) for the selected rows alone. tables: RoPE's, one for each size."""
         asking = packing if selection is None else selection.packing
+        if self.implementation == "varlen":
+            return self.proj(self._one_kernel(self.projected(x, packing, selection, tables), packing, asking))
         later = tables and fuses_in_block(x)
         projected = self.projected(x, packing, selection, () if later else tables)
         return self.proj(self._size_by_size(projected, packing, asking, tables if later else ()))
@@ -147,6 +151,16 @@ class Attention(nn.Module):
             triples = [(q, *pieces[2 * i : 2 * i + 2]) for i, q in enumerate(queries)]
         outputs = [rearrange(F.scaled_dot_product_attention(*triple), "s h n c -> (s n) (h c)") for triple in triples]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _one_kernel(self, projected: tuple[Tensor, ...], packing: Packing, asking: Packing) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = (
+            part for matrix in projected for part in matrix.unflatten(1, (-1, self.heads, self.head_width)).unbind(1)
+        )
+        out = varlen_attn(q, k, v, asking.bounds, packing.bounds, asking.longest, packing.longest)
+        assert isinstance(out, Tensor)
+        return rearrange(out, "t h c -> t (h c)")
 
 
 def leave_out_cudnn_attention() -> None:

@@ -125,10 +125,14 @@ class Backbone(nn.Module, ABC):
         """Images (b, c, h, w) -> features of the whole image (b, d)."""
         return self({"images": [images]})[CLS]
 
-    def compile_segments(self, backend: str = "inductor") -> None:
-        """torch.compile every segment."""
+    def compile_segments(self, mode: str = "default", backend: str = "inductor") -> None:
+        """torch.compile every segment.
+
+        mode: torch's "default" or "reduce-overhead", or "max-autotune", here without CUDA graphs.
+        """
+        torch_mode = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}.get(mode, mode)
         for segment in self.segments():
-            segment.compile(dynamic=False, backend=backend)
+            segment.compile(dynamic=False, backend=backend, mode=torch_mode)
 
     def checkpoint_segments(self, count: int | None) -> None:
         """Recompute the first `count` segments, or all, in the backward pass."""

@@ -143,11 +143,11 @@ def _normed(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dt
 class Block(nn.Module):
     """The block of ViTs with learned positions; `dino_ds.models.rotary.RotaryBlock` has other parts."""
 
-    def __init__(self, arch: ViTSpec) -> None:
+    def __init__(self, arch: ViTSpec, attention: str) -> None:
         super().__init__()
         width = arch.width
         self.norm1 = norm_layer(arch, BlockNorm)
-        self.attn = Attention(width, arch.heads)
+        self.attn = Attention(width, arch.heads, attention)
         self.ls1 = nn.Identity() if arch.layer_scale is None else LayerScale(width, arch.layer_scale)
         self.norm2 = norm_layer(arch, BlockNorm)
         self.mlp: nn.Module = Mlp(width, arch.mlp_widths[0], arch.swiglu)

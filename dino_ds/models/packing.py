@@ -77,6 +77,11 @@ class Packing:
             torch.cat(parts), Packing.of([(s, k) for (s, _), k in zip(self.groups, kept, strict=True)], device)
         )
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(tokens for _, tokens in self.groups)
+
     def sequence_of_token(self) -> Tensor:
         """(tokens,) the sequence that each row belongs to."""
         parts, first = [], 0

@@ -19,8 +19,8 @@ from dino_ds.models.specs.backbones import ViTSpec
 class RotaryAttention(Attention):
     """Attention that rotates queries and keys by their patch's position. Only queries and values may have a bias."""
 
-    def __init__(self, arch: ViTSpec) -> None:
-        super().__init__(arch.width, arch.heads, bias=False)
+    def __init__(self, arch: ViTSpec, implementation: str) -> None:
+        super().__init__(arch.width, arch.heads, implementation, bias=False)
         width = arch.width
         self._zeros = MadeOnce()
         self.q_bias = nn.Parameter(torch.zeros(width)) if arch.qkv_bias else None
@@ -67,13 +67,13 @@ class GatedMlp(nn.Module):
 class RotaryBlock(Block):
     """A block whose LayerScale is in its own parameters: `gamma_1` of the attention, `gamma_2` of the MLP."""
 
-    def __init__(self, arch: ViTSpec) -> None:
+    def __init__(self, arch: ViTSpec, attention: str) -> None:
         nn.Module.__init__(self)
         self._layer_scale = arch.layer_scale or 0.0
         self.gamma_1 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
         self.gamma_2 = nn.Parameter(torch.empty(arch.width)) if arch.layer_scale is not None else None
         self.norm1 = norm_layer(arch, BlockNorm)
-        self.attn = RotaryAttention(arch)
+        self.attn = RotaryAttention(arch, attention)
         self.norm2 = norm_layer(arch, BlockNorm)
         hidden = arch.mlp_widths[1]
         self.mlp = GatedMlp(arch.width, hidden) if arch.swiglu else Mlp(arch.width, hidden, swiglu=False)

@@ -50,7 +50,7 @@ class VisionTransformer(Backbone):
         self.pos_embed = nn.Parameter(torch.zeros(1, positions, arch.width)) if self.rope is None else None
         self.mask_token = nn.Parameter(torch.zeros(1, arch.width)) if options.mask_token else None
         block = Block if self.rope is None else RotaryBlock
-        self.blocks = nn.ModuleList(block(arch) for _ in range(arch.depth))
+        self.blocks = nn.ModuleList(block(arch, options.attention) for _ in range(arch.depth))
         self.norm = norm_layer(arch)
         self.cls_norm = norm_layer(arch) if arch.cls_norm else None
         self.local_cls_norm = norm_layer(arch) if arch.local_cls_norm else None

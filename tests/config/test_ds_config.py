@@ -212,7 +212,7 @@ def test_overrides(load, problems):
 def test_a_key_of_an_earlier_version_is_left_out(load, problems):
     """A saved ds config with it resumes; typed, it is refused."""
     activations = {"number_checkpoints": "auto", "cpu_checkpointing": False}
-    dino_ds = {"frozen_teacher": "sharded", "attention": "sdpa", "compile": "default"}
+    dino_ds = {"frozen_teacher": "sharded", "attention_backend": "auto", "compile": "default"}
     saved = load({"dino_ds": dino_ds, "activation_checkpointing": activations})
     config = resolve_ds_config(saved, "x.json", 512, 4)
     assert config.notes == ["dino_ds.frozen_teacher sharded is left out: it is whole in every run"]
@@ -238,8 +238,21 @@ def test_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.Monk
     ("content", "says"),
     [
         ({"zero_optimization": {"stage": 3}, "dino_ds": {"compile": True}}, "dino_ds.compile: ZeRO 3 gathers"),
+        ({"dino_ds": {"attention": "varlen"}}, 'dino_ds.attention: "varlen" needs bf16 or fp16'),
         ({"dino_ds": {"teacher_copy": True}}, "dino_ds.teacher_copy: in fp32 the copy"),
-        ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default'),
+        ({"dino_ds": {"compile": "fast"}}, 'dino_ds.compile: "fast" is not one of off, default, max-autotune, re'),
+        (
+            {"dino_ds": {"compile": "reduce-overhead"}, "activation_checkpointing": {}},
+            'dino_ds.compile: "reduce-overhead" does not go with activation_checkpointing',
+        ),
+        (
+            {
+                "dino_ds": {"deterministic": True, "attention": "varlen"},
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 1},
+            },
+            "dino_ds.deterministic: varlen's gradients",
+        ),
         (
             {"dino_ds": {"deterministic": True, "compile": True}},
             "dino_ds.deterministic: dino_ds.compile, whose kernels",
@@ -251,8 +264,8 @@ def test_levers_that_cannot_act_are_refused(problems, content: dict[str, Any], s
     assert line.startswith(says)
 
 
-@pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "default")])
-def test_compile_had_other_values_before(load, given: object, taken: str):
+@pytest.mark.parametrize(("given", "taken"), [(True, "default"), (False, "off"), ("max-autotune", "max-autotune")])
+def test_compile_was_true_or_false_before(load, given: object, taken: str):
     assert _resolve(load({"dino_ds": {"compile": given}})).performance.compile == taken
     assert load({}, dino_ds__compile=str(given).lower())["dino_ds"]["compile"] == taken
 
@@ -373,7 +386,7 @@ def test_activation_checkpointing(section: dict[str, Any] | None, blocks: int | 
 
 def test_what_else_is_filled_in():
     """An optimizer of torch's with offload, the kind of loss scale; a comms logger that is off goes: DeepSpeed logs
-    where the section is."""
+    where the section is. CUDA graphs go with one micro-batch alone."""
     config = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     assert config.raw["zero_force_ds_cpu_optimizer"] is False
     plain = _resolve({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}}})
@@ -382,6 +395,8 @@ def test_what_else_is_filled_in():
         fp16 = {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True, **scale}}
         assert _resolve(fp16).dynamic_loss_scale == dynamic
     assert "comms_logger" not in _resolve({"comms_logger": {"enabled": False}}).raw
+    with pytest.raises(ConfigError, match="does not go with 2 micro-batches a step"):
+        _resolve({"dino_ds": {"compile": "reduce-overhead"}, "gradient_accumulation_steps": 2})
 
 
 def test_fp16_where_there_is_none_is_refused():

@@ -33,6 +33,7 @@ ARCHS = {
 WAYS = {
     "packed": {"packed": False},
     "last block": {"cls_only_last_block": False},
+    "varlen": {"attention": "varlen"},
     "recomputed": {},
     "fused": {},  # as on a GPU, by the operators that torch.compile would make kernels of
 }
@@ -75,6 +76,17 @@ def _assert_equal(ours, theirs, close=1e-10):
         assert (ours[name] - expected).abs().max() <= close * largest, name
 
 
+def _each_sequence(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+    """The arithmetic of varlen's CUDA kernel, sequence by sequence."""
+    out = []
+    for s in range(len(bounds_k) - 1):
+        rows, keys = slice(bounds_q[s], bounds_q[s + 1]), slice(bounds_k[s], bounds_k[s + 1])
+        assert bounds_q[s + 1] - bounds_q[s] <= longest_q and bounds_k[s + 1] - bounds_k[s] <= longest_k
+        weights = torch.einsum("mhc,nhc->hmn", q[rows], k[keys]) / q.shape[-1] ** 0.5
+        out.append(torch.einsum("hmn,nhc->mhc", weights.softmax(-1), v[keys]))
+    return torch.cat(out)
+
+
 @pytest.fixture(autouse=True)
 def _small_tensors_are_fused(monkeypatch):
     monkeypatch.setattr("dino_ds.models.fused._LEAST_BYTES", 0)
@@ -97,8 +109,9 @@ def _kernels_of_a_gpu():
         lambda cell: (cell[0], (cell[2], cell[3]), (cell[1], cell[3])),
     ),
 )
-def test_they_change_nothing(arch, depth, patches, way):
+def test_they_change_nothing(arch, depth, patches, way, monkeypatch):
     """Values and gradients, against what all have by default; recomputed blocks to the bit."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _each_sequence)
     vit = _model(arch, stochastic_depth=depth, **WAYS[way])
     vit.checkpoint_segments(None if way == "recomputed" else 0)
     with _kernels_of_a_gpu() if way == "fused" else nullcontext():
@@ -196,3 +209,15 @@ def test_one_query_has_gradients_on_a_gpu(dtype, without_cudnn):
     q, k, v = (torch.randn(4, 6, n, 64, device="cuda", dtype=dtype, requires_grad=True) for n in (1, 197, 197))
     torch.nn.functional.scaled_dot_product_attention(q - 300, k + 300, v).sum().backward()
     assert all(t.grad.isfinite().all() for t in (q, k, v))
+
+
+@pytest.mark.parametrize(
+    "mode, theirs",
+    [("default", None), ("max-autotune", "max-autotune-no-cudagraphs"), ("reduce-overhead", "reduce-overhead")],
+)
+def test_blocks_are_compiled_in_torch_s_modes(monkeypatch, mode, theirs):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    _model("plain").compile_segments(mode)
+    assert asked == [{"dynamic": False, "backend": "inductor", "mode": theirs}] * 4
+    assert theirs is None or torch._inductor.list_mode_options(theirs)

@@ -11,7 +11,7 @@ _OBEYS = frozenset(
     (
         *("patch_size", "width", "depth", "heads", "registers", "layer_scale", "in_chans", "mask_token"),
         *("drop_path", "drop_path_growth", "stochastic_depth"),
-        *("packed", "cls_only_last_block"),
+        *("attention", "packed", "cls_only_last_block"),
     )
 )
 _LEARNED = _OBEYS | {"pos_embed_interpolation"}

@@ -101,7 +101,7 @@ class BackboneSpec:
 
 @dataclass(frozen=True)
 class BackboneOptions:
-    """Options that a recipe and a ds config give to a backbone; `packed` and `cls_only_last_block` change speed only.
+    """Options that a recipe and a ds config give to a backbone; `attention` to `cls_only_last_block` change speed only.
 
     Most have the names of options in the recipe's section "model" and the ds JSON's "dino_ds". `mask_token`: a learned
     token replaces hidden patches; `packed` False runs one pass per size; `cls_only_last_block` False computes the last
@@ -112,6 +112,7 @@ class BackboneOptions:
     drop_path_growth: str = "linear"
     stochastic_depth: str = "per_image"
     pos_embed_interpolation: str = "dino"
+    attention: str = "sdpa"
     packed: bool = True
     cls_only_last_block: bool = True
     mask_token: bool = False
