@@ -260,6 +260,8 @@ ARCHIVES = {
     **dict.fromkeys(HDF5, "data.hdf5:Hdf5Images"),
 }
 """Ending of files that hold many images -> MODULE:CLASS of the source of several of them: CLASS(files[, part])."""
+REMOTE_ARCHIVES = (".tar", ".parquet")
+"""Endings of archives that are read at an address too; their CLASS also takes cache_gib, the size of its cache."""
 _USUAL = {source: ending for ending, source in reversed(ARCHIVES.items())}
 IMAGE_FORMS = f"a folder of images, a .txt list of paths, {', '.join(reversed(_USUAL.values()))}"
 """The forms of images that data.root takes, in words."""

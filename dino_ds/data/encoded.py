@@ -62,7 +62,7 @@ class RowImages(EncodedImages):
     """Number of images up to each file's end."""
 
     def __init__(self, files: list[str]) -> None:
-        self._files = list(map(os.path.abspath, files))
+        self._files = [file if is_url(file) else os.path.abspath(file) for file in files]
         self.notes: list[str] = []
 
     def __len__(self) -> int:

@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,28 +16,41 @@ import numpy as np
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.mixture import MixturePart
 from dino_ds.data.base import Joined, Source, is_elsewhere, prepare_images
-from dino_ds.data.encoded import EncodedImages
+from dino_ds.data.encoded import EncodedImages, ListedFiles
+from dino_ds.data.folder import ListFile
+from dino_ds.data.formats import split_part
+from dino_ds.data.images import evenly_spaced_indices
 from dino_ds.data.listing import Labels, printable
-from dino_ds.data.root import open_files
+from dino_ds.data.root import expand, open_files
 from dino_ds.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from dino_ds.data.draws import Draws
 
+_LISTED = 1000
+"""Images of a list that are checked for overlap with other parts."""
+
 
 class Mixture(EncodedImages, Joined):
     """Images of all parts, part after part; classes of the same name are one class.
 
-    Raises DataError for a part without images, ConfigError for a relative path without `root`.
+    Raises DataError for a part without images; ConfigError for a part that is named twice or has no path, and for parts
+    with images in common, unless `may_overlap`, which makes that a note.
     """
 
-    def __init__(self, parts: Sequence[MixturePart], root: str | None, cache_gib: float = 0.0) -> None:
+    def __init__(
+        self, parts: Sequence[MixturePart], root: str | None, may_overlap: bool = False, cache_gib: float = 0.0
+    ) -> None:
         self.parts = tuple(parts)
         self.sources = [_open(part, root, cache_gib) for part in parts]
         self.elsewhere = any(map(is_elsewhere, self.sources))
         self.ends = list(itertools.accumulate(map(len, self.sources)))
+        overlap = self._overlap(root)
+        if overlap and not may_overlap:
+            raise ConfigError(f"data.mixture: {overlap}")
         self.labels, self.classes = self._join_labels()
-        self.notes = [
+        self.notes = [overlap] if overlap else []
+        self.notes += [
             f"{part.place}: {note}"
             for part, source in zip(parts, self.sources, strict=True)
             for note in getattr(source, "notes", ())
@@ -99,6 +113,22 @@ class Mixture(EncodedImages, Joined):
             raise OSError(f"{type(source).__name__} has no {method}")
         return int(ask(inner))
 
+    def _overlap(self, root: str | None) -> str:
+        """A sentence on two parts with images in common, which would get more than their share; "" for none."""
+        owners: dict[tuple[bool, str], str] = {}
+        for part, source in zip(self.parts, self.sources, strict=True):
+            loose = isinstance(source, ListedFiles)
+            for path in _real_paths(place_of(part, root), source):
+                if (same := owners.setdefault((loose, path), part.place)) != part.place:
+                    both = f"{same} and {part.place} are the same place, or both have {path}"
+                    return f"{both}: give it once, with the sum of its shares"
+        for (loose, path), inner in owners.items():
+            for folder in map(str, Path(path).parents):
+                if (outer := owners.get((loose, folder), inner)) != inner:
+                    both = f"images of {inner} lie in {outer} too, and would have the shares of both"
+                    return f"{both}: give places without images in common"
+        return ""
+
     def _join_labels(self) -> tuple[Any, list[str] | None]:
         """Labels of all images (-1 in a part without labels), and the names of all classes."""
         if all(source.labels is None for source in self.sources):
@@ -123,6 +153,15 @@ def place_of(part: MixturePart, root: str | None) -> str:
             f"data.mixture: {part.place} is relative: give --data.root, the folder that it is in, or its whole path"
         )
     return os.path.join(os.path.expanduser(root or ""), path)
+
+
+def _real_paths(path: str, source: EncodedImages) -> list[str]:
+    """Paths without links: of a part's folder, of its archives, or of some images of its list."""
+    if isinstance(source, ListFile):
+        return [os.path.realpath(source.name(i)) for i in evenly_spaced_indices(len(source), _LISTED)]
+    plain, inside = split_part(path)
+    files = [plain] if os.path.lexists(plain) else expand(plain)
+    return [os.path.realpath(file) + (f":{inside}" if inside else "") for file in files]
 
 
 def _open(part: MixturePart, root: str | None, cache_gib: float) -> EncodedImages:

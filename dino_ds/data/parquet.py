@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from dino_ds.basics.text_file import is_url
 from dino_ds.data.base import UnreadableImage, find_placeholder
 from dino_ds.data.encoded import RowImages
 from dino_ds.data.listing import LABEL_NAMES, Labels, printable
+from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
+from dino_ds.data.remote_file import open_remote
 from dino_ds.errors import ConfigError, DataError, one_line
 
 _IMAGE_NAMES = ("image", "img", "jpg", "png")
@@ -20,8 +24,19 @@ _OPEN_FILES = 32
 """Most files that a process keeps open, with their footers."""
 _MOST_BYTES = 1 << 30
 """Most bytes of a row group's column: each loader process reads an image with its whole group."""
+_MOST_AHEAD = 256 << 20
+"""Most bytes of row groups that are fetched before they are read."""
 _LOOKED_AT, _NUMBERS = 64, 1 << 16
 """Rows per read: when looking for image bytes, and of a column of plain numbers."""
+
+
+@dataclass(eq=False)
+class _RemoteParquet:
+    """A remote file; its footer is read once, and is sent to loader processes."""
+
+    remote: Remote
+    state: Sequence[int]
+    footer: Any = None
 
 
 class ParquetImages(RowImages):
@@ -32,13 +47,18 @@ class ParquetImages(RowImages):
     that can't be read, has no image column, or has row groups that are too large.
     """
 
-    def __init__(self, files: list[str]) -> None:
+    def __init__(self, files: list[str], cache_gib: float = 0.0) -> None:
         import_parquet()
         super().__init__(files)
+        self.elsewhere = is_url(files[0])
+        states = find_states(files) if self.elsewhere else []
+        if self.elsewhere:
+            self._remote, self.notes = remote_with_room(files, states, sum(size for size, _ in states), cache_gib)
+        self._elsewhere = [_RemoteParquet(self._remote, state) for state in states]
         first, groups, ends, labels, has_bytes = 0, [], [], list[Any](), False
         for number, file in enumerate(self._files):
             try:
-                opened = import_parquet().ParquetFile(file)
+                opened = _parquet_file(self._location(number))
                 if number == 0:
                     schema = opened.schema_arrow
                     self._column, label = _image_column(schema, file), _label_column(schema, self.notes)
@@ -77,7 +97,9 @@ class ParquetImages(RowImages):
         index = range(len(self))[index]
         first, group = self._groups[np.searchsorted(self._groups[:, 0], index, side="right") - 1].tolist()
         try:
-            data = _read_group(self._files[self._find(index)[0]], group, self._column)[index - first].as_py()
+            data = _read_group(self._location(self._find(index)[0]), group, self._column)[index - first].as_py()
+        except DataError:
+            raise
         except Exception as error:  # as above
             raise UnreadableImage(self.name(index), f"Parquet: {one_line(error, 200)}") from None
         if isinstance(data, dict):
@@ -85,6 +107,25 @@ class ParquetImages(RowImages):
         if not data:
             raise UnreadableImage(self.name(index), "no bytes in this row" if data is None else "empty file")
         return data
+
+    def prepare(self, indices: Sequence[int], seconds: float | None = None) -> None:
+        """Begin to fetch the row groups of the images of remote files that will be read next."""
+        numbers = np.searchsorted(self._groups[:, 0], np.asarray(indices, np.int64), side="right") - 1
+        pieces = [self._piece(*self._groups[number].tolist()) for number in dict.fromkeys(numbers.tolist())]
+        ends = itertools.accumulate(piece.length for piece in pieces)
+        self._remote.prepare((piece for piece, end in zip(pieces, ends, strict=True) if end <= _MOST_AHEAD), seconds)
+
+    def _piece(self, first: int, group: int) -> FilePiece:
+        """The bytes of the image column in a row group, whose first row is row `first` of all files."""
+        number, _ = self._find(first)
+        size, tag = self._elsewhere[number].state
+        chunks = _chunks_of(self._elsewhere[number].footer, group, self._column)
+        begins = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
+        ends = [begin + chunk.total_compressed_size for begin, chunk in zip(begins, chunks, strict=True)]
+        return FilePiece(self._files[number], size, tag, min(begins), max(ends) - min(begins))
+
+    def _location(self, number: int) -> tuple[str, _RemoteParquet | None]:
+        return self._files[number], self._elsewhere[number] if self.elsewhere else None
 
 
 def import_parquet() -> Any:
@@ -97,10 +138,10 @@ def import_parquet() -> Any:
 
 
 @lru_cache(maxsize=1)  # neighboring rows cost one read; more groups would be too much memory in each worker
-def _read_group(file: str, group: int, column: str) -> Any:
+def _read_group(location: tuple[str, _RemoteParquet | None], group: int, column: str) -> Any:
     import pyarrow
 
-    return pyarrow.chunked_array(_read_parts(_open_parquet(file), group, column))
+    return pyarrow.chunked_array(_read_parts(_open_parquet(location), group, column))
 
 
 def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
@@ -118,10 +159,14 @@ def _read_parts(opened: Any, group: int, column: str) -> Iterator[Any]:
 
 def _bytes_of(opened: Any, group: int, column: str) -> int:
     """Uncompressed bytes of a row group's column, according to the footer."""
-    metadata = opened.metadata.row_group(group)
-    chunks = (metadata.column(number) for number in range(metadata.num_columns))
-    of_column = (chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
-    return sum(chunk.total_uncompressed_size for chunk in of_column if chunk.physical_type == "BYTE_ARRAY")
+    chunks = _chunks_of(opened.metadata, group, column)
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.physical_type == "BYTE_ARRAY")
+
+
+def _chunks_of(footer: Any, group: int, column: str) -> list[Any]:
+    metadata = footer.row_group(group)
+    chunks = [metadata.column(number) for number in range(metadata.num_columns)]
+    return [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}.")]
 
 
 def _has_bytes(opened: Any, group: int, column: str) -> bool:
@@ -132,9 +177,17 @@ def _has_bytes(opened: Any, group: int, column: str) -> bool:
     return any(part.null_count < len(part) for part in values)
 
 
-@lru_cache(maxsize=_OPEN_FILES)
-def _open_parquet(file: str) -> Any:
-    return import_parquet().ParquetFile(file)
+def _parquet_file(location: tuple[str, _RemoteParquet | None]) -> Any:
+    file, elsewhere = location
+    if elsewhere is None:
+        return import_parquet().ParquetFile(file)
+    opened = open_remote(elsewhere.remote, file, elsewhere.state, 0)
+    parquet = import_parquet().ParquetFile(opened, metadata=elsewhere.footer)
+    elsewhere.footer = parquet.metadata
+    return parquet
+
+
+_open_parquet = lru_cache(maxsize=_OPEN_FILES)(_parquet_file)
 
 
 def _image_column(schema: Any, file: str) -> str:

@@ -26,13 +26,22 @@ _PAGE, _OPEN_FILES = 4096, 128
 
 
 class FilePiece(NamedTuple):
-    """Bytes of a remote file that has `size` and a `tag` of its content; a `length` of -1 is the whole of any file."""
+    """Bytes of a remote file that has `size` and a `tag` of its content; a `length` of -1 is the whole of any file.
+
+    A tag below 0 is that of an index, whose CRC-32 in `checksum` then tells one content from another.
+    """
 
     url: str
     size: int = -1
     tag: int = 0
     begin: int = 0
     length: int = -1
+    checksum: int = -1
+
+    def is_in(self, other: FilePiece) -> bool:
+        """Whether another piece is this one, or has all its bytes."""
+        inside = 0 <= self.begin - other.begin <= other.length - self.length
+        return self == other or (self[:3] == other[:3] and self.length >= 0 and inside)
 
 
 class RemoteCache:

@@ -15,7 +15,7 @@ from dino_ds.basics.hubs import hub_id
 from dino_ds.basics.own_code import by_name
 from dino_ds.basics.text_file import is_url
 from dino_ds.config.evaluation import BENCHMARKS
-from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, SOURCES
+from dino_ds.config.fields import ARCHIVES, IMAGE_FORMS, REMOTE_ARCHIVES, SOURCES
 from dino_ds.config.loading import change_recipe
 from dino_ds.config.recipe import Recipe
 from dino_ds.data.encoded import EncodedImages
@@ -194,7 +194,7 @@ def expand(pattern: str) -> list[str]:
         if number >= _MAX_FILES:
             raise DataError(f"data.root {pattern} stands for more than {_MAX_FILES} files: give fewer")
         find = find_files if is_url(path) else lambda path: sorted(glob.glob(path, recursive=True))
-        matches = find(path) if glob.has_magic(path) else [path]
+        matches = list(find(path)) if glob.has_magic(path) else [path]
         if not matches or not (is_url(path) or os.path.isfile(matches[0])):
             raise DataError(
                 f"data.root {pattern}: its file {printable(path)} is not there: fix the pattern or fetch it"
@@ -227,16 +227,16 @@ def _options(inner: str) -> Iterator[str] | None:
 
 
 def _open_remote(path: str, root: str, part: str | None, cache_gib: float) -> EncodedImages:
-    """Open the address of a list, of tar shards, or of a folder that directly holds shards."""
+    """Open the address of a list, of archives, or of a folder that directly holds archives."""
     if path.lower().endswith(".txt"):
         return ListFile(path)
     paths = expand(path)
-    if paths == [path] and not path.endswith(tuple(ARCHIVES)):
-        paths = find_files(f"{path.rstrip('/')}/*.tar")
-    if not paths or not all(path.endswith(".tar") for path in paths):
+    if paths == [path] and not path.lower().endswith(tuple(ARCHIVES)):
+        paths = [file for file in find_files(f"{path.rstrip('/')}/*") if file.lower().endswith(tuple(ARCHIVES))]
+    if not paths or paths[0].lower().endswith(tuple(set(ARCHIVES) - set(REMOTE_ARCHIVES))):
         raise DataError(
-            f"data.root {root}: an address is of .tar shards, a folder right in which they are, or a .txt list that "
-            "names single images; other files are read on a disk: copy them"
+            f"data.root {root}: an address is of {' or '.join(REMOTE_ARCHIVES)} files, a folder right in which they "
+            "are, or a .txt list that names single images; other files are read on a disk: copy them"
         )
     return _open_all(paths, root, part, cache_gib=cache_gib)
 

@@ -20,13 +20,14 @@ from dino_ds.data.base import UnreadableImage
 from dino_ds.data.encoded import MAX_BYTES, ListedImages
 from dino_ds.data.formats import EXTENSIONS, note_left_out
 from dino_ds.data.listing import Contents, FolderLabels, Listing, Packer, find_listing, label_arrays, printable
-from dino_ds.data.remote import FilePiece, Remote, find_states, open_remote, remote_with_room
+from dino_ds.data.remote import FilePiece, Remote, find_states, remote_with_room
+from dino_ds.data.remote_file import open_remote
 from dino_ds.data.tar_members import IndexedMembers, Members, size_and_time
 from dino_ds.errors import DataError
 
 CLASSES, INDEX = "classes.txt", "index.jsonl"
 """Files beside the shards: line n of the first names class n; a line of the second replaces reading a shard."""
-_VERSION = 4
+_VERSION = 3
 """Version of the indexes in the cache; those of other versions are rebuilt."""
 _OPEN_SHARDS = 128
 """Most files that a process keeps open."""
@@ -48,7 +49,7 @@ class TarShards(ListedImages):
         cache_gib: disk space for images of remote shards.
     """
 
-    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size")
+    _opened = (*ListedImages._opened, "_shards", "_states", "_shard", "_offset", "_size", "_checksum")
 
     def __init__(self, shards: list[str], kind: str | None = None, cache_gib: float = 0.0) -> None:
         self.elsewhere = is_url(shards[0])
@@ -70,6 +71,7 @@ class TarShards(ListedImages):
         super()._open(listing)
         self._shards, self._states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
         self._shard, self._offset, self._size = (listing.arrays[key] for key in ("shard", "offset", "size"))
+        self._checksum = listing.arrays.get("checksum")
 
     def read(self, index: int) -> bytes:
         shard, size = int(self._shard[index]), self.file_bytes(index)
@@ -96,7 +98,8 @@ class TarShards(ListedImages):
     def _piece(self, index: int) -> FilePiece:
         shard = int(self._shard[index])
         size, tag = self._states[shard].tolist()
-        return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index))
+        checksum = -1 if self._checksum is None else int(self._checksum[index])
+        return FilePiece(self._shards[shard], size, tag, int(self._offset[index]), self.file_bytes(index), checksum)
 
     def name(self, index: int) -> str:
         return printable(f"{self._shards[int(self._shard[index])]}/{self._names[index]}")
@@ -133,7 +136,7 @@ def _find_index(shards: Sequence[str]) -> FilePiece | None:
 def _read_index(index: FilePiece) -> dict[str, IndexedMembers]:
     """Read an index: its shards by their addresses. Raises DataError."""
     try:
-        with open_remote(index.url, [index.size, index.tag]) as lines:
+        with open_remote(Remote(), index.url, [index.size, index.tag]) as lines:
             shards = map(IndexedMembers, lines)
             return {f"{os.path.dirname(index.url)}/{shard.name}": shard for shard in shards}
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
@@ -148,18 +151,14 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
     `index` are not read.
     """
     known = _read_index(index) if index else {}
-    states = dict(zip(shards, find_states(shards), strict=True)) if is_url(shards[0]) else {}
+    unread = [shard for shard in shards if shard not in known]
+    states = dict(zip(unread, find_states(unread), strict=True)) if is_url(shards[0]) else {}
 
     def find_members(shard: str) -> Members:
-        if shard not in known:
-            return Members(shard, kind, states.get(shard))
-        if known[shard].size != states[shard][0]:
-            raise DataError(f"{printable(shard)} is another file than {INDEX} says: copy that there again")
-        known[shard].time = states[shard][1]
-        return known[shard]
+        return known[shard] if shard in known else Members(shard, kind, states.get(shard))
 
     names, folders, packed = Packer(), FolderLabels(), Packer()
-    counts, spans, facts = array("q"), array("q"), array("q")
+    counts, spans, checksums, facts = array("q"), array("q"), array("q"), array("q")
     labels, numbers, notes, others = array("i"), dict[bytes | None, int](), list[str](), list[bytes]()
     kinds = Counter[bytes]()
     bar = tqdm(total=len(shards), desc="indexing shards", unit=" shards", delay=2, leave=False, disable=None)
@@ -170,6 +169,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
                 names.add(name)
                 folders.add(name.removeprefix(b"./").lstrip(b"/"))
                 spans.extend(span)
+            checksums.extend(members.checksums or [-1] * len(members.images))
             for label in members.labels():
                 labels.append(numbers.setdefault(label, len(numbers)))
             counts.append(len(members.images))
@@ -190,6 +190,7 @@ def _index(shards: Sequence[str], kind: str | None, index: FilePiece | None) -> 
         "offset": np.frombuffer(spans, np.int64)[::2],
         "size": np.frombuffer(spans, np.int64)[1::2],
         "shards.state": np.frombuffer(facts, np.int64),
+        **({"checksum": np.frombuffer(checksums, np.int64)} if known else {}),
     }
     return Contents(arrays, {"notes": [*note_left_out(others), *_note_kinds(kinds), *notes]})
 
@@ -228,10 +229,11 @@ def _class_arrays(
 
 
 def _is_current(listing: Listing) -> bool:
-    """Whether no shard has changed since it was indexed."""
+    """Whether no shard has changed since it was indexed; those of an index in a bucket are compared when read."""
     shards, states = listing.texts("shards"), listing.arrays["shards.state"].reshape(-1, 2)
     if is_url(shards[0]):
-        return find_states(list(shards)) == states.tolist()
+        tagged = np.flatnonzero(states[:, 1] >= 0)
+        return find_states([shards[i] for i in tagged]) == states[tagged].tolist()
 
     def same(i: int) -> bool:
         try:

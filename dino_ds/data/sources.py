@@ -26,25 +26,25 @@ from dino_ds.errors import ConfigError, DataError, UserError, one_line
 _METHODS = ("__len__", "load", "name")
 
 
-def training_source(data: DataSection) -> Source:
+def training_source(data: DataSection, may_overlap: bool = False) -> Source:
     """Open the images of a recipe, with `draws` and notes on them if they are not drawn equally often.
 
-    Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
+    may_overlap: as in `Mixture`. Raises what `recipe_images` does, and ConfigError or DataError for data.balance.
     """
-    source: Any = recipe_images(data)
+    source: Any = recipe_images(data, may_overlap)
     draws, notes = draws_of(source, data.balance)
     if draws is not None:
         source.draws, source.notes = draws, [*getattr(source, "notes", ()), *notes]
     return source
 
 
-def recipe_images(data: DataSection) -> Source:
+def recipe_images(data: DataSection, may_overlap: bool = False) -> Source:
     """Open the images of a recipe, one source or a mixture. Raises what `build_source` and `Mixture` do."""
     if not data.mixture:
         return build_source(data.source, data.root, "train", data.download, data.remote_cache_gib)
     if data.source != "folder":
         raise ConfigError(f"data.mixture takes files of yours, and data.source is {data.source}: set it to folder")
-    return Mixture(data.parts, data.root, data.remote_cache_gib)
+    return Mixture(data.parts, data.root, may_overlap, data.remote_cache_gib)
 
 
 def build_source(
@@ -168,10 +168,10 @@ class Part:
 def training_images(data: DataSection, share: float, as_listed: bool = False) -> Source:
     """Open the training images of a recipe, without those held out by eval.val_share. Raises ConfigError, DataError.
 
-    as_listed: as in `split_off`, for a run that an old version began.
+    as_listed: set for a run that an old version began: as in `split_off`, and parts of a mixture may overlap.
     """
     if not share:
-        return training_source(data)
+        return training_source(data, may_overlap=as_listed)
     if data.mixture or data.balance != "none":
         raise ConfigError(
             "eval.val_share is for one source whose images are drawn equally often, not for data."

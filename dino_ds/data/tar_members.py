@@ -5,9 +5,12 @@ The layout is WebDataset's: a member with an image's ending is an image; KEY.cls
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tarfile
+import zlib
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +18,8 @@ from typing import BinaryIO
 from dino_ds.data.base import name_placeholder
 from dino_ds.data.formats import EXTENSIONS, is_left_out
 from dino_ds.data.listing import LABEL_NAMES, is_hidden, printable
-from dino_ds.data.remote import open_remote
+from dino_ds.data.remote import Remote
+from dino_ds.data.remote_file import open_remote
 from dino_ds.errors import one_line
 
 _ENDINGS = tuple(os.fsencode(extension) for extension in EXTENSIONS)
@@ -43,13 +47,13 @@ class Members:
     """
 
     def __init__(self, path: str, kind: str | None, state: list[int] | None = None) -> None:
-        self.size, self.time = -1, 0
+        self.size, self.time, self.checksums = -1, 0, array("q")
         self.images, self.others = dict[bytes, tuple[int, int]](), list[bytes]()
         self._kind = kind and os.fsencode(kind)
         self._classes, self._jsons = dict[bytes, bytes](), dict[bytes, tuple[int, int]]()
         self._repeated, self._special = list[bytes](), list[bytes]()
         try:
-            with open(path, "rb") if state is None else open_remote(path, state) as file:
+            with open(path, "rb") if state is None else open_remote(Remote(), path, state) as file:
                 self.size, self.time = state or size_and_time(os.fstat(file.fileno()))
                 self.problems = [self._walk(file)]
                 if not self._classes:
@@ -141,26 +145,33 @@ class Members:
 
 
 class IndexedMembers(Members):
-    """The images of one shard by its line of an index. Raises ValueError, LookupError, TypeError."""
+    """The images of one shard by its line of an index, each with its CRC-32. Raises ValueError, LookupError, TypeError.
+
+    `time` is a hash of the line, below 0: no tag of a remote file is.
+    """
 
     def __init__(self, line: bytes) -> None:
         shard = json.loads(line)
+        names, offsets, sizes, checksums, classes = zip(*shard["images"], strict=True) if shard["images"] else [()] * 5
         self.name, self.size = str(shard["shard"]), int(shard["bytes"])
-        self.images = {os.fsencode(name): (offset, size) for name, offset, size, *_ in shard["images"]}
+        self.time = -1 - (int.from_bytes(hashlib.blake2b(line, digest_size=8).digest(), "big") >> 1)
+        self.images = dict(zip(map(os.fsencode, names), zip(offsets, sizes, strict=True), strict=True))
         if any(offset < 0 or size < 0 or offset + size > self.size for offset, size in self.images.values()):
             raise ValueError("an image beyond the end of its shard")
-        texts = ((name, text) for name, *_, text in shard["images"] if text is not None)
-        self._classes = {_stem(os.fsencode(name)): os.fsencode(text) for name, text in texts}
+        self.checksums = array("q", checksums)
+        texts = zip(self.images, classes, strict=True)
+        self._classes = {_stem(name): os.fsencode(text) for name, text in texts if text is not None}
         self.others, self.problems = [], []
 
 
 def index_line(path: Path, name: str) -> str:
     """The line of a shard in an index: its images as `IndexedMembers` reads it."""
     members = Members(str(path), None)
-    images = [
-        [os.fsdecode(image), *span, text and os.fsdecode(text)]
-        for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
-    ]
+    with path.open("rb") as file:
+        images = [
+            [os.fsdecode(image), *span, zlib.crc32(_read_at(file, span[1], span[0])), text and os.fsdecode(text)]
+            for (image, span), text in zip(members.images.items(), members.labels(), strict=True)
+        ]
     return json.dumps({"shard": name, "bytes": members.size, "images": images})
 
 

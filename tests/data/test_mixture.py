@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from dino_ds.data.find_range import with_value_range
 from dino_ds.data.image_set import ImageSet
 from dino_ds.data.loader import Loader
 from dino_ds.data.multicrop import MultiCrop
-from dino_ds.data.sources import training_source
+from dino_ds.data.sources import training_images, training_source
 from dino_ds.errors import ConfigError, DataError
 from tests.run.harness import image_folder
 
@@ -96,6 +97,27 @@ def test_sources_that_do_not_fit_are_refused_by_name(root, tmp_path):
         return str(error.value)
 
     (root / "empty").mkdir(exist_ok=True)
+    (root / "link").unlink(missing_ok=True)
+    (root / "link").symlink_to(root / "mine")
+    assert "mine and link are the same place" in refused("mine=0.5,link=0.5")
+    (root / "list.txt").write_text(f"plain/000.png\n{root}/link/class0/000.png\n")
+    (root / "tars").mkdir(exist_ok=True)
+    for name in ("a", "b"):
+        with tarfile.open(root / f"tars/{name}.tar", "w") as archive:
+            archive.add(root / "plain/000.png", f"{name}.png")
+    for mixture, inner, outer in (
+        (".=0.5,mine=0.5", "mine", "."),
+        ("mine/class0=0.5,link=0.5", "mine/class0", "link"),
+        ("list.txt=0.5,mine=0.5", "list.txt", "mine"),
+        ("tars/a.tar=0.5,tars=0.5", "tars/a.tar", "tars"),
+    ):
+        assert f"images of {inner} lie in {outer} too" in refused(mixture), mixture
+    begun = training_images(recipe_with(root, "mine/class0=0.5,link=0.5").data, 0.0, as_listed=True)
+    assert "images of mine/class0 lie in link too" in begun.notes[0], "a run of an earlier version goes on"
+    assert "have " in refused("tars/*.tar=0.5,tars/a.tar=0.5") and "both" in refused(
+        "tars/{a,b}.tar=0.5,tars/b.tar=0.5"
+    )
+    assert len(source_with(root, "tars=0.5,mine=0.5")) == 6 and len(source_with(root, "tars=0.5,list.txt=0.5")) == 4
     assert "data.mixture: empty: no images under data.root" in refused("mine=0.5,empty=0.5")
     assert "data.mixture: gone: " in refused("mine=0.5,gone=0.5")
     assert "data.source is cifar10: set it to folder" in refused("mine=0.5,theirs=0.5", source="cifar10")

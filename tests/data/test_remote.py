@@ -13,6 +13,7 @@ import threading
 import time
 from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,15 +51,24 @@ def _cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Shards with classes beside single images and a list of these."""
+    """Shards with classes beside single images, a list of these and Parquet files."""
+    import pyarrow
+    import pyarrow.parquet
+
     folder = tmp_path_factory.mktemp("served")
     files = [encoded(photo(40 + n, 30), "JPEG") for n in range(IMAGES)]
+    random = np.random.default_rng(0)
+    noise = [random.bytes(40_000) for _ in range(IN_SHARD)]  # a footer is then read without the images
     for shard in range(SHARDS):
         content = dict[str, bytes]()
         for n in range(shard * IN_SHARD, (shard + 1) * IN_SHARD):
             content |= {f"{n:03d}.jpg": files[n], f"{n:03d}.cls": str(n % 2).encode()}
         pack(folder / f"set/{shard:03d}.tar", content)
         (folder / f"{shard}.jpg").write_bytes(files[shard])
+        pyarrow.parquet.write_table(
+            pyarrow.table({"image": files[shard * IN_SHARD :][:IN_SHARD], "other": noise}),
+            _made(folder / f"rows/{shard}.parquet"),
+        )
     (folder / "set/classes.txt").write_text("cat\ndog\n")
     shutil.copytree(folder / "set", folder / "indexed")
     write_index(folder / "indexed")
@@ -70,6 +80,11 @@ def write_index(folder):
     """As `dino-ds shard` does it."""
     lines = [index_line(shard, shard.name) for shard in sorted(folder.glob("*.tar"))]
     (folder / "index.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def _made(path):
+    path.parent.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture
@@ -103,7 +118,7 @@ def check_alike(found, expected):
 
 @pytest.mark.parametrize(
     "place",
-    ["set", "set/*.tar", "indexed/{009..001}.tar", "list.txt"],
+    ["set", "set/{000..011}.tar", "set/*.tar", "indexed/{009..001}.tar", "list.txt", "rows", "rows/{0..11}.parquet"],
 )
 def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     local, remote = read(folder / place), read(f"{server.url}/{place}")
@@ -112,9 +127,10 @@ def test_a_server_gives_the_images_of_its_folder(server, folder, place):
     assert contents(remote) == contents(local)
 
 
-def test_what_was_read_once_is_kept_on_the_disk(server, folder, tmp_path):
-    first = open_files(f"{server.url}/set", 1.0)
-    assert contents(first) == contents(read(folder / "set"))
+@pytest.mark.parametrize("place", ["set", "rows"])
+def test_what_was_read_once_is_kept_on_the_disk(server, folder, place, tmp_path):
+    first = open_files(f"{server.url}/{place}", 1.0)
+    assert contents(first) == contents(read(folder / place))
     server.requests.clear()
     again = pickle.loads(pickle.dumps(first))
     prepare_images(again, range(len(again)))
@@ -124,21 +140,25 @@ def test_what_was_read_once_is_kept_on_the_disk(server, folder, tmp_path):
         data = bytearray(file.read_bytes())
         data[1000:1100] = bytes(100)
         file.write_bytes(data)
-    assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / "set"))
+    assert contents(pickle.loads(pickle.dumps(first))) == contents(read(folder / place))
     assert server.requests
 
 
 def test_an_index_beside_the_shards_is_read_in_place_of_them(server, folder, tmp_path):
     remote, local = open_files(f"{server.url}/indexed", 1.0), read(folder / "set")
     assert (members(remote), remote.labels, remote.classes) == (members(local), local.labels, local.classes)
-    assert server.requests["/indexed/000.tar"] == 1  # its size and tag
+    assert not [path for path in server.requests if path.endswith(".tar")]
     server.bytes_sent = 0
     prepare_images(remote, range(0, IMAGES, 5))
     assert [remote.read(index) for index in range(0, IMAGES, 5)] == contents(local)[::5]
     assert server.bytes_sent == sum(remote.file_bytes(index) for index in range(0, IMAGES, 5))
+    server.requests.clear()
+    assert read(f"{server.url}/indexed").read(1) == local.read(1)
+    files = {path: count for path, count in server.requests.items() if "." in path}
+    assert files == {"/indexed/index.jsonl": 1, "/indexed/000.tar": 1}
 
 
-def test_shards_that_are_not_those_of_the_index_are_refused(tmp_path):
+def test_shards_that_are_not_those_of_the_index_are_never_read_as_others(tmp_path):
     folder = tmp_path / "set"
     for name in ("0.tar", "1.tar"):
         pack(folder / name, {"a.png": png(1), "b.png": png(2)})
@@ -147,11 +167,11 @@ def test_shards_that_are_not_those_of_the_index_are_refused(tmp_path):
     with serving(tmp_path) as server:
         remote = read(f"{server.url}/set")
         assert contents(remote) == contents(read(folder))
-        pack(folder / "1.tar", {f"{name}.png": png(3) for name in range(20)})
-        with pytest.raises(DataError, match=r"1\.tar is gone or is another file than when its images were listed"):
-            remote.read(2)
-        with pytest.raises(DataError, match=r"1\.tar is another file than index\.jsonl says: copy that there again"):
-            read(f"{server.url}/set")
+        pack(folder / "1.tar", {"a.png": png(3), "b.png": png(4)})  # of the same size
+        for source in (remote, read(f"{server.url}/set"), open_files(f"{server.url}/set", 1.0)):
+            assert source.read(0) == remote.read(0)
+            with pytest.raises(DataError, match=r"1\.tar is gone or is another file than index\.jsonl says"):
+                source.read(2)
         write_index(folder)
         assert contents(open_files(f"{server.url}/set", 1.0)) == contents(read(folder))
         for damage in ("[]", "{", '{"shard": "0.tar", "bytes": 9, "images": [["a.png", 0, 10, 0, null]]}'):
@@ -187,25 +207,56 @@ def test_the_loader_gives_the_same_crops_and_resumes_at_any_batch(server, folder
         check_alike(batches(remote, 4, samples=16), expected[4:8])
 
 
-def test_an_epoch_asks_for_little_more_than_its_images(server):
+def test_an_epoch_asks_for_little_more_than_its_images_and_for_neighbors_together(server):
     remote = read(f"{server.url}/set")
     server.requests.clear()
     server.bytes_sent = 0
     batches(remote, IMAGES // 4)
     size = sum(remote.file_bytes(index) for index in range(IMAGES))
     assert server.bytes_sent <= 1.3 * size  # one more batch is ahead at the end; of a real epoch that is nothing
+    remote = read(f"{server.url}/set")
+    server.requests.clear()
+    prepare_images(remote, range(IMAGES))
+    contents(remote)
+    assert server.requests.total() == SHARDS
 
 
-@pytest.mark.parametrize("faults", [[500, "cut", 429, "drop", 503], [30.0]], ids=["several", "no answer"])
-def test_faults_that_pass_change_nothing(server, folder, faults, monkeypatch):
-    monkeypatch.setattr("dino_ds.data.remote._REQUEST_SECONDS", 0.5)
-    monkeypatch.setattr("dino_ds.data.remote._LONGEST_WAIT", 0.1)
+def test_row_groups_of_a_batch_come_together_and_once(server, folder):
+    remote, local = read(f"{server.url}/rows"), read(folder / "rows")
+    server.requests.clear()
+    again = pickle.loads(pickle.dumps(remote))
+    prepare_images(again, range(IMAGES))
+    deadline = time.monotonic() + 30
+    while server.requests.total() < SHARDS:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert contents(again) == contents(local)
+    assert server.requests.total() == SHARDS, "a footer, or a group once more"
+    check_alike(batches(remote, 6), batches(local, 6))
+
+
+@pytest.mark.parametrize(
+    ("faults", "seconds"),
+    [([503, 500], 0), ([429], 1), (["drop"] * 2, 0), (["cut"], 0), ([500, "cut", "drop", 503], 0), ([30.0], 1)],
+    ids=["status", "throttled", "drop", "cut", "several", "no answer"],
+)
+def test_faults_that_pass_change_nothing(server, folder, faults, seconds, monkeypatch):
+    """Also a server that asks for a second, and one that gives no answer within one."""
+    monkeypatch.setattr("dino_ds.data.remote._REQUEST_SECONDS", 1.0)
     local, remote = read(folder / "set"), read(f"{server.url}/set")
-    server.faults = [*faults]
+    server.faults, server.retry_after = [*faults], "1" if 429 in faults else "0"
     begin = time.monotonic()
     assert remote.read(4) == local.read(4)
-    assert time.monotonic() - begin < 20
+    assert seconds <= time.monotonic() - begin < 20
     assert not server.faults
+
+
+def test_a_server_that_dies_and_returns_changes_nothing(server, folder):
+    remote = read(f"{server.url}/set")
+    server.dead = True
+    threading.Timer(1.5, setattr, (server, "dead", False)).start()
+    check_alike(batches(remote, 4, patience=60.0), batches(read(folder / "set"), 4))
+    assert server.requests.total() > SHARDS
 
 
 def test_two_ranks_whose_server_is_killed_and_returns_learn_as_from_a_copy(tmp_path):
@@ -308,15 +359,17 @@ def test_a_list_may_name_what_is_not_there(server, folder, tmp_path):
     ("place", "error"),
     [
         ("ftp://host/a.tar", "nor one of s3://"),
-        ("gs://bucket/*.tar", "nor one of s3://, https://, http://"),
-        ("{}/*/0.tar", "only the last part of an address may be a pattern"),
-        ("{}/empty", "an address is of .tar shards"),
-        ("{}/rows.parquet", "read on a disk: copy them"),
+        ("gs://bucket/*.tar", "gs:// needs gcsfs: pip install gcsfs"),
+        ("az://container/a.tar", "az:// needs adlfs: pip install adlfs"),
+        ("hf://datasets/owner/name/a.parquet", "hf:// needs huggingface_hub: pip install huggingface_hub"),
+        ("{}/empty", "an address is of .tar or .parquet files"),
         ("{}/a.h5:/images", "read on a disk: copy them"),
         ("{}/none.tar", "1 of 1 files are not there"),
     ],
 )
-def test_places_that_cannot_be_read_are_named(server, folder, place, error):
+def test_places_that_cannot_be_read_are_named(server, folder, place, error, monkeypatch):
+    for driver in ("gcsfs", "adlfs", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, driver, None)
     (folder / "empty").mkdir(exist_ok=True)
     with pytest.raises(Exception, match=error):
         read(place.format(server.url))
@@ -364,7 +417,7 @@ def bucket(folder):
     server.stop()
 
 
-@pytest.mark.parametrize("place", ["set/*.tar", "indexed/{003..001}.tar", "list.txt"])
+@pytest.mark.parametrize("place", ["set", "set/*.tar", "set/{003..001}.tar", "list.txt", "rows/*.parquet"])
 def test_a_bucket_gives_the_images_of_its_folder(bucket, folder, place):
     local, remote = read(folder / place), open_files(f"s3://images/{place}", 1.0)
     assert members(remote) == members(local)
@@ -373,11 +426,10 @@ def test_a_bucket_gives_the_images_of_its_folder(bucket, folder, place):
     assert contents(remote) == contents(local)
 
 
-def test_an_object_that_is_replaced_is_noticed(bucket, tmp_path):
-    bodies = [pack(tmp_path / f"{value}.tar", {"a.png": png(value)}).read_bytes() for value in (1, 2)]
-    bucket.put_object(Bucket="images", Key="more/0.tar", Body=bodies[0])
+def test_an_object_that_is_replaced_is_noticed(bucket):
+    bucket.put_object(Bucket="images", Key="more/0.tar", Body=_tar(1))
     remote = read("s3://images/more/0.tar")
-    bucket.put_object(Bucket="images", Key="more/0.tar", Body=bodies[1])
+    bucket.put_object(Bucket="images", Key="more/0.tar", Body=_tar(2))
     with pytest.raises(DataError, match="is another file than when"):
         remote.read(0)
     assert read("s3://images/more/0.tar").load(0).getpixel((0, 0)) == (2, 0, 0)
@@ -385,3 +437,15 @@ def test_an_object_that_is_replaced_is_noticed(bucket, tmp_path):
         read("s3://images/more/1.tar")
     with pytest.raises(DataError, match="not there"):
         read("s3://other/more/1.tar")
+
+
+def _tar(value):
+    import io
+    import tarfile
+
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        info = tarfile.TarInfo("a.png")
+        info.size = len(png(value))
+        archive.addfile(info, io.BytesIO(png(value)))
+    return stream.getvalue()
